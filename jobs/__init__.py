@@ -1,0 +1,1 @@
+"""What a person submits: training, evaluation, prediction, data preparation."""

@@ -1,0 +1,47 @@
+"""Ray for a job: a local one that the job starts itself, or the cluster that it was submitted to."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+
+# Set in every process that a job starts: DeepSpeed's and Transformers' chatter off, and no thread pools inside forks.
+_QUIET = {
+    "DEEPSPEED_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "true",
+}
+
+
+def start_ray() -> None:
+    """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine."""
+    if ray.is_initialized():
+        return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        return
+    ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+
+
+def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:
+    """Refuse what the cluster can never schedule, with the arithmetic.
+
+    Raises:
+        ValueError: naming what is needed and what there is.
+    """
+    total = ray.cluster_resources()
+    needed = num_workers * cpus_per_worker + data_cpus
+    if needed > total.get("CPU", 0):
+        raise ValueError(
+            f"workers.num_workers × workers.cpus_per_worker + data = {num_workers} × {cpus_per_worker:g} + "
+            f"{data_cpus:g} = {needed:g} CPUs, but the cluster has {total.get('CPU', 0):g}: "
+            "use fewer workers or fewer CPUs a worker"
+        )
+    if use_gpu and num_workers > total.get("GPU", 0):
+        raise ValueError(
+            f"workers.use_gpu = True needs {num_workers} GPUs, one a worker, but the cluster has {total.get('GPU', 0):g}"
+        )

@@ -1,0 +1,53 @@
+"""The command line of a job: `python -m jobs.<job> <preset> [--section.field value …] [--dry-run]`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+
+
+def parse_preset(
+    presets: Mapping[str, Callable[[], Config]], arguments: Sequence[str], *, job: str, purpose: str
+) -> tuple[Config, bool]:
+    """The configuration that the arguments name, and whether only a dry run is wanted.
+
+    Exits with a message on a misspelt preset or field, or a value that is refused; `--help` lists the presets.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {name:<24}{_first_line(preset)}" for name, preset in presets.items())
+        print(
+            f"{purpose}\n\nusage: python -m jobs.{job} PRESET [--section.field value …] [--dry-run]\n\n"
+            f"presets (PRESET --help lists the fields):\n{lines}"
+        )
+        raise SystemExit(0 if arguments else 2)
+    name, *rest = arguments
+    if name not in presets:
+        near = difflib.get_close_matches(name, presets, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(presets)}"
+        fail(f"preset {name!r} is unknown: {hint}")
+    dry_run = "--dry-run" in rest
+    rest = [argument for argument in rest if argument != "--dry-run"]
+    default = presets[name]()
+    try:
+        config = tyro.cli(
+            type(default), default=default, args=rest, prog=f"python -m jobs.{job} {name}", config=(tyro.conf.AvoidSubcommands,)
+        )
+    except ValueError as error:
+        fail(str(error))
+    return config, dry_run
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error for a person and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _first_line(function: Callable[[], Config]) -> str:
+    return (function.__doc__ or "").strip().splitlines()[0]

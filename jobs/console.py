@@ -1,0 +1,100 @@
+"""What workers want a person to see: lines and progress, carried to the driver's terminal by a small Ray actor.
+
+Ray's own forwarding of worker output mixes these with the chatter of every library; here only what is meant for a person
+arrives, on a terminal with a bar, in a log file as lines.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import ray
+from ray.actor import ActorHandle
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_POLLS = 0.5
+
+
+@ray.remote(num_cpus=0)
+class _Mailbox:
+    """Lines and the last progress, until the driver fetches them."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._progress: tuple[int, str] | None = None
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+    def show(self, step: int, text: str) -> None:
+        self._progress = (step, text)
+
+    def fetch(self) -> tuple[list[str], tuple[int, str] | None]:
+        lines, self._lines = self._lines, []
+        return lines, self._progress
+
+
+class Console:
+    """The driver's end; use it as a context around the work, and give `mailbox` to the workers."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.mailbox: ActorHandle = _Mailbox.remote()
+        self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+
+    def __enter__(self) -> Console:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+        self._show()
+        self._bar.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SECONDS_BETWEEN_POLLS):
+            self._show()
+
+    def _show(self) -> None:
+        try:
+            lines, progress = ray.get(self.mailbox.fetch.remote(), timeout=10)
+        except ray.exceptions.RayError:
+            return  # the cluster is going away; the job itself will say why
+        for line in lines:
+            tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+        if progress and not self._bar.disable:
+            step, text = progress
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+
+
+class Progress:
+    """A worker's end: step, loss, mean τ, tokens a second and the time that is left."""
+
+    def __init__(self, mailbox: ActorHandle, *, num_steps: int, first_step: int, with_lines: bool) -> None:
+        self._mailbox = mailbox
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._started = time.monotonic()
+        self._with_lines = with_lines
+        if first_step:
+            self.say(f"continuing after step {first_step}")
+
+    def show(self, step: int, loss: float, tau_mean: float | None, tokens_per_second: float) -> None:
+        """Show the state after `step` steps."""
+        tau = "" if tau_mean is None else f"  mean τ {tau_mean:.3f}"
+        text = f"loss {loss:.4f}{tau}  {tokens_per_second:,.0f} tokens/s"
+        self._mailbox.show.remote(step, text)
+        if self._with_lines:
+            left = (time.monotonic() - self._started) / (step - self._first_step) * (self._num_steps - step)
+            width = len(str(self._num_steps))
+            self.say(f"step {step:>{width}}/{self._num_steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        self._mailbox.say.remote(line)

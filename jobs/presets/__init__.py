@@ -1,0 +1,1 @@
+"""Presets: functions that return a whole configuration, named after the papers' experiments."""

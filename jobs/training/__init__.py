@@ -1,0 +1,1 @@
+"""The one training loop: configuration, launch, engine, checkpoints, schedules, tracking."""

@@ -1,0 +1,30 @@
+"""What travels between the driver and the workers of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ray.actor import ActorHandle
+
+from jobs.training.config import LanguageModelConfig
+from jobs.training.tracking import TrackedRun
+
+
+class FatalTrainingError(RuntimeError):
+    """The run cannot go on, and starting it again would end the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJob:
+    """What the driver sends to every worker."""
+
+    config: LanguageModelConfig
+    train_directory: str
+    """Prepared training data."""
+    validation_directory: str
+    """Prepared validation data."""
+    tracked_run: TrackedRun | None
+    mailbox: ActorHandle
+    """Carries progress to the driver's terminal."""
+    with_bar: bool
+    """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""

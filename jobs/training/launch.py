@@ -1,0 +1,278 @@
+"""From a configuration to a finished run: checks, Ray, data, MLflow, Ray Train, report.
+
+Everything that can be refused is refused before Ray starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+from jobs.cluster import check_resources, start_ray
+from jobs.console import Console
+from jobs.training.config import LanguageModelConfig, configuration_hash, differences, fixed_values, flatten, with_absolute_paths
+from jobs.training.job import FatalTrainingError, WorkerJob
+from jobs.training.models import base_config, resolved_rho
+from jobs.training.report import summary_table, write_report
+from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
+from pipelines.manifest import Manifest, read_json, write_json
+from pipelines.prepare import PrepareConfig, describe, prepare_text
+from pipelines.text import list_archives, resolve
+from pipelines.tokenization import load_tokenizer
+from tempnet.dro import check_rho
+
+# Logical CPUs that reading takes beside the workers: one task of a quarter a worker.
+_DATA_CPUS_PER_WORKER = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a configuration comes to, known before anything starts."""
+
+    config: LanguageModelConfig
+    vocab_size: int
+    """The effective vocabulary: the tokenizer's."""
+    rho: float
+    target_entropy: float
+    tracking_uri: str
+    """Empty: nothing is tracked."""
+
+    def describe(self) -> str:
+        """The plan, for a person."""
+        config = self.config
+        tokens = config.optimizer.batch_size * config.data.context_length
+        return "\n".join(
+            [
+                f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
+                f"loss         {config.temperature.loss}, ρ = {self.rho:.4f}: target entropy {self.target_entropy:.4f} of "
+                f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats, "
+                f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
+                f"batch        {config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
+                f"{config.workers.num_workers} workers × {config.num_accumulation_steps} micro-batches × "
+                f"{config.micro_batch_size} blocks",
+                f"steps        {config.run.num_steps} = {config.run.num_steps * tokens:,} tokens; checkpoint every "
+                f"{config.run.checkpoint_every}, validation every {config.validation.every}",
+                f"workers      {config.workers.num_workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, "
+                f"ZeRO {config.workers.zero_stage}, {config.workers.precision}",
+                f"MLflow       {self.tracking_uri or 'off'}",
+            ]
+        )
+
+
+def make_plan(config: LanguageModelConfig) -> Plan:
+    """Check everything that can be checked without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+    """
+    storage = config.run.resolved_storage
+    for field in ("train", "validation"):
+        try:
+            list_archives(getattr(config.data, field))
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"data.{field}: {error}") from error
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab_size = len(tokenizer)
+    base_config(config, tokenizer)
+    rho = resolved_rho(config, vocab_size)
+    try:
+        check_rho(rho, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"temperature.rho: {error}") from error
+    if config.temperature.needs_tempnet:
+        config.temperature.network_config(vocab_size, rho)
+    return Plan(
+        config=config,
+        vocab_size=vocab_size,
+        rho=rho,
+        target_entropy=math.log(vocab_size) - rho,
+        tracking_uri=(config.tracking.uri or default_uri(storage)) if config.tracking.enabled else "",
+    )
+
+
+def train(config: LanguageModelConfig) -> dict[str, Any]:
+    """Run a configuration to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
+
+    Raises:
+        ValueError and the like: before anything starts, see :func:`make_plan`; also for a taken run name.
+        FatalTrainingError: a loss that is not finite; the message names the step and the blocks of its batch.
+        TrainingFailedError: a worker group failed more often than `run.max_restarts`.
+    """
+    plan = make_plan(config)
+    outcome = claim_directory(config)
+    print(plan.describe(), flush=True)
+    if outcome is not None:
+        print(f"\nThis run is finished; its results:\n\n{summary_table(outcome)}\n")
+        return outcome
+
+    start_ray()
+    check_resources(
+        num_workers=config.workers.num_workers,
+        cpus_per_worker=config.workers.cpus_per_worker,
+        use_gpu=config.workers.use_gpu,
+        data_cpus=_DATA_CPUS_PER_WORKER * config.workers.num_workers,
+    )
+    prepared = with_absolute_paths(config)
+    train_data = _prepare(prepared, "train")
+    validation_data = _prepare(prepared, "validation")
+    tracked = _open_run(plan, train_data, validation_data) if plan.tracking_uri else None
+    try:
+        with Console(config.run.num_steps) as console:
+            job = WorkerJob(
+                config=prepared,
+                train_directory=train_data.directory,
+                validation_directory=validation_data.directory,
+                tracked_run=tracked,
+                mailbox=console.mailbox,
+                with_bar=sys.stderr.isatty(),
+            )
+            result = _trainer(config, job).fit().return_value
+        if "fatal" in result:
+            raise FatalTrainingError(result["fatal"])
+    except (FatalTrainingError, TrainingFailedError):
+        if tracked:
+            with survive_outage("the failure"):
+                finish_run(tracked, status="FAILED", artifacts=None, metrics={}, tags={})
+        raise
+    outcome = result | {
+        "run": config.run.name,
+        "directory": config.run.directory,
+        "export": config.run.export_directory,
+        "rho": plan.rho,
+        "target_entropy": plan.target_entropy,
+        "tau_min": config.temperature.tau_min,
+        "tau_max": config.temperature.tau_max,
+        "loss": config.temperature.loss,
+        "num_documents_lost": {"train": dict(train_data.problems), "validation": dict(validation_data.problems)},
+        "num_blocks_train": train_data.num_blocks,
+        "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_blocks,
+        "mlflow_run_id": tracked.run_id if tracked else None,
+        "tracking_uri": plan.tracking_uri,
+    }
+    _publish(config, outcome, tracked)
+    write_json(f"{config.run.directory}/outcome.json", outcome)
+    return outcome
+
+
+def claim_directory(config: LanguageModelConfig) -> dict[str, Any] | None:
+    """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
+
+    Raises:
+        ValueError: if another configuration holds the name; the differing fields are shown.
+    """
+    record = f"{config.run.directory}/configuration.json"
+    held = read_json(record)
+    wanted = json.loads(json.dumps(fixed_values(config)))
+    if held is None:
+        filesystem, path = resolve(config.run.directory)
+        filesystem.create_dir(path, recursive=True)
+        write_json(record, wanted)
+        return None
+    if changed := differences(held, wanted):
+        raise ValueError(
+            f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
+            f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"
+        )
+    return read_json(f"{config.run.directory}/outcome.json")
+
+
+def _prepare(config: LanguageModelConfig, split: str) -> Manifest:
+    started = time.monotonic()
+    manifest = prepare_text(
+        PrepareConfig(
+            source=getattr(config.data, split),
+            tokenizer=config.data.tokenizer,
+            context_length=config.data.context_length,
+            text_field=config.data.text_field,
+            max_bad_share=config.data.max_bad_share,
+        ),
+        f"{config.run.resolved_storage}/prepared",
+    )
+    print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
+    return manifest
+
+
+def _open_run(plan: Plan, train_data: Manifest, validation_data: Manifest) -> TrackedRun:
+    config = plan.config
+    return open_run(
+        uri=plan.tracking_uri,
+        experiment=config.tracking.experiment,
+        name=config.run.name,
+        directory=config.run.directory,
+        parameters=flatten(config)
+        | {"vocab_size": plan.vocab_size, "resolved.rho": plan.rho, "resolved.target_entropy": plan.target_entropy},
+        tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
+        data_sets={
+            "training": (config.data.train.rstrip("/").rsplit("/", 1)[-1], train_data.digest, config.data.train),
+            "validation": (
+                config.data.validation.rstrip("/").rsplit("/", 1)[-1],
+                validation_data.digest,
+                config.data.validation,
+            ),
+        },
+    )
+
+
+def _trainer(config: LanguageModelConfig, job: WorkerJob) -> TorchTrainer:
+    workers = config.workers
+    # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    if not workers.use_gpu:
+        environment["DS_ACCELERATOR"] = "cpu"
+    filesystem, path = resolve(f"{config.run.resolved_storage}")
+    return TorchTrainer(
+        _train_worker,
+        train_loop_config={"job": job},
+        scaling_config=ScalingConfig(
+            num_workers=workers.num_workers,
+            use_gpu=workers.use_gpu,
+            resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            name=config.run.name,
+            storage_path=path,
+            storage_filesystem=filesystem,
+            failure_config=FailureConfig(max_failures=config.run.max_restarts),
+            checkpoint_config=CheckpointConfig(num_to_keep=config.run.num_checkpoints_kept),
+            worker_runtime_env={"env_vars": environment},
+        ),
+    )
+
+
+def _train_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+    from jobs.training.loop import train_worker
+
+    return train_worker(settings["job"])
+
+
+def _publish(config: LanguageModelConfig, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
+    """Write the report beside the run, and into MLflow."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    with tempfile.TemporaryDirectory() as name:
+        local = Path(name)
+        write_report(local, outcome, tokenizer, tracked)
+        (local / "configuration.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        filesystem, path = resolve(f"{config.run.directory}/report")
+        filesystem.create_dir(path, recursive=True)
+        for file in local.iterdir():
+            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
+                stream.write(file.read_bytes())
+        if tracked:
+            final = {f"final/{key}": value for key, value in outcome["validation"].items()}
+            with survive_outage("the report"):
+                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, tags={})
+
+

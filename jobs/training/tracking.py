@@ -1,0 +1,184 @@
+"""MLflow: one run for one logical training run, however often it restarts; an outage never stops training.
+
+The driver opens (or finds) the run; rank 0 logs into it from a background thread, which keeps what could not be sent and
+tries again. `MlflowClient` is used directly: the fluent API would open a new run on every restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+
+logger = logging.getLogger(__name__)
+
+_MAX_METRICS_PER_CALL = 1000
+_RUN_TAG = "tempnet.run_directory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """An open MLflow run, as plain data that travels to the workers."""
+
+    uri: str
+    run_id: str
+
+
+def default_uri(storage: str) -> str:
+    """$MLFLOW_TRACKING_URI, or a database beside the runs (only where the storage is a local path)."""
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    if "://" in storage:
+        raise ValueError(
+            f"tracking.uri is not given, and run.storage = {storage!r} is no local directory to keep a database in: "
+            "give the URI of an MLflow server, or --no-tracking.enabled"
+        )
+    return f"sqlite:///{storage}/mlflow.db"
+
+
+def open_run(
+    *,
+    uri: str,
+    experiment: str,
+    name: str,
+    directory: str,
+    parameters: Mapping[str, Any],
+    tags: Mapping[str, str],
+    data_sets: Mapping[str, tuple[str, str, str]],
+) -> TrackedRun:
+    """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
+
+    Args:
+        data_sets: context → (name, digest, source URI).
+    """
+    if uri.startswith("sqlite:///"):
+        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        location = None
+        if uri.startswith("sqlite:///"):
+            location = (Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts").as_uri()
+        experiment_id = client.create_experiment(experiment, artifact_location=location)
+    else:
+        experiment_id = found.experiment_id
+    existing = client.search_runs([experiment_id], filter_string=f"tags.`{_RUN_TAG}` = '{directory}'", max_results=1)
+    if existing:
+        client.set_terminated(existing[0].info.run_id, status="RUNNING")
+        return TrackedRun(uri=uri, run_id=existing[0].info.run_id)
+    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **git_tags(), **tags})
+    run_id = run.info.run_id
+    client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in parameters.items()])
+    inputs = [
+        DatasetInput(
+            dataset=Dataset(name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": source})),
+            tags=[InputTag("mlflow.data.context", context)],
+        )
+        for context, (data_name, digest, source) in data_sets.items()
+    ]
+    client.log_inputs(run_id, inputs)
+    return TrackedRun(uri=uri, run_id=run_id)
+
+
+def git_tags() -> dict[str, str]:
+    """Revision of the working tree and whether it is dirty; empty outside a checkout."""
+    root = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"git.revision": git("rev-parse", "HEAD"), "git.dirty": str(bool(git("status", "--porcelain"))).lower()}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+class MetricLogger:
+    """Sends metrics to one run from a background thread; never raises and never blocks training."""
+
+    def __init__(self, run: TrackedRun, *, warn: Callable[[str], None], seconds_between_sends: float = 2.0) -> None:
+        self._client = MlflowClient(run.uri)
+        self._run_id = run.run_id
+        self._warn = warn
+        self._seconds = seconds_between_sends
+        self._lock = threading.Lock()
+        self._waiting: list[Metric] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlflow-metrics", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue the finite values of a step (MLflow's SQL stores refuse NaN in charts, so NaN is left out)."""
+        now = int(time.time() * 1000)
+        with self._lock:
+            self._waiting += [Metric(key, float(value), now, step) for key, value in metrics.items() if value == value]
+
+    def close(self, *, seconds: float = 30.0) -> int:
+        """Send what is left, trying for at most this long; returns the number of values that could not be sent."""
+        self._stop.set()
+        self._thread.join(timeout=seconds)
+        deadline = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < deadline and not self._send():
+            time.sleep(min(self._seconds, 1.0))
+        if self._waiting:
+            self._warn(f"{len(self._waiting)} metric values could not be sent to MLflow")
+        return len(self._waiting)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._seconds):
+            self._send()
+
+    def _send(self) -> bool:
+        """Send all that waits, oldest first; what fails stays in the queue."""
+        with self._lock:
+            batch = self._waiting[:_MAX_METRICS_PER_CALL]
+        while batch:
+            try:
+                self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+            except Exception as error:  # whatever the outage is, training goes on
+                self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {error}")
+                return False
+            with self._lock:
+                self._waiting = self._waiting[len(batch) :]
+                batch = self._waiting[:_MAX_METRICS_PER_CALL]
+        return True
+
+
+def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
+    """Step → value of a metric; where a restart logged a step again, the last value counts."""
+    history = MlflowClient(run.uri).get_metric_history(run.run_id, key)
+    return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
+
+
+@contextlib.contextmanager
+def survive_outage(what: str) -> Iterator[None]:
+    """Turn any failure of MLflow inside the block into a warning: a trained model is worth more than its log."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s could not be recorded in MLflow: %s", what, error)
+
+
+def finish_run(run: TrackedRun, *, status: str, artifacts: Path | None, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
+    """Close the run: final metrics, a directory of artifacts, tags and its status (FINISHED or FAILED)."""
+    client = MlflowClient(run.uri)
+    now = int(time.time() * 1000)
+    client.log_batch(
+        run.run_id,
+        metrics=[Metric(key, float(value), now, 0) for key, value in metrics.items() if value == value],
+        tags=[RunTag(key, value) for key, value in tags.items()],
+    )
+    if artifacts is not None:
+        client.log_artifacts(run.run_id, str(artifacts))
+    client.set_terminated(run.run_id, status=status)

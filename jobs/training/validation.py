@@ -1,0 +1,157 @@
+"""Validation: loss at τ = 1 and at τ on held-out blocks, and what a temperature network is worth against its rivals.
+
+Every rank scores its part of the blocks; sums are added over ranks, so the result does not depend on their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from pipelines.manifest import Manifest
+from pipelines.packing import IGNORE_INDEX
+from pipelines.stream import Batch, read_range
+from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
+from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.statistics import TemperatureStatistics
+
+# Logits kept for the comparison with the best constant temperature: at most this many numbers (float32: 256 MiB).
+_MAX_LOGITS_KEPT = 1 << 26
+_NUM_PASSAGE_TOKENS = 512
+_FIELDS = ("input_ids", "position_ids", "targets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationPart:
+    """One rank's part of the validation blocks, padded so that all ranks run equally many micro-batches."""
+
+    arrays: Batch
+    num_blocks: int
+    """Blocks in all parts together."""
+
+    @classmethod
+    def read(cls, manifest: Manifest, num_blocks: int, *, rank: int, world_size: int) -> ValidationPart:
+        """The rank's share of the first `num_blocks` blocks (0: all)."""
+        total = min(num_blocks or manifest.num_blocks, manifest.num_blocks)
+        size = -(-total // world_size)
+        start, stop = min(rank * size, total), min((rank + 1) * size, total)
+        arrays = read_range(manifest, start, stop) if start < stop else _ignored(read_range(manifest, 0, 1))
+        missing = size - len(arrays["targets"])
+        if missing:
+            filler = {name: np.repeat(value[:1], missing, axis=0) for name, value in arrays.items()}
+            arrays = {name: np.concatenate([arrays[name], _ignored(filler)[name]]) for name in arrays}
+        return cls(arrays=arrays, num_blocks=total)
+
+
+def _ignored(arrays: Batch) -> Batch:
+    return arrays | {"targets": np.full_like(arrays["targets"], IGNORE_INDEX)}
+
+
+def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Tensor]:
+    """The training fields of some blocks as tensors."""
+    return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationDetails:
+    """What only rank 0 looks at: the temperatures of a passage, and the rivals of the temperature network."""
+
+    histogram: list[float]
+    """Counts of τ over [τ₀, τ_max], all ranks."""
+    passage: dict[str, list[Any]]
+    """`token`, `tau` and `entropy` of a run of tokens; τ and entropy belong to the prediction *of* the token."""
+    rivals: dict[str, float]
+    """Mean robust loss of the run's τ, of the best constant τ, of τ = 1 and of the oracle, on the same tokens."""
+
+
+@torch.no_grad()
+def validate(
+    engine: DeepSpeedEngine,
+    part: ValidationPart,
+    *,
+    loss_config: TemperatureLossConfig,
+    micro_batch_size: int,
+    num_oracle_tokens: int,
+    with_details: bool,
+) -> tuple[dict[str, float], ValidationDetails | None]:
+    """Score the part; all ranks must call it. Details come on rank 0 only.
+
+    Args:
+        num_oracle_tokens: tokens, over all ranks, on which regret and rivals are computed.
+        with_details: whether to compute `ValidationDetails`.
+    """
+    engine.eval()
+    statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    num_kept, first_outputs = 0, None
+    num_batches = -(-len(part.arrays["targets"]) // micro_batch_size)
+    oracle_per_batch = -(-num_oracle_tokens // (num_batches * dist.get_world_size()))
+    for at in range(0, len(part.arrays["targets"]), micro_batch_size):
+        chunk = {name: value[at : at + micro_batch_size] for name, value in part.arrays.items()}
+        batch = to_tensors(chunk, engine.device)
+        output = engine(
+            **batch,
+            num_targets=1.0,
+            with_statistics=True,
+            num_oracle_tokens=oracle_per_batch,
+            with_logits=with_details,
+        )
+        statistics.sums += output["statistics"]
+        if with_details and dist.get_rank() == 0:
+            is_valid = batch["targets"] != IGNORE_INDEX
+            room = min(num_oracle_tokens, _MAX_LOGITS_KEPT // output["logits"].shape[-1]) - num_kept
+            if room > 0:
+                rows = (output["logits"][is_valid], batch["targets"][is_valid], output["tau"][is_valid])
+                kept.append(tuple(row[:room].float() if row.is_floating_point() else row[:room] for row in rows))
+                num_kept += len(kept[-1][1])
+            if first_outputs is None:
+                first_outputs = (batch, output["tau"], output["logits"])
+    engine.train()
+    dist.all_reduce(statistics.sums)
+    if not (with_details and dist.get_rank() == 0):
+        return statistics.summary(), None
+    logits, targets, tau = (torch.cat(column) for column in zip(*kept, strict=True))
+    assert first_outputs is not None
+    details = ValidationDetails(
+        histogram=statistics.histogram.tolist(),
+        passage=_passage(*first_outputs),
+        rivals=rivals(logits, targets, tau, loss_config),
+    )
+    return statistics.summary(), details
+
+
+def rivals(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> dict[str, float]:
+    """Mean robust loss of the given τ beside the best constant τ, τ = 1 and the oracle, all on the same rows."""
+    constant = best_constant_temperature(logits, config.rho, config.tau_min, config.tau_max)
+    oracle = optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
+
+    def mean_loss(temperature: Tensor | float) -> float:
+        return robust_loss(logits, targets, temperature, config.rho).double().mean().item()
+
+    return {
+        "num_tokens": float(len(targets)),
+        "robust_loss": mean_loss(tau),
+        "robust_loss_best_constant": mean_loss(constant),
+        "robust_loss_tau_one": mean_loss(1.0),
+        "robust_loss_oracle": mean_loss(oracle),
+        "best_constant_tau": constant,
+        "oracle_tau_mean": oracle.double().mean().item(),
+    }
+
+
+def _passage(batch: dict[str, Tensor], tau: Tensor, logits: Tensor) -> dict[str, list[Any]]:
+    """The first tokens that are predicted, each with the τ and the entropy (τ = 1, nats) of its prediction."""
+    targets = batch["targets"].flatten()
+    chosen = (targets != IGNORE_INDEX).nonzero().squeeze(-1)[:_NUM_PASSAGE_TOKENS]
+    log_probs = torch.log_softmax(logits.flatten(0, 1)[chosen].float(), dim=-1)
+    return {
+        "token": targets[chosen].tolist(),
+        "tau": tau.flatten()[chosen].tolist(),
+        "entropy": (-(log_probs.exp() * log_probs).sum(-1)).tolist(),
+    }

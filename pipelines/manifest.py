@@ -1,0 +1,150 @@
+"""What a prepared data set holds: its shards with counts and digests, where they came from, and what was wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+from pyarrow.fs import FileType
+
+from pipelines.packing import PackingConfig
+from pipelines.text import resolve
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """One file of packed blocks."""
+
+    file: str
+    """Its name, relative to the manifest."""
+    archive: str
+    """The archive that its documents came from."""
+    num_blocks: int
+    num_tokens: int
+    """Targets in it: tokens plus one end a document that ends here."""
+    digest: str
+    """blake2b of the stored tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveEntry:
+    """What was read from one archive, and what was not."""
+
+    path: str
+    num_bytes: int
+    num_documents: int
+    problems: dict[str, int]
+    """Problem kind → records (or archives) that it cost."""
+    examples: list[str]
+    """Where the first few problems are."""
+    shards: list[ShardEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A prepared data set; read it with :meth:`load`."""
+
+    directory: str
+    """The URI that shard names are relative to."""
+    tokenizer_digest: str
+    packing: PackingConfig
+    archives: list[ArchiveEntry]
+    version: int = FORMAT_VERSION
+
+    @cached_property
+    def shards(self) -> list[ShardEntry]:
+        """All shards, in the order of the archives."""
+        return [shard for archive in self.archives for shard in archive.shards]
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks in all shards."""
+        return sum(shard.num_blocks for shard in self.shards)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Targets in all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @cached_property
+    def num_documents(self) -> int:
+        """Documents that were read."""
+        return sum(archive.num_documents for archive in self.archives)
+
+    @cached_property
+    def problems(self) -> Counter[str]:
+        """Problem kind → number, over all archives."""
+        return sum((Counter(archive.problems) for archive in self.archives), Counter())
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the shards: equal digests mean equal blocks in equal order."""
+        content = json.dumps([self.packing.context_length, [shard.digest for shard in self.shards]])
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    def save(self) -> None:
+        """Write the manifest into its directory; its presence says that the directory is complete."""
+        content = {key: value for key, value in asdict(self).items() if key != "directory"} | {"digest": self.digest}
+        write_json(f"{self.directory}/{MANIFEST_FILE}", content)
+
+    @classmethod
+    def load(cls, directory: str) -> Manifest:
+        """Read the manifest of a prepared directory.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if another version wrote it.
+        """
+        content = read_json(f"{directory}/{MANIFEST_FILE}")
+        if content is None:
+            raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")
+        if content["version"] != FORMAT_VERSION:
+            raise ValueError(f"{directory} has manifest version {content['version']}, this program reads {FORMAT_VERSION}")
+        return cls(
+            directory=directory,
+            tokenizer_digest=content["tokenizer_digest"],
+            packing=PackingConfig(**content["packing"]),
+            archives=[archive_from_json(entry) for entry in content["archives"]],
+        )
+
+
+def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:
+    """The inverse of `dataclasses.asdict` for an ArchiveEntry."""
+    return ArchiveEntry(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
+
+
+def read_blocks(manifest: Manifest, shard: ShardEntry, rows: Sequence[int]) -> pa.Table:
+    """The given rows of one shard, in the given order; a local shard is memory-mapped, a remote one read whole."""
+    filesystem, path = resolve(f"{manifest.directory}/{shard.file}")
+    is_local = filesystem.type_name == "local"
+    with (pa.memory_map(path) if is_local else filesystem.open_input_file(path)) as source:
+        table = pa.ipc.open_file(source).read_all()
+        if table.num_rows != shard.num_blocks:
+            raise OSError(f"{path} holds {table.num_rows} blocks, its manifest says {shard.num_blocks}: prepare it again")
+        return table.take(pa.array(rows, pa.int64()))
+
+
+def read_json(uri: str) -> dict[str, Any] | None:
+    """The JSON object at a URI, or None if there is no such file."""
+    filesystem, path = resolve(uri)
+    if filesystem.get_file_info(path).type != FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        return json.loads(stream.read())
+
+
+def write_json(uri: str, content: dict[str, Any]) -> None:
+    """Write a JSON object; a reader sees all of it or none."""
+    filesystem, path = resolve(uri)
+    with filesystem.open_output_stream(f"{path}.partial") as stream:
+        stream.write(json.dumps(content, indent=1).encode())
+    filesystem.move(f"{path}.partial", path)

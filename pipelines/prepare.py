@@ -1,0 +1,218 @@
+"""Preparing text: a Ray Data job that turns archives into packed shards and a manifest, one task an archive.
+
+The directory is named after everything that decides its content, so preparing again is free, and an interrupted
+preparation goes on with the archives that are left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.manifest import (
+    FORMAT_VERSION,
+    ArchiveEntry,
+    Manifest,
+    ShardEntry,
+    archive_from_json,
+    read_json,
+    write_json,
+)
+from pipelines.packing import PackingConfig, pack_documents
+from pipelines.text import Archive, Problem, list_archives, read_documents, resolve
+from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+
+NUM_BLOCKS_PER_SHARD = 4096
+_NUM_DOCUMENTS_PER_ENCODE = 64
+_NUM_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig:
+    """What to prepare and how."""
+
+    source: str
+    """A text archive, or a directory of them, as a path or pyarrow URI."""
+    tokenizer: str
+    """A Transformers fast tokenizer: directory, tokenizer.json or hub name."""
+    context_length: int
+    """Tokens a block."""
+    text_field: str = "text"
+    """The field (column) that holds the text."""
+    max_bad_share: float = 0.01
+    """Share of records that may be unreadable before preparing fails."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.max_bad_share <= 1.0:
+            raise ValueError(f"data.max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
+
+
+class TooManyProblemsError(RuntimeError):
+    """More records were unreadable than the configuration allows."""
+
+
+def prepare_text(config: PrepareConfig, root: str) -> Manifest:
+    """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
+
+    Needs a running Ray.
+
+    Raises:
+        FileNotFoundError, ValueError: the source does not exist or holds no archive; the tokenizer does not fit.
+        TooManyProblemsError: naming the share, the kinds and the archives.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    packing = packing_config(tokenizer, config.context_length)
+    archives = list_archives(config.source)
+    directory = f"{root}/{_content_name(config, packing, tokenizer_digest(tokenizer), archives)}"
+    try:
+        manifest = Manifest.load(directory)
+    except FileNotFoundError:
+        filesystem, path = resolve(directory)
+        filesystem.create_dir(path, recursive=True)
+        entries = _prepare_archives(config, packing, archives, directory)
+        manifest = Manifest(
+            directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), packing=packing, archives=entries
+        )
+        manifest.save()
+    check_problems(manifest, config)
+    return manifest
+
+
+def packing_config(tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:
+    """How documents are packed for this tokenizer."""
+    return PackingConfig(
+        context_length=context_length,
+        bos_id=document_start_id(tokenizer),
+        eos_id=int(tokenizer.eos_token_id),
+        vocab_size=len(tokenizer),
+    )
+
+
+def check_problems(manifest: Manifest, config: PrepareConfig) -> None:
+    """Refuse a data set in which too much was unreadable, or nothing readable was left."""
+    num_bad = manifest.problems.total()
+    num_seen = num_bad + manifest.num_documents
+    worst = sorted(manifest.archives, key=lambda entry: -sum(entry.problems.values()))[:3]
+    where = "; ".join(
+        f"{entry.path}: {entry.problems}, for example {', '.join(entry.examples[:2])}" for entry in worst if entry.problems
+    )
+    if manifest.num_blocks == 0:
+        raise TooManyProblemsError(f"{config.source} holds no readable document. {where}")
+    if num_bad > config.max_bad_share * num_seen:
+        raise TooManyProblemsError(
+            f"{num_bad} of {num_seen} records of {config.source} are unreadable ({num_bad / num_seen:.2%}), more than "
+            f"data.max_bad_share = {config.max_bad_share:.2%}. {where}"
+        )
+
+
+def _content_name(config: PrepareConfig, packing: PackingConfig, tokenizer: str, archives: list[Archive]) -> str:
+    """A directory name that is a function of everything that decides the prepared content."""
+    files = [(archive.path, archive.num_bytes) for archive in archives]
+    content = json.dumps([FORMAT_VERSION, files, config.text_field, asdict(packing), tokenizer])
+    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+    name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
+    return f"{name}-{config.context_length}-{digest}"
+
+
+def _prepare_archives(
+    config: PrepareConfig, packing: PackingConfig, archives: list[Archive], directory: str
+) -> list[ArchiveEntry]:
+    """One Ray Data task an archive; entries come back in the order of the archives."""
+    record = "{directory}/archive-{number:05d}.json"
+    done = {number: read_json(record.format(directory=directory, number=number)) for number in range(len(archives))}
+    rows = [
+        {"number": number, "archive": archive.path, "directory": directory}
+        for number, archive in enumerate(archives)
+        if done[number] is None
+    ]
+
+    def prepare(row: dict[str, Any]) -> dict[str, Any]:
+        number = row["number"]
+        entry = _prepare_archive(config, packing, archives[number], number, directory)
+        write_json(record.format(directory=directory, number=number), asdict(entry))
+        return {"number": number, "entry": json.dumps(asdict(entry))}
+
+    if rows:
+        for row in ray.data.from_items(rows, override_num_blocks=len(rows)).map(prepare).iter_rows():
+            done[row["number"]] = json.loads(row["entry"])
+    return [archive_from_json(done[number] or {}) for number in range(len(archives))]
+
+
+def _prepare_archive(
+    config: PrepareConfig, packing: PackingConfig, archive: Archive, number: int, directory: str
+) -> ArchiveEntry:
+    """Read, tokenise, pack and write one archive."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    problems: Counter[str] = Counter()
+    examples: list[str] = []
+    num_documents = 0
+
+    def documents() -> Iterator[np.ndarray]:
+        nonlocal num_documents
+        texts = _texts(archive, config, problems, examples)
+        while chunk := list(itertools.islice(texts, _NUM_DOCUMENTS_PER_ENCODE)):
+            num_documents += len(chunk)
+            for encoding in tokenizer.backend_tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+                yield np.asarray(encoding.ids, dtype=np.int64)
+
+    shards: list[ShardEntry] = []
+    blocks = pack_documents(documents(), packing)
+    while chunk := list(itertools.islice(blocks, NUM_BLOCKS_PER_SHARD // 256)):
+        table = pa.Table.from_batches(chunk)
+        file = f"shard-{number:05d}-{len(shards):05d}.arrow"
+        filesystem, path = resolve(f"{directory}/{file}")
+        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            for batch in chunk:
+                writer.write_batch(batch)
+        tokens = table.column("tokens").combine_chunks().flatten().to_numpy()
+        shards.append(
+            ShardEntry(
+                file=file,
+                archive=archive.path,
+                num_blocks=table.num_rows,
+                num_tokens=int(np.sum(table.column("num_tokens").to_numpy())),
+                digest=hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest(),
+            )
+        )
+    return ArchiveEntry(
+        path=archive.path,
+        num_bytes=archive.num_bytes,
+        num_documents=num_documents,
+        problems=dict(problems),
+        examples=examples,
+        shards=shards,
+    )
+
+
+def _texts(archive: Archive, config: PrepareConfig, problems: Counter[str], examples: list[str]) -> Iterator[str]:
+    """The texts of an archive; what cannot be read is counted, and the first few are remembered."""
+    for item in read_documents(config.source, archive, text_field=config.text_field):
+        if isinstance(item, Problem):
+            problems[item.kind] += 1
+            if len(examples) < _NUM_EXAMPLES:
+                examples.append(f"{item.where} ({item.kind}: {item.detail})")
+        else:
+            yield item.text
+
+
+def describe(manifest: Manifest, seconds: float | None = None) -> str:
+    """Counts of a prepared data set, for a person."""
+    lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
+    took = "" if seconds is None else f" in {seconds:.0f} s"
+    return (
+        f"{manifest.num_documents} documents, {manifest.num_tokens} tokens in {manifest.num_blocks} blocks of "
+        f"{manifest.packing.context_length} ({len(manifest.shards)} shards, digest {manifest.digest}){took}; "
+        f"unreadable: {lost}"
+    )
+
+

@@ -1,0 +1,58 @@
+"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small byte-level BPE."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+    """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
+
+    Raises:
+        ValueError: if it is not a fast tokenizer, or has no end-of-text token to close documents with.
+        OSError: if nothing is found under that name (from Transformers, which names the places it tried).
+    """
+    if Path(name_or_path).is_file():
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name_or_path)
+        if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
+            tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
+    if not tokenizer.is_fast:
+        raise ValueError(f"data.tokenizer = {name_or_path!r} is no fast tokenizer (it has no tokenizer.json)")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"data.tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hex digits that change whenever the tokenizer would encode anything differently."""
+    content = tokenizer.backend_tokenizer.to_str() + f"|{document_start_id(tokenizer)}|{tokenizer.eos_token_id}"
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that opens a document: bos, or eos where there is none (GPT-2)."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of GPT-2's kind with exactly this vocabulary, `<|endoftext|>` being token 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)

@@ -1,0 +1,150 @@
+"""A Transformers causal language model, its TempNet and its loss in one module whose forward returns the loss.
+
+DeepSpeed needs the loss inside the wrapped module's forward: there the output weight is whole under every ZeRO stage.
+Shapes: B blocks, T tokens a block, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tempnet.network import TempNet
+from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+from tempnet.statistics import token_statistics
+
+
+class CausalLMOutput(TypedDict):
+    """What forward returns; a plain dict, because that is what DeepSpeed's ZeRO-3 hooks look into."""
+
+    loss: Tensor
+    """Scalar: the sum over valid targets / num_targets."""
+    tau: Tensor
+    """(B, T), detached."""
+    statistics: Tensor | None
+    """The sums of `tempnet.statistics`, if asked for."""
+    logits: Tensor | None
+    """(B, T, V), detached, if asked for."""
+
+
+class TemperatureCausalLM(nn.Module):
+    """`base` with the loss of `loss_config`; `tempnet` predicts τ where the loss needs one.
+
+    Args:
+        base: any Transformers causal LM whose forward takes input_ids, position_ids and a 4-D attention mask.
+        tempnet: the temperature network; None for the losses without one.
+        loss_config: which loss, ρ, and the range of τ.
+        vocab_size: the effective vocabulary V; logits of padding rows beyond it are cut off.
+        freeze_base: the base stays in eval mode, without a graph, and its parameters are not trained.
+        attend_across_documents: whether a token may look at the packed documents before its own.
+        autocast_dtype: the dtype of the base's matrix products; parameters, TempNet and loss stay in float32.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tempnet: TempNet | None,
+        loss_config: TemperatureLossConfig,
+        *,
+        vocab_size: int,
+        freeze_base: bool = False,
+        attend_across_documents: bool = False,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_logits = base.get_output_embeddings().weight.shape[0]
+        if vocab_size > num_logits:
+            raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {num_logits} logits of the base model")
+        if tempnet is not None and tempnet.config.input_size != vocab_size:
+            raise ValueError(
+                f"the TempNet was built for a vocabulary of {tempnet.config.input_size}, "
+                f"the base model's effective vocabulary is {vocab_size}"
+            )
+        if loss_config.kind.temperature == "tempnet" and tempnet is None:
+            raise ValueError(f"the loss {loss_config.name!r} needs a TempNet")
+        self.base = base
+        self.tempnet = tempnet
+        self.loss_config = loss_config
+        self.vocab_size = vocab_size
+        self.freeze_base = freeze_base
+        self.attend_across_documents = attend_across_documents
+        self.autocast_dtype = autocast_dtype
+        if freeze_base:
+            base.requires_grad_(False)
+        self.train()
+
+    def train(self, mode: bool = True) -> TemperatureCausalLM:
+        """As nn.Module.train, but a frozen base stays in eval mode (its dropout would be noise in TempNet's input)."""
+        super().train(mode)
+        if self.freeze_base:
+            self.base.eval()
+        return self
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """(B, T) tokens and positions, which restart at 0 with every document → (B, T, V) logits."""
+        mask = None
+        if self.attend_across_documents:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            mask = document_mask(position_ids)
+            if self.base.config._attn_implementation == "eager":  # which adds its mask to the scores
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+        autocast = torch.autocast(
+            input_ids.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
+        graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
+        with autocast, graph:
+            output = self.base(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        return output.logits[..., : self.vocab_size]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        *,
+        num_targets: Tensor | float | None = None,
+        with_statistics: bool = False,
+        num_oracle_tokens: int = 256,
+        with_logits: bool = False,
+    ) -> CausalLMOutput:
+        """One micro-batch: (B, T) input tokens, their positions, and targets (already shifted; IGNORE_INDEX for none).
+
+        `num_targets` is the divisor of the sum over tokens: the valid targets of the global batch.
+        """
+        logits = self.logits(input_ids, position_ids).flatten(0, 1)
+        flat_targets = targets.flatten()
+        loss, tau = language_model_loss(
+            logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
+        )
+        config = self.loss_config
+        statistics = None
+        if with_statistics:
+            statistics = token_statistics(
+                logits.detach(),
+                flat_targets,
+                tau.detach(),
+                rho=config.rho,
+                tau_min=config.tau_min,
+                tau_max=config.tau_max,
+                num_oracle_tokens=num_oracle_tokens,
+            ).sums
+        return {
+            "loss": loss,
+            "tau": tau.detach().view_as(targets),
+            "statistics": statistics,
+            "logits": logits.detach().view(*targets.shape, -1) if with_logits else None,
+        }
+
+
+def document_mask(position_ids: Tensor) -> Tensor:
+    """(B, T) positions that restart at 0 with every document → (B, 1, T, T) boolean: causal, and inside one document."""
+    document = (position_ids == 0).cumsum(-1)
+    same = document.unsqueeze(-1) == document.unsqueeze(-2)
+    num_tokens = position_ids.shape[-1]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=position_ids.device).tril()
+    return (same & causal).unsqueeze(1)

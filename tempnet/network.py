@@ -1,0 +1,224 @@
+"""TempNet: the small network that predicts a temperature from logits or from an embedding (TempNet §5, Appendix D.1).
+
+    normalise   x ← x/‖x‖₂
+    transform   v = sigmoid(W1 x + b1)                                W1 (d1, d0)
+    project     u = W2 v                (logits)                      W2 (d2, d1)
+                u = columns(W2)ᵀ v      (embeddings, unit columns)    W2 (d1, d2): the columns are prototypes
+    pool        s = (1/ρ)·[Σ_k (softmax(u/φ)_k − 1/d2)·w3_k·u_k − b]
+    output      τ = (τ_max − τ₀)·sigmoid(s) + τ₀
+
+The pooling has the shape of the optimality condition of the robust loss (Lemma 5.1). The input is under stop-gradient,
+so the base model feels TempNet only through τ in the loss. Everything is computed in float32, whatever the base uses.
+
+Shapes: N rows, d0 input size, d1 hidden size, d2 prototypes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tempnet.dro import check_rho
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+# Where a TempNet lies inside the directory of the base model that it was trained with.
+PAIRED_DIRECTORY = "tempnet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TempNetConfig:
+    """Sizes, range and ablation switches of a TempNet; use :meth:`for_logits` or :meth:`for_embeddings` for the
+    papers' defaults of either kind."""
+
+    kind: Literal["logits", "embeddings"]
+    """What the network reads: the logits of a language model, or the embedding of an image or a text."""
+    input_size: int
+    """d0: the effective vocabulary, or the dimension of the embedding."""
+    rho: float
+    """ρ of the robust loss; it also scales the pooling (ρ = 0 leaves it unscaled)."""
+    tau_min: float = 0.001
+    """τ₀, the lower end of the output range (exclusive)."""
+    tau_max: float
+    """τ_max, the upper end of the output range in training (exclusive)."""
+    tau_max_eval: float | None = None
+    """τ_max at inference; rescales the mean temperature (§6.4, Figure 9). None keeps tau_max."""
+    hidden_size: int = 256
+    """d1, the width of the transform."""
+    num_prototypes: int = 256
+    """d2, the width of the projection."""
+    phi_init: float
+    """The initial temperature φ inside the pooling; φ stays positive because its logarithm is what is stored."""
+    normalize_input: bool = True
+    """Divide the input by its L2 norm (ablation: Table 20)."""
+    transform: bool = True
+    """Use the transform layer (ablation: Tables 19 and 20)."""
+    projection: bool = True
+    """Use the projection layer (ablation: Tables 19 and 20)."""
+    pooling: Literal["parametric", "linear"] = "parametric"
+    """The parametrised pooling, or one linear layer in its place (ablation: Tables 19 and 20)."""
+    depth: Literal[3, 4] = 3
+    """4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
+    stop_gradient: bool = True
+    """Detach the input (ablation: Table 18)."""
+
+    def __post_init__(self) -> None:
+        for name in ("input_size", "hidden_size", "num_prototypes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)} must be at least 1")
+        if self.kind not in ("logits", "embeddings"):
+            raise ValueError(f"TempNetConfig.kind = {self.kind!r} is neither 'logits' nor 'embeddings'")
+        if self.pooling not in ("parametric", "linear"):
+            raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
+        if self.depth not in (3, 4):
+            raise ValueError(f"TempNetConfig.depth = {self.depth!r} is neither 3 nor 4")
+        if self.depth == 4 and not self.transform:
+            raise ValueError("TempNetConfig.depth = 4 adds a second transform: it needs transform = True")
+        if not 0.0 < self.tau_min < self.tau_max:
+            raise ValueError(f"TempNetConfig: 0 < tau_min < tau_max does not hold: {self.tau_min:g}, {self.tau_max:g}")
+        if self.tau_max_eval is not None and not self.tau_min < self.tau_max_eval:
+            raise ValueError(f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g}")
+        if not self.phi_init > 0.0:
+            raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")
+        if not (self.rho >= 0.0 and math.isfinite(self.rho)):
+            raise ValueError(f"TempNetConfig.rho = {self.rho:g} must be finite and not negative")
+        if self.kind == "logits":
+            check_rho(self.rho, self.input_size)
+
+    @classmethod
+    def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
+        """A TempNet on the logits of a language model with this *effective* vocabulary (TempNet §6.1: ρ 10, τ_max 2)."""
+        return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
+
+    @classmethod
+    def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
+        """A TempNet on L2-normalised embeddings of this dimension (TempNet §6.2: ρ about 8, τ_max 0.05)."""
+        return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})
+
+
+class TempNet(nn.Module):
+    """τ(x) for logits or embeddings x; see the head of this file for the formula.
+
+    Parameters: d0·d1 + d1 + d1·d2 + d2 + 2 with the default switches (TempNet Table 13).
+    """
+
+    def __init__(self, config: TempNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.input_size
+        self.transform: nn.Sequential | None = None
+        if config.transform:
+            widths = [width] + [config.hidden_size] * (config.depth - 2)
+            self.transform = nn.Sequential()
+            for size_in, size_out in zip(widths, widths[1:], strict=False):
+                linear = nn.Linear(size_in, size_out)
+                nn.init.kaiming_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+                self.transform.extend([linear, nn.Sigmoid()])
+            width = config.hidden_size
+        self.projection: nn.Parameter | None = None
+        if config.projection:
+            shape = (config.num_prototypes, width) if config.kind == "logits" else (width, config.num_prototypes)
+            self.projection = nn.Parameter(torch.empty(shape))
+            nn.init.kaiming_uniform_(self.projection, mode="fan_in" if config.kind == "logits" else "fan_out")
+            width = config.num_prototypes
+        if config.pooling == "parametric":
+            self.pool_weight = nn.Parameter(torch.ones(width))
+            # Scalars are kept as one-element vectors: DeepSpeed cannot broadcast parameters without a dimension.
+            self.pool_bias = nn.Parameter(torch.zeros(1))
+            self.log_phi = nn.Parameter(torch.full((1,), math.log(config.phi_init)))
+        else:
+            self.final = nn.Linear(width, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., d0) logits or embeddings → (...,) temperatures in float32, between τ₀ and τ_max (τ_max_eval in eval)."""
+        if inputs.shape[-1] != self.config.input_size:
+            raise ValueError(
+                f"TempNet reads {self.config.input_size} {self.config.kind}, the input has {inputs.shape[-1]}: "
+                f"the base model's effective vocabulary (or embedding) is not the one that this TempNet was built for"
+            )
+        with torch.autocast(inputs.device.type, enabled=False):
+            x = (inputs.detach() if self.config.stop_gradient else inputs).float()
+            if self.config.normalize_input:
+                x = F.normalize(x, dim=-1)
+            return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """v: the transformed input, (..., d1)."""
+        return x if self.transform is None else self.transform(x)
+
+    def prototype_scores(self, v: Tensor) -> Tensor:
+        """u: the prototypical logits, (..., d2)."""
+        if self.projection is None:
+            return v
+        if self.config.kind == "logits":
+            return F.linear(v, self.projection)
+        return v @ F.normalize(self.projection, dim=0)
+
+    def temperature(self, score: Tensor) -> Tensor:
+        """τ = (τ_max − τ₀)·sigmoid(s) + τ₀."""
+        config = self.config
+        tau_max = config.tau_max
+        if not self.training and config.tau_max_eval is not None:
+            tau_max = config.tau_max_eval
+        return (tau_max - config.tau_min) * torch.sigmoid(score) + config.tau_min
+
+    def _pool(self, u: Tensor) -> Tensor:
+        if self.config.pooling == "linear":
+            return self.final(u).squeeze(-1)
+        attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
+        pooled = (attention * self.pool_weight * u).sum(-1) - self.pool_bias
+        return pooled / self.config.rho if self.config.rho > 0 else pooled
+
+    @torch.no_grad()
+    def init_prototypes(self, embeddings: Tensor) -> None:
+        """Set the prototypes (columns of W2) to the transformed embeddings of d2 randomly chosen training samples.
+
+        Args:
+            embeddings: (d2, d0), L2-normalised, of this network's own modality (TempNet Appendix D.1).
+        """
+        if self.config.kind != "embeddings" or self.projection is None:
+            raise ValueError("init_prototypes is for a TempNet on embeddings with a projection layer")
+        expected = (self.config.num_prototypes, self.config.input_size)
+        if tuple(embeddings.shape) != expected:
+            raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row a prototype")
+        self.projection.copy_(self.hidden(embeddings.float()).T)
+
+    def set_tau_max_eval(self, tau_max_eval: float | None) -> None:
+        """Choose τ_max for inference; it is saved with the network."""
+        self.config = replace(self.config, tau_max_eval=tau_max_eval)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `config.json` and `model.safetensors` into the directory, which is created."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, directory / WEIGHTS_FILE)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> TempNet:
+        """Read a network that :meth:`save_pretrained` wrote; it comes in eval mode.
+
+        Raises:
+            FileNotFoundError: if either file is missing, with the path.
+            ValueError: if the configuration has fields that this version does not know.
+        """
+        directory = Path(directory)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (directory / name).is_file():
+                raise FileNotFoundError(f"{directory} holds no TempNet: {name} is missing")
+        values = json.loads((directory / CONFIG_FILE).read_text())
+        unknown = sorted(set(values) - {field.name for field in fields(TempNetConfig)})
+        if unknown:
+            raise ValueError(f"{directory / CONFIG_FILE}: unknown fields {unknown}; was it written by a newer version?")
+        network = cls(TempNetConfig(**values))
+        network.load_state_dict(load_file(directory / WEIGHTS_FILE))
+        return network.eval()

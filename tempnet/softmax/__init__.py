@@ -1,0 +1,1 @@
+"""Losses of a language model whose softmax has a temperature."""

@@ -1,0 +1,129 @@
+"""The five language-model losses on materialised logits: the definition that every faster path is tested against.
+
+A loss is a pair of two choices (TempNet Table 4 and §6.1):
+
+    name         temperature of a token        objective
+    ce           1                             cross-entropy of L/τ
+    fixed        one given τ                   cross-entropy of L/τ (`fixed_robust`: the robust loss)
+    dro_newton   τ*(z), the oracle             robust loss f(z, τ)          Baseline2
+    ts_ce        TempNet                       cross-entropy of L/τ         Baseline3, Table 18
+    dro          TempNet                       robust loss f(z, τ)          the method
+
+Shapes: N tokens, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.dro import check_rho, optimal_temperature, robust_loss
+from tempnet.network import TempNet
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class LossKind:
+    """One row of the table above."""
+
+    temperature: Literal["one", "given", "oracle", "tempnet"]
+    objective: Literal["cross_entropy", "robust"]
+
+
+LOSS_KINDS: dict[str, LossKind] = {
+    "ce": LossKind("one", "cross_entropy"),
+    "fixed": LossKind("given", "cross_entropy"),
+    "fixed_robust": LossKind("given", "robust"),
+    "dro_newton": LossKind("oracle", "robust"),
+    "ts_ce": LossKind("tempnet", "cross_entropy"),
+    "dro": LossKind("tempnet", "robust"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureLossConfig:
+    """Which loss, and the numbers that it needs."""
+
+    name: str = "dro"
+    """ce, fixed, fixed_robust, dro_newton, ts_ce or dro."""
+    rho: float
+    """The radius of the KL ball in nats, 0 ≤ ρ < log V."""
+    tau: float = 1.0
+    """The temperature of `fixed` and `fixed_robust`."""
+    tau_min: float = 0.001
+    """τ₀ of the oracle."""
+    tau_max: float = 2.0
+    """τ_max of the oracle."""
+
+    def __post_init__(self) -> None:
+        if self.name not in LOSS_KINDS:
+            raise ValueError(f"loss = {self.name!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        if not self.tau > 0:
+            raise ValueError(f"tau = {self.tau:g} must be positive")
+
+    @property
+    def kind(self) -> LossKind:
+        """The temperature and the objective that the name stands for."""
+        return LOSS_KINDS[self.name]
+
+
+def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: TempNet | None) -> Tensor:
+    """τ of every row of `logits` (N, V) → (N,); with a graph only where a TempNet predicts it."""
+    source = config.kind.temperature
+    if source == "tempnet":
+        assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
+        return tempnet(logits)
+    if source == "oracle":
+        return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
+    return logits.new_full(logits.shape[:-1], config.tau if source == "given" else 1.0, dtype=torch.float32)
+
+
+def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
+    """The loss of every row (N, V), (N,), (N,) → (N,), in float32 at least; ignored targets give exactly 0."""
+    is_valid = targets != IGNORE_INDEX
+    safe_targets = targets.where(is_valid, 0)
+    if config.kind.objective == "robust":
+        losses = robust_loss(logits, safe_targets, tau, config.rho)
+    else:
+        # τ·f at ρ = log V would be the same up to the factor; cross-entropy of L/τ is its own thing: 1/τ in the gradient.
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(exact / tau.unsqueeze(-1), safe_targets, reduction="none")
+    return torch.where(is_valid, losses, 0.0)
+
+
+def language_model_loss(
+    logits: Tensor,
+    targets: Tensor,
+    config: TemperatureLossConfig,
+    tempnet: TempNet | None = None,
+    *,
+    num_targets: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of a batch of tokens and the temperature of each.
+
+    Args:
+        logits: (N, V), V the effective vocabulary.
+        targets: (N,) int64; IGNORE_INDEX marks tokens that count for nothing.
+        config: which of the five losses.
+        tempnet: the network, for `ts_ce` and `dro`.
+        num_targets: what the sum over tokens is divided by: the number of valid targets of the *global* batch (all
+            ranks, all micro-batches). Default: those of this call.
+
+    Returns:
+        The scalar loss, and τ (N,).
+
+    Raises:
+        ValueError: if ρ is infeasible for this vocabulary.
+    """
+    if config.kind.objective == "robust":
+        check_rho(config.rho, logits.shape[-1])
+    tau = token_temperatures(logits, config, tempnet)
+    losses = token_losses(logits, targets, tau, config)
+    if num_targets is None:
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    return losses.sum() / num_targets, tau

@@ -1,0 +1,158 @@
+"""What is logged about temperatures: sums that add up over micro-batches and ranks, and the figures read off them.
+
+The sums form one flat float64 vector, so a whole step's statistics cross the network in a single all-reduce.
+Shapes: N tokens, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.dro import optimal_temperature, robust_loss
+from tempnet.softmax.reference import IGNORE_INDEX
+
+NUM_HISTOGRAM_BINS = 200
+# A temperature within this share of the range from an end counts as "at the bound".
+BOUND_SHARE = 0.01
+
+_SCALARS = (
+    "num_tokens",
+    "cross_entropy",  # at τ = 1
+    "cross_entropy_tau",
+    "entropy",  # at τ = 1
+    "robust_loss",
+    "tau",
+    "tau_squared",
+    "num_at_lower_bound",
+    "num_at_upper_bound",
+    "rank_correlation",  # weighted by tokens
+    "num_oracle_tokens",
+    "regret",
+    "tau_oracle",
+)
+
+
+class TemperatureStatistics:
+    """Sums over tokens; `sums` may be added to another's, or all-reduced in place."""
+
+    __slots__ = ("sums", "tau_max", "tau_min")
+
+    def __init__(self, sums: Tensor, tau_min: float, tau_max: float) -> None:
+        self.sums = sums
+        self.tau_min = tau_min
+        self.tau_max = tau_max
+
+    @classmethod
+    def zeros(cls, tau_min: float, tau_max: float, device: torch.device | str = "cpu") -> TemperatureStatistics:
+        """The empty sum."""
+        size = len(_SCALARS) + NUM_HISTOGRAM_BINS
+        return cls(torch.zeros(size, dtype=torch.float64, device=device), tau_min, tau_max)
+
+    @property
+    def histogram(self) -> Tensor:
+        """Counts of τ in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max]."""
+        return self.sums[len(_SCALARS) :]
+
+    def quantile(self, share: float) -> float:
+        """The τ below which this share of the tokens lies, interpolated within its bin."""
+        cumulative = self.histogram.cumsum(0)
+        if cumulative[-1] == 0:
+            return math.nan
+        rank = share * cumulative[-1]
+        index = int(torch.searchsorted(cumulative, rank).clamp(max=NUM_HISTOGRAM_BINS - 1))
+        within = (rank - (cumulative[index] - self.histogram[index])) / self.histogram[index].clamp(min=1)
+        width = (self.tau_max - self.tau_min) / NUM_HISTOGRAM_BINS
+        return self.tau_min + width * (index + float(within.clamp(0, 1)))
+
+    def summary(self) -> dict[str, float]:
+        """Means, spread, quantiles and shares; NaN where nothing was counted."""
+        raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
+        count, num_oracle = raw["num_tokens"] or math.nan, raw["num_oracle_tokens"] or math.nan
+        mean = raw["tau"] / count
+        return {
+            "cross_entropy": raw["cross_entropy"] / count,
+            "cross_entropy_tau": raw["cross_entropy_tau"] / count,
+            "entropy": raw["entropy"] / count,
+            "robust_loss": raw["robust_loss"] / count,
+            "tau_mean": mean,
+            "tau_std": math.sqrt(max(raw["tau_squared"] / count - mean**2, 0.0)) if count == count else math.nan,
+            "tau_q05": self.quantile(0.05),
+            "tau_q50": self.quantile(0.50),
+            "tau_q95": self.quantile(0.95),
+            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
+            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
+            "tau_entropy_spearman": raw["rank_correlation"] / count,
+            "regret": raw["regret"] / num_oracle,
+            "tau_oracle_mean": raw["tau_oracle"] / num_oracle,
+        }
+
+
+@torch.no_grad()
+def token_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    tau: Tensor,
+    *,
+    rho: float,
+    tau_min: float,
+    tau_max: float,
+    num_oracle_tokens: int = 256,
+) -> TemperatureStatistics:
+    """Statistics of a micro-batch: logits (N, V), targets (N,), tau (N,); ignored targets count for nothing.
+
+    The oracle, and with it the regret f(z, τ) − f(z, τ*), is solved for the first `num_oracle_tokens` valid tokens.
+    """
+    statistics = TemperatureStatistics.zeros(tau_min, tau_max, logits.device)
+    is_valid = targets != IGNORE_INDEX
+    if not is_valid.all():
+        logits, targets, tau = logits[is_valid], targets[is_valid], tau[is_valid]
+    if targets.numel() == 0:
+        return statistics
+    logits, tau = logits.float(), tau.float()
+    log_probs = F.log_softmax(logits, dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    robust = robust_loss(logits, targets, tau, rho)
+    # f = τ·(CE_τ − log K + ρ) − (L₊ − L₊): the tempered cross-entropy follows from f without another pass.
+    cross_entropy_tau = robust / tau + math.log(logits.shape[-1]) - rho
+    few = slice(0, num_oracle_tokens)
+    tau_oracle = optimal_temperature(logits[few], rho, tau_min, tau_max)
+    regret = robust[few] - robust_loss(logits[few], targets[few], tau_oracle, rho)
+    margin = BOUND_SHARE * (tau_max - tau_min)
+    values = {
+        "num_tokens": torch.tensor(targets.numel()),
+        "cross_entropy": -log_probs.gather(-1, targets.unsqueeze(-1)).double().sum(),
+        "cross_entropy_tau": cross_entropy_tau.double().sum(),
+        "entropy": entropy.double().sum(),
+        "robust_loss": robust.double().sum(),
+        "tau": tau.double().sum(),
+        "tau_squared": tau.double().square().sum(),
+        "num_at_lower_bound": (tau <= tau_min + margin).sum(),
+        "num_at_upper_bound": (tau >= tau_max - margin).sum(),
+        "rank_correlation": spearman(tau, entropy) * targets.numel(),
+        "num_oracle_tokens": torch.tensor(regret.numel()),
+        "regret": regret.double().sum(),
+        "tau_oracle": tau_oracle.double().sum(),
+    }
+    statistics.sums[: len(_SCALARS)] = torch.stack([values[name].double().to(logits.device) for name in _SCALARS])
+    bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
+    statistics.histogram.copy_(torch.bincount(bins, minlength=NUM_HISTOGRAM_BINS))
+    return statistics
+
+
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's rank correlation of two (N,) samples, ties sharing their mean rank; 0 if either is constant."""
+    ranks = torch.stack([_mean_ranks(x), _mean_ranks(y)])
+    ranks -= ranks.mean(-1, keepdim=True)
+    norms = ranks.norm(dim=-1)
+    return (ranks[0] @ ranks[1]) / (norms[0] * norms[1]) if bool((norms > 0).all()) else ranks.new_zeros(())
+
+
+def _mean_ranks(x: Tensor) -> Tensor:
+    """Ranks 0..N−1 in float64, equal values sharing their mean."""
+    _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts.double() + 1) / 2)[inverse]
