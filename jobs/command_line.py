@@ -36,7 +36,11 @@ def parse_preset(
     default = presets[name]()
     try:
         config = tyro.cli(
-            type(default), default=default, args=rest, prog=f"python -m jobs.{job} {name}", config=(tyro.conf.AvoidSubcommands,)
+            type(default),
+            default=default,
+            args=rest,
+            prog=f"python -m jobs.{job} {name}",
+            config=(tyro.conf.AvoidSubcommands,),
         )
     except ValueError as error:
         fail(str(error))

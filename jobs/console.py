@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -17,7 +18,6 @@ from tqdm import tqdm
 _SECONDS_BETWEEN_POLLS = 0.5
 
 
-@ray.remote(num_cpus=0)
 class _Mailbox:
     """Lines and the last progress, until the driver fetches them."""
 
@@ -32,15 +32,16 @@ class _Mailbox:
         self._progress = (step, text)
 
     def fetch(self) -> tuple[list[str], tuple[int, str] | None]:
-        lines, self._lines = self._lines, []
-        return lines, self._progress
+        fetched = (self._lines, self._progress)
+        self._lines = []
+        return fetched
 
 
 class Console:
     """The driver's end; use it as a context around the work, and give `mailbox` to the workers."""
 
     def __init__(self, num_steps: int) -> None:
-        self.mailbox: ActorHandle = _Mailbox.remote()
+        self.mailbox: ActorHandle = ray.remote(num_cpus=0)(_Mailbox).remote()  # type: ignore[assignment]
         self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
@@ -61,9 +62,10 @@ class Console:
 
     def _show(self) -> None:
         try:
-            lines, progress = ray.get(self.mailbox.fetch.remote(), timeout=10)
+            fetched: Any = ray.get(self.mailbox.fetch.remote(), timeout=10)
         except ray.exceptions.RayError:
             return  # the cluster is going away; the job itself will say why
+        lines, progress = fetched
         for line in lines:
             tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Predict the temperature of every token of one's own text with a trained model, and show it as a coloured page.
 
-    python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md
+python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs.command_line import fail
 from jobs.training.report import coloured_page
-from pipelines.tokenization import document_start_id, load_tokenizer
+from pipelines.tokenization import document_start_id, load_tokenizer, token_texts
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 
@@ -67,8 +67,7 @@ def predict(config: PredictTemperaturesConfig) -> tuple[list[str], np.ndarray, n
         log_probs = torch.log_softmax(logits, dim=-1)
         taus.append(network(logits))
         entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    tokens = [tokenizer.decode([token]) for token in ids]
-    return tokens, torch.cat(taus).numpy(), torch.cat(entropies).numpy()
+    return token_texts(tokenizer, ids), torch.cat(taus).numpy(), torch.cat(entropies).numpy()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
             PredictTemperaturesConfig, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__
         )
         tokens, tau, entropy = predict(config)
-        page = coloured_page(title=f"Temperatures of {config.text}", sections={config.text: (tokens, tau, entropy)})
+        page = coloured_page(
+            title=f"Temperatures of {config.text}", sections={config.text: (tokens, tau.tolist(), entropy.tolist())}
+        )
         Path(config.output).write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         fail(str(error))

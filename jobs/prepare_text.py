@@ -1,6 +1,6 @@
 """Tokenise and pack text archives once, ahead of training (which otherwise does it itself).
 
-    python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
+python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
 """
 
 from __future__ import annotations

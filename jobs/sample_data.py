@@ -1,6 +1,6 @@
 """Make the sample data: English documentation prose of the installed packages, and a tokenizer trained on it.
 
-    python -m jobs.sample_data --directory data/sample
+python -m jobs.sample_data --directory data/sample
 """
 
 from __future__ import annotations

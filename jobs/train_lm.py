@@ -1,7 +1,7 @@
 """Train a language model and its TempNet: from scratch, fine-tuned, or a TempNet alone on a frozen base.
 
-    python -m jobs.train_lm gpt2-scratch-small
-    python -m jobs.train_lm --help
+python -m jobs.train_lm gpt2-scratch-small
+python -m jobs.train_lm --help
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow.fs import FileType
 
@@ -108,7 +109,9 @@ class Manifest:
         if content is None:
             raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")
         if content["version"] != FORMAT_VERSION:
-            raise ValueError(f"{directory} has manifest version {content['version']}, this program reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"{directory} has manifest version {content['version']}, this program reads {FORMAT_VERSION}"
+            )
         return cls(
             directory=directory,
             tokenizer_digest=content["tokenizer_digest"],
@@ -122,14 +125,16 @@ def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:
     return ArchiveEntry(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
 
 
-def read_blocks(manifest: Manifest, shard: ShardEntry, rows: Sequence[int]) -> pa.Table:
+def read_blocks(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray) -> pa.Table:
     """The given rows of one shard, in the given order; a local shard is memory-mapped, a remote one read whole."""
     filesystem, path = resolve(f"{manifest.directory}/{shard.file}")
     is_local = filesystem.type_name == "local"
-    with (pa.memory_map(path) if is_local else filesystem.open_input_file(path)) as source:
+    with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:
         table = pa.ipc.open_file(source).read_all()
         if table.num_rows != shard.num_blocks:
-            raise OSError(f"{path} holds {table.num_rows} blocks, its manifest says {shard.num_blocks}: prepare it again")
+            raise OSError(
+                f"{path} holds {table.num_rows} blocks, its manifest says {shard.num_blocks}: prepare it again"
+            )
         return table.take(pa.array(rows, pa.int64()))
 
 

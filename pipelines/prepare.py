@@ -104,7 +104,9 @@ def check_problems(manifest: Manifest, config: PrepareConfig) -> None:
     num_seen = num_bad + manifest.num_documents
     worst = sorted(manifest.archives, key=lambda entry: -sum(entry.problems.values()))[:3]
     where = "; ".join(
-        f"{entry.path}: {entry.problems}, for example {', '.join(entry.examples[:2])}" for entry in worst if entry.problems
+        f"{entry.path}: {entry.problems}, for example {', '.join(entry.examples[:2])}"
+        for entry in worst
+        if entry.problems
     )
     if manifest.num_blocks == 0:
         raise TooManyProblemsError(f"{config.source} holds no readable document. {where}")
@@ -214,5 +216,3 @@ def describe(manifest: Manifest, seconds: float | None = None) -> str:
         f"{manifest.packing.context_length} ({len(manifest.shards)} shards, digest {manifest.digest}){took}; "
         f"unreadable: {lost}"
     )
-
-

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray.data
-from ray.data import DataContext, ExecutionResources
+from ray.data import DataContext
 
 from pipelines.manifest import Manifest, read_blocks
 from pipelines.packing import unpack_blocks
@@ -23,6 +23,8 @@ from pipelines.plan import StreamPlan, Window, rank_places
 Batch = dict[str, np.ndarray]
 
 _NUM_BATCHES_PER_OUTPUT = 16
+# Logical CPUs that one rank's reading takes beside its training.
+READ_CPUS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class RankStream:
         """Blocks of one batch that this rank gets."""
         return self.batch_size // self.world_size
 
-    def batches(self, start: int, stop: int, *, num_cpus: float = 0.25, reserved_cpus: float = 0.0) -> Iterator[Batch]:
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """This rank's part of the batches that cover the places start … stop−1, through Ray Data.
 
         Each batch holds `input_ids`, `position_ids`, `targets` (n, T), and `place` and `digest` (n,).
@@ -55,26 +57,24 @@ class RankStream:
         Args:
             start: the cursor, a multiple of the batch size.
             stop: the end of the run, a multiple of the batch size.
-            num_cpus: logical CPUs of the reading task.
-            reserved_cpus: logical CPUs that training holds and Ray Data must not count on.
         """
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
-        windows = [{"window": index} for index, _ in enumerate(self.plan.windows(start, stop))]
+        windows = list(self.plan.windows(start, stop))
         if not windows:
             return
-        listed = list(self.plan.windows(start, stop))
 
         def read(row: Batch) -> Iterator[Batch]:
             for index in row["window"]:
-                yield from self.read_window(listed[int(index)], start, stop)
+                yield from self.read_window(windows[int(index)], start, stop)
 
         context = DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
-        context.execution_options.exclude_resources = ExecutionResources(cpu=reserved_cpus)
-        dataset = ray.data.from_items(windows, override_num_blocks=len(windows)).map_batches(
-            read, batch_size=1, num_cpus=num_cpus
+        tasks = [{"window": index} for index in range(len(windows))]
+        # One task at a time is enough to stay ahead: what it yields is prefetched while it reads on.
+        dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
+            read, batch_size=1, num_cpus=READ_CPUS, concurrency=1
         )
         yield from dataset.iter_batches(batch_size=self.num_blocks_per_rank, batch_format="numpy", prefetch_batches=4)
 

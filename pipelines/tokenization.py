@@ -19,16 +19,20 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
         ValueError: if it is not a fast tokenizer, or has no end-of-text token to close documents with.
         OSError: if nothing is found under that name (from Transformers, which names the places it tried).
     """
+    tokenizer: PreTrainedTokenizerFast
     if Path(name_or_path).is_file():
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=name_or_path)
         if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
             tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
     else:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
-    if not tokenizer.is_fast:
-        raise ValueError(f"data.tokenizer = {name_or_path!r} is no fast tokenizer (it has no tokenizer.json)")
+        loaded = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            raise ValueError(f"data.tokenizer = {name_or_path!r} is no fast tokenizer (it has no tokenizer.json)")
+        tokenizer = loaded
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"data.tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
+        raise ValueError(
+            f"data.tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with"
+        )
     return tokenizer
 
 
@@ -36,6 +40,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """16 hex digits that change whenever the tokenizer would encode anything differently."""
     content = tokenizer.backend_tokenizer.to_str() + f"|{document_start_id(tokenizer)}|{tokenizer.eos_token_id}"
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[str]:
+    """The text of every token by itself."""
+    return [str(tokenizer.decode([token])) for token in ids]
 
 
 def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -15,6 +15,7 @@ Shapes: N rows, d0 input size, d1 hidden size, d2 prototypes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -85,7 +86,9 @@ class TempNetConfig:
         if not 0.0 < self.tau_min < self.tau_max:
             raise ValueError(f"TempNetConfig: 0 < tau_min < tau_max does not hold: {self.tau_min:g}, {self.tau_max:g}")
         if self.tau_max_eval is not None and not self.tau_min < self.tau_max_eval:
-            raise ValueError(f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g}")
+            raise ValueError(
+                f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g}"
+            )
         if not self.phi_init > 0.0:
             raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")
         if not (self.rho >= 0.0 and math.isfinite(self.rho)):
@@ -118,7 +121,7 @@ class TempNet(nn.Module):
         if config.transform:
             widths = [width] + [config.hidden_size] * (config.depth - 2)
             self.transform = nn.Sequential()
-            for size_in, size_out in zip(widths, widths[1:], strict=False):
+            for size_in, size_out in itertools.pairwise(widths):
                 linear = nn.Linear(size_in, size_out)
                 nn.init.kaiming_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
@@ -146,10 +149,15 @@ class TempNet(nn.Module):
                 f"the base model's effective vocabulary (or embedding) is not the one that this TempNet was built for"
             )
         with torch.autocast(inputs.device.type, enabled=False):
-            x = (inputs.detach() if self.config.stop_gradient else inputs).float()
+            x = (inputs.detach() if self.config.stop_gradient else inputs).to(self._dtype)
             if self.config.normalize_input:
                 x = F.normalize(x, dim=-1)
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """float32, unless the whole module was made double for a test of exactness."""
+        return next(self.parameters()).dtype
 
     def hidden(self, x: Tensor) -> Tensor:
         """v: the transformed input, (..., d1)."""
@@ -189,7 +197,9 @@ class TempNet(nn.Module):
             raise ValueError("init_prototypes is for a TempNet on embeddings with a projection layer")
         expected = (self.config.num_prototypes, self.config.input_size)
         if tuple(embeddings.shape) != expected:
-            raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row a prototype")
+            raise ValueError(
+                f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row a prototype"
+            )
         self.projection.copy_(self.hidden(embeddings.float()).T)
 
     def set_tau_max_eval(self, tau_max_eval: float | None) -> None:

@@ -48,7 +48,9 @@ def gpt2_finetune() -> LanguageModelConfig:
     )
 
 
-def _frozen(name: str, path: str, *, num_steps: int, rate: float, weight_decay: float, beta2: float) -> LanguageModelConfig:
+def _frozen(
+    name: str, path: str, *, num_steps: int, rate: float, weight_decay: float, beta2: float
+) -> LanguageModelConfig:
     base = gpt2_scratch()
     return replace(
         base,
@@ -96,7 +98,9 @@ def llama2_chat_70b_frozen() -> LanguageModelConfig:
     return _llama2("llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", num_steps=20_000)
 
 
-def _small(config: LanguageModelConfig, *, num_steps: int, target_entropy: float, rate_tempnet: float) -> LanguageModelConfig:
+def _small(
+    config: LanguageModelConfig, *, num_steps: int, target_entropy: float, rate_tempnet: float
+) -> LanguageModelConfig:
     """The twin of a preset on the sample data, two CPU cores and a few minutes.
 
     With 2 048 tokens ρ = 10 would be infeasible (log V = 7.62), so ρ comes from a target entropy.
@@ -116,7 +120,7 @@ def _small(config: LanguageModelConfig, *, num_steps: int, target_entropy: float
         optimizer=replace(
             config.optimizer,
             batch_size=16,
-            learning_rate_base=min(2e-3, config.optimizer.learning_rate_base * 10 / 3),
+            learning_rate_base=2e-3,
             learning_rate_tempnet=rate_tempnet,
             warmup_share=0.05,
         ),
@@ -127,7 +131,7 @@ def _small(config: LanguageModelConfig, *, num_steps: int, target_entropy: float
 
 def gpt2_scratch_small() -> LanguageModelConfig:
     """The main job: a 4-layer GPT-2 and its TempNet from scratch on the sample data, a few minutes on two cores."""
-    config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.5, rate_tempnet=3e-3)
+    config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.95, rate_tempnet=3e-3)
     return replace(config, model=ModelSection(hidden_size=192, num_layers=4, num_heads=6, attention="eager"))
 
 

@@ -139,7 +139,9 @@ class ModelSection:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"model.hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}")
         if self.freeze and not self.path:
-            raise ValueError("model.freeze = True needs model.path: a random base has nothing to learn temperatures from")
+            raise ValueError(
+                "model.freeze = True needs model.path: a random base has nothing to learn temperatures from"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

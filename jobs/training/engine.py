@@ -62,7 +62,11 @@ def start_engine(module: TemperatureCausalLM, config: LanguageModelConfig) -> De
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(groups))
     engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config), dist_init_required=False
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=deepspeed_config(config),
+        dist_init_required=False,
     )
     return engine
 

@@ -22,19 +22,24 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
-from jobs.training.config import LanguageModelConfig, configuration_hash, differences, fixed_values, flatten, with_absolute_paths
+from jobs.training.config import (
+    LanguageModelConfig,
+    configuration_hash,
+    differences,
+    fixed_values,
+    flatten,
+    with_absolute_paths,
+)
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.models import base_config, resolved_rho
 from jobs.training.report import summary_table, write_report
 from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
 from pipelines.manifest import Manifest, read_json, write_json
 from pipelines.prepare import PrepareConfig, describe, prepare_text
+from pipelines.stream import READ_CPUS
 from pipelines.text import list_archives, resolve
 from pipelines.tokenization import load_tokenizer
 from tempnet.dro import check_rho
-
-# Logical CPUs that reading takes beside the workers: one task of a quarter a worker.
-_DATA_CPUS_PER_WORKER = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,7 @@ def train(config: LanguageModelConfig) -> dict[str, Any]:
         num_workers=config.workers.num_workers,
         cpus_per_worker=config.workers.cpus_per_worker,
         use_gpu=config.workers.use_gpu,
-        data_cpus=_DATA_CPUS_PER_WORKER * config.workers.num_workers,
+        data_cpus=READ_CPUS * config.workers.num_workers,
     )
     prepared = with_absolute_paths(config)
     train_data = _prepare(prepared, "train")
@@ -138,7 +143,7 @@ def train(config: LanguageModelConfig) -> dict[str, Any]:
                 mailbox=console.mailbox,
                 with_bar=sys.stderr.isatty(),
             )
-            result = _trainer(config, job).fit().return_value
+            result = _trainer(config, job).fit().return_value  # type: ignore[attr-defined]
         if "fatal" in result:
             raise FatalTrainingError(result["fatal"])
     except (FatalTrainingError, TrainingFailedError):
@@ -226,6 +231,7 @@ def _open_run(plan: Plan, train_data: Manifest, validation_data: Manifest) -> Tr
 
 
 def _trainer(config: LanguageModelConfig, job: WorkerJob) -> TorchTrainer:
+    # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
     workers = config.workers
     # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
@@ -233,14 +239,14 @@ def _trainer(config: LanguageModelConfig, job: WorkerJob) -> TorchTrainer:
         environment["DS_ACCELERATOR"] = "cpu"
     filesystem, path = resolve(f"{config.run.resolved_storage}")
     return TorchTrainer(
-        _train_worker,
+        _train_worker,  # type: ignore[arg-type]
         train_loop_config={"job": job},
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,
             resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
         ),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]
             name=config.run.name,
             storage_path=path,
             storage_filesystem=filesystem,
@@ -274,5 +280,3 @@ def _publish(config: LanguageModelConfig, outcome: dict[str, Any], tracked: Trac
             final = {f"final/{key}": value for key, value in outcome["validation"].items()}
             with survive_outage("the report"):
                 finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, tags={})
-
-

@@ -90,6 +90,7 @@ class TrainingLoop:
         if checkpoint := ray.train.get_checkpoint():
             state = load_checkpoint(self.engine, checkpoint, rank=self.rank, world_size=self.world_size)
             self.step, self.num_tokens, self.seconds_before = state.step, state.num_tokens, state.seconds_trained
+        self.first_step = self.step
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
@@ -129,6 +130,7 @@ class TrainingLoop:
         outcome = self._validate(with_details=True)
         outcome |= {
             "num_steps": self.step,
+            "resumed_from_step": self.first_step,
             "num_tokens": self.num_tokens,
             "seconds_trained": self.seconds_before + self.seconds_training,
             "tokens_per_second": self.num_tokens_here / self.seconds_training if self.seconds_training else None,
@@ -146,8 +148,7 @@ class TrainingLoop:
 
     def _batches(self) -> Iterator[Batch]:
         config, size = self.config, self.config.optimizer.batch_size
-        reserved = config.workers.num_workers * config.workers.cpus_per_worker
-        return self.stream.batches(self.step * size, config.run.num_steps * size, reserved_cpus=reserved)
+        return self.stream.batches(self.step * size, config.run.num_steps * size)
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> TemperatureStatistics | None:
         """Forward, backward and update on this rank's part of one global batch."""

@@ -93,7 +93,9 @@ def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
             attn_implementation=config.model.attention,
         )
     else:
-        base = AutoModelForCausalLM.from_config(base_config(config, tokenizer), attn_implementation=config.model.attention)
+        base = AutoModelForCausalLM.from_config(
+            base_config(config, tokenizer), attn_implementation=config.model.attention
+        )
     if config.workers.activation_checkpointing and not config.model.freeze:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)

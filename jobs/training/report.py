@@ -14,12 +14,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from jobs.training.tracking import TrackedRun, metric_history, survive_outage
+from pipelines.tokenization import token_texts
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+import matplotlib.pyplot as plt
 
 # A TempNet whose temperatures spread less than this is constant: it has learned nothing to show.
 CONSTANT_TAU_STD = 0.01
+
+# Tokens, the τ of each token's prediction, and the entropy of that prediction at τ = 1 in nats.
+ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
 
 _CURVES = {
     "loss (training objective)": ("train/loss",),
@@ -51,7 +55,10 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         ("share of τ at τ₀ / τ_max", f"{scores['tau_share_lower_bound']:.2%} / {scores['tau_share_upper_bound']:.2%}"),
         ("Spearman(τ, entropy at τ = 1)", f"{scores['tau_entropy_spearman']:+.2f}"),
         ("robust loss with τ", f"{rivals['robust_loss']:.4f}"),
-        (f"  with the best constant τ ({rivals['best_constant_tau']:.3f})", f"{rivals['robust_loss_best_constant']:.4f}"),
+        (
+            f"  with the best constant τ ({rivals['best_constant_tau']:.3f})",
+            f"{rivals['robust_loss_best_constant']:.4f}",
+        ),
         (f"  with the oracle τ* (mean {rivals['oracle_tau_mean']:.3f})", f"{rivals['robust_loss_oracle']:.4f}"),
         ("regret against the oracle", f"{rivals['robust_loss'] - rivals['robust_loss_oracle']:.4f}"),
         ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
@@ -73,7 +80,7 @@ def write_report(
     (directory / "summary.txt").write_text(summary_table(outcome) + "\n")
     (directory / "outcome.json").write_text(json.dumps(outcome, indent=1))
     passage = outcome["passage"]
-    tokens = [tokenizer.decode([token]) for token in passage["token"]]
+    tokens = token_texts(tokenizer, passage["token"])
     page = coloured_page(
         title=f"{outcome['run']}: the temperature of every token",
         sections={"A validation passage": (tokens, passage["tau"], passage["entropy"])},
@@ -86,13 +93,11 @@ def write_report(
             _draw_curves(directory / "curves.png", tracked, outcome)
 
 
-def coloured_page(
-    *, title: str, sections: Mapping[str, tuple[Sequence[str], Sequence[float], Sequence[float]]], summary: str = ""
-) -> str:
+def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
     """A self-contained page: every token on a colour between the 2 % and 98 % quantile of τ, τ and entropy on hover.
 
     Args:
-        sections: heading → (tokens, τ of each token's prediction, entropy of that prediction at τ = 1 in nats).
+        sections: heading → text.
     """
     every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
     low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)

@@ -170,7 +170,9 @@ def survive_outage(what: str) -> Iterator[None]:
         logger.warning("%s could not be recorded in MLflow: %s", what, error)
 
 
-def finish_run(run: TrackedRun, *, status: str, artifacts: Path | None, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
+def finish_run(
+    run: TrackedRun, *, status: str, artifacts: Path | None, metrics: Mapping[str, float], tags: Mapping[str, str]
+) -> None:
     """Close the run: final metrics, a directory of artifacts, tags and its status (FINISHED or FAILED)."""
     client = MlflowClient(run.uri)
     now = int(time.time() * 1000)

@@ -107,8 +107,8 @@ def validate(
             is_valid = batch["targets"] != IGNORE_INDEX
             room = min(num_oracle_tokens, _MAX_LOGITS_KEPT // output["logits"].shape[-1]) - num_kept
             if room > 0:
-                rows = (output["logits"][is_valid], batch["targets"][is_valid], output["tau"][is_valid])
-                kept.append(tuple(row[:room].float() if row.is_floating_point() else row[:room] for row in rows))
+                logits, targets = output["logits"][is_valid][:room].float(), batch["targets"][is_valid][:room]
+                kept.append((logits, targets, output["tau"][is_valid][:room]))
                 num_kept += len(kept[-1][1])
             if first_outputs is None:
                 first_outputs = (batch, output["tau"], output["logits"])

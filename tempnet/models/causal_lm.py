@@ -58,7 +58,9 @@ class TemperatureCausalLM(nn.Module):
         super().__init__()
         num_logits = base.get_output_embeddings().weight.shape[0]
         if vocab_size > num_logits:
-            raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {num_logits} logits of the base model")
+            raise ValueError(
+                f"the tokenizer has {vocab_size} tokens, more than the {num_logits} logits of the base model"
+            )
         if tempnet is not None and tempnet.config.input_size != vocab_size:
             raise ValueError(
                 f"the TempNet was built for a vocabulary of {tempnet.config.input_size}, "
@@ -118,9 +120,7 @@ class TemperatureCausalLM(nn.Module):
         """
         logits = self.logits(input_ids, position_ids).flatten(0, 1)
         flat_targets = targets.flatten()
-        loss, tau = language_model_loss(
-            logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
-        )
+        loss, tau = language_model_loss(logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets)
         config = self.loss_config
         statistics = None
         if with_statistics:

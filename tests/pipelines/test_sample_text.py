@@ -53,6 +53,7 @@ class Boat(Base[int]):
 
         >>> boat.sail("the end of the world and of the sea")
         This is what is printed by the call of it.
+        And there is more that is printed by the call of it, which is not in the text that is kept.
 
         And so it is done.
         \'\'\'

@@ -1,0 +1,52 @@
+# Everything a person types on a fresh machine. `make run` and `make test` are the two that matter.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-fast lint format lock mlflow bench clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.ready  ## Make the environment in .venv from requirements.lock
+
+# torch comes first because DeepSpeed's build reads it; DeepSpeed's own kernels are compiled when they are first used.
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock pip setuptools wheel ninja torch
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print where to look (about 6 minutes)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
+
+test: setup lint  ## Lint, then every test, the cluster tests included
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+
+test-fast: setup  ## Unit and property tests only (seconds)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not cluster"
+
+lint: setup  ## Style, import direction, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
+	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
+
+bench: setup  ## Training throughput against a bare PyTorch loop
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
+
+lock: setup  ## Write requirements.lock from what is installed in .venv
+	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+clean:  ## Remove the sample data and all runs (not the environment)
+	rm -rf data/sample runs

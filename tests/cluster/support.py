@@ -1,0 +1,59 @@
+"""What the cluster tests share beside fixtures: tiny data and tiny configurations."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from jobs.training.config import (
+    DataSection,
+    LanguageModelConfig,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    TemperatureSection,
+    ValidationSection,
+    WorkersSection,
+)
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def write_jsonl_zst(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
+    path.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+
+
+def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
+    """A 20-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
+    config = LanguageModelConfig(
+        run=RunSection(name=name, storage=str(storage), num_steps=20, checkpoint_every=5, log_every=5, max_restarts=1),
+        data=DataSection(
+            train=str(corpus / "train"),
+            validation=str(corpus / "validation"),
+            tokenizer=str(corpus / "tokenizer"),
+            context_length=64,
+        ),
+        model=ModelSection(hidden_size=64, num_layers=2, num_heads=4),
+        temperature=TemperatureSection(rho=None, target_entropy=3.0, hidden_size=32, num_prototypes=16),
+        optimizer=OptimizerSection(batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2),
+        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2, precision="fp32", num_threads=1),
+        validation=ValidationSection(every=10, num_blocks=32, num_oracle_tokens=512),
+    )
+    return replace(
+        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    )

@@ -1,0 +1,305 @@
+"""The main job for real: Ray Data, Ray Train, DeepSpeed and MLflow; equal over workers and stages, and after kills."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from mlflow import MlflowClient
+from support import BIN, ROOT, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs.training.config import LanguageModelConfig, flatten
+from jobs.training.job import FatalTrainingError
+from jobs.training.launch import train
+from jobs.training.tracking import TrackedRun, metric_history
+from tempnet import TempNet
+from tempnet.models.causal_lm import document_mask
+
+pytestmark = pytest.mark.cluster
+
+Make = Callable[..., LanguageModelConfig]
+
+
+def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
+
+
+@pytest.fixture(scope="session")
+def reference(ray_head: dict[str, str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The uninterrupted run that others are held against: two workers, ZeRO 2, float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        return train(tiny_config(corpus, tmp_path_factory.mktemp("reference"), "reference"))
+
+
+def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
+    losses = history(reference, "train/loss")
+    assert sorted(losses) == list(range(1, 21))
+    assert losses[20] < losses[1] - 0.3
+    assert reference["resumed_from_step"] == 0
+    assert reference["validation"]["cross_entropy"] < math.log(512)
+    assert reference["rivals"]["robust_loss_oracle"] <= reference["rivals"]["robust_loss_best_constant"]
+    report = Path(reference["directory"]) / "report"
+    names = {path.name for path in report.iterdir()}
+    assert names == {"tokens.html", "histogram.png", "curves.png", "summary.txt", "outcome.json", "configuration.json"}
+    page = (report / "tokens.html").read_text()
+    assert page.count('title="τ ') == 4 * 64
+    assert "http" not in page  # self-contained
+    client = MlflowClient(reference["tracking_uri"])
+    run = client.get_run(reference["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["temperature.target_entropy"] == "3.0"
+    assert float(run.data.params["resolved.rho"]) == pytest.approx(math.log(512) - 3.0)
+    assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}
+    assert {artifact.path for artifact in client.list_artifacts(run.info.run_id)} == names
+    for key in ("train/tau_mean", "train/tau_q95", "train/regret", "train/tau_entropy_spearman", "train/gradient_norm",
+                "train/data_wait_share", "train/learning_rate/base", "train/learning_rate/tempnet"):  # fmt: skip
+        assert sorted(history(reference, key)) == [5, 10, 15, 20], key
+    assert sorted(history(reference, "validation/cross_entropy_tau")) == [10, 20]
+
+
+def test_the_export_loads_without_this_project_and_scores_the_same(reference: dict[str, Any], corpus: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(reference["export"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(reference["export"])
+    network = TempNet.from_pretrained(Path(reference["export"]) / "tempnet")
+    assert len(tokenizer) == network.config.input_size == 512
+    from pipelines.manifest import Manifest
+    from pipelines.stream import read_range
+
+    prepared = next(
+        path
+        for path in (Path(reference["directory"]).parent / "prepared").iterdir()
+        if path.name.startswith("validation")
+    )
+    blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 32).items()}
+    with torch.no_grad():
+        logits = model(
+            blocks["input_ids"],
+            position_ids=blocks["position_ids"],
+            attention_mask=document_mask(blocks["position_ids"]),
+        ).logits[..., :512]
+        tau = network(logits)
+    valid = blocks["targets"] != -100
+    cross_entropy = torch.nn.functional.cross_entropy
+    scores = reference["validation"]
+    assert cross_entropy(logits[valid], blocks["targets"][valid]).item() == pytest.approx(
+        scores["cross_entropy"], abs=1e-5
+    )
+    assert cross_entropy(logits[valid] / tau[valid][:, None], blocks["targets"][valid]).item() == pytest.approx(
+        scores["cross_entropy_tau"], abs=1e-5
+    )
+    assert tau[valid].mean().item() == pytest.approx(scores["tau_mean"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"num_workers": 1, "zero_stage": 2},
+        {"num_workers": 2, "zero_stage": 0},
+        {"num_workers": 2, "zero_stage": 1},
+        {"num_workers": 2, "zero_stage": 3},
+    ],
+    ids=lambda value: f"{value['num_workers']} workers, ZeRO {value['zero_stage']}",
+)
+def test_workers_and_stages_do_not_change_the_result(
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any], workers: dict[str, int]
+) -> None:
+    # The single worker also accumulates over four micro-batches.
+    micro = {"micro_batch_size": 2} if workers["num_workers"] == 1 else {}
+    outcome = train(tiny("other", workers=workers, optimizer=micro))
+    for key in ("cross_entropy", "cross_entropy_tau", "robust_loss", "tau_mean"):
+        assert outcome["validation"][key] == pytest.approx(reference["validation"][key], abs=1e-4), key
+    assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(
+        [expected[step] for step in sorted(expected)], abs=1e-4
+    )
+
+
+def training_worker_pids() -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::RayTrainWorker")
+    ]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
+def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Every step, those before the kill and those after, equals the uninterrupted run's, on the same batches."""
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert sorted(losses) == sorted(expected)
+    for step in expected:
+        assert losses[step] == pytest.approx(expected[step], abs=1e-6), step
+    assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
+    assert outcome["validation"]["cross_entropy_tau"] == pytest.approx(
+        reference["validation"]["cross_entropy_tau"], abs=1e-6
+    )
+    assert outcome["num_tokens"] == reference["num_tokens"]
+
+
+def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+) -> None:
+    config = tiny("killed-worker")
+    checkpoint = Path(config.run.directory) / "checkpoint-00000005" / "state.json"
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_for(checkpoint.exists)
+        pid = training_worker_pids()[-1]
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcome = train(config)
+    killer.join()
+    assert killed
+    assert outcome["resumed_from_step"] >= 5
+    assert_same_losses(outcome, reference)
+    runs = MlflowClient(outcome["tracking_uri"]).search_runs(["1"])
+    assert len(runs) == 1
+
+
+def command(config: LanguageModelConfig) -> list[str]:
+    """The command line that gives this configuration."""
+    arguments = []
+    for name, value in flatten(config).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            section, _, field = name.replace("_", "-").partition(".")
+            arguments.append(f"--{section}.{field}" if value else f"--{section}.no-{field}")
+        elif value != "":
+            arguments += [flag, str(value)]
+    return ["-m", "jobs.train_lm", "gpt2-scratch", *arguments]
+
+
+def test_a_killed_job_started_again_continues(
+    ray_head: dict[str, str], tiny: Make, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny("killed-job")
+    environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
+    checkpoint = Path(config.run.directory) / "checkpoint-00000005" / "state.json"
+    with (tmp_path / "first.log").open("w") as log:
+        job = subprocess.Popen(
+            [sys.executable, *command(config)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            wait_for(lambda: checkpoint.exists() or job.poll() is not None)
+            assert job.poll() is None, (tmp_path / "first.log").read_text()
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    assert not (Path(config.run.directory) / "outcome.json").exists()
+    again = subprocess.run(
+        [sys.executable, *command(config)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert again.returncode in (0, 1), again.stdout + again.stderr  # 1: the TempNet may still be constant
+    outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
+    assert outcome["resumed_from_step"] >= 5
+    assert f"continuing after step {outcome['resumed_from_step']}" in again.stdout
+    assert_same_losses(outcome, reference)
+    # A third start has nothing to do, and says so; another configuration under the name is refused.
+    third = subprocess.run(
+        [sys.executable, *command(config)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert "This run is finished" in third.stdout
+    other = subprocess.run(
+        [sys.executable, *command(tiny("killed-job", optimizer={"learning_rate_base": 1e-3}))],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert other.returncode == 2
+    assert "taken" in other.stderr
+    assert "optimizer.learning_rate_base: 0.003 → 0.001" in other.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluster: dict[str, str], tiny: Make) -> None:
+    config = tiny("explodes", optimizer={"learning_rate_base": 1e30, "warmup_share": 0.0}, run={"checkpoint_every": 1})
+    with pytest.raises(FatalTrainingError, match=r"the loss of step \d+ is (nan|inf)") as error:
+        train(config)
+    message = str(error.value)
+    step = int(message.split("step ")[1].split()[0])
+    assert message.count(".arrow:") == 8  # every block of the batch
+    assert "part-" in message
+    assert (Path(config.run.directory) / f"checkpoint-{step - 1:08d}" / "state.json").exists()
+    assert not (Path(config.run.directory) / f"checkpoint-{step:08d}").exists()
+    client = MlflowClient(f"sqlite:///{config.run.resolved_storage}/mlflow.db")
+    assert [run.info.status for run in client.search_runs(["1"])] == ["FAILED"]
+
+
+def test_frozen_base_in_bf16_trains_the_tempnet_alone(
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+) -> None:
+    config = tiny(
+        "frozen",
+        model={"path": reference["export"], "freeze": True},
+        workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1},
+        run={"num_steps": 10},
+    )
+    outcome = train(config)
+    losses = history(outcome, "train/loss")
+    assert losses[10] < losses[1]
+    before = AutoModelForCausalLM.from_pretrained(reference["export"], dtype=torch.bfloat16).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(outcome["export"], dtype=torch.bfloat16).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_finetuning_starts_from_the_saved_weights(
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+) -> None:
+    config = tiny(
+        "finetune",
+        model={"path": reference["export"]},
+        temperature={"loss": "ce"},
+        workers={"precision": "bf16", "activation_checkpointing": True, "num_workers": 1},
+        run={"num_steps": 5},
+    )
+    outcome = train(config)
+    assert history(outcome, "train/loss")[1] == pytest.approx(reference["validation"]["cross_entropy"], abs=0.5)
+    assert not (Path(outcome["export"]) / "tempnet").exists()
+
+
+def test_the_job_runs_through_ray_job_submit_with_token_authentication(ray_head: dict[str, str], tiny: Make) -> None:
+    config = tiny("submitted", run={"num_steps": 5}, workers={"num_workers": 1})
+    submit = subprocess.run(
+        [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".", "--",
+         "python", *command(config)],
+        cwd=ROOT, env={name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "validation perplexity at τ" in submit.stdout, submit.stdout + submit.stderr
+    outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
+    assert outcome["num_steps"] == 5
+    refused = subprocess.run(
+        [str(BIN / "ray"), "job", "list", "--address", ray_head["DASHBOARD"]],
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode != 0

@@ -1,0 +1,159 @@
+"""Configurations: every preset is whole, wrong values are named, and a run is recognised by what identifies it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs.command_line import parse_preset
+from jobs.presets.language_models import PRESETS
+from jobs.training.config import (
+    LanguageModelConfig,
+    configuration_hash,
+    differences,
+    fixed_values,
+    flatten,
+    with_absolute_paths,
+)
+from jobs.training.models import resolved_rho
+from tempnet.dro import check_rho
+
+VOCABULARIES = {"gpt2": 50_257, "EleutherAI/pythia-160m": 50_277}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.run.name == name
+    small = name.endswith("-small")
+    vocabulary = 2048 if small else VOCABULARIES.get(config.data.tokenizer, 32_000)
+    rho = resolved_rho(config, vocabulary)
+    check_rho(rho, vocabulary)
+    assert config.temperature.network_config(vocabulary, rho).input_size == vocabulary
+    assert (config.temperature.tau_min, config.temperature.tau_max) == (0.001, 2.0)
+    if small:
+        assert math.log(vocabulary) - rho == pytest.approx(config.temperature.target_entropy)
+    else:
+        assert config.temperature.rho == 10.0
+        assert name.removesuffix("-small") + "-small" in PRESETS or "llama" in name
+
+
+def test_presets_carry_the_numbers_of_table_5() -> None:
+    expected = {
+        "gpt2-scratch": (320_000, 32, 0.1, 0.95),
+        "gpt2-finetune": (50_000, 32, 0.1, 0.95),
+        "llama1-7b-frozen": (10_000, 16, 0.1, 0.95),
+        "llama2-7b-frozen": (30_000, 16, 0.01, 0.999),
+        "llama2-13b-frozen": (30_000, 16, 0.01, 0.999),
+        "llama2-chat-7b-frozen": (30_000, 16, 0.01, 0.999),
+        "llama2-chat-13b-frozen": (30_000, 16, 0.01, 0.999),
+        "llama2-chat-70b-frozen": (20_000, 16, 0.01, 0.999),
+    }
+    for name, row in expected.items():
+        config = PRESETS[name]()
+        settings = config.optimizer
+        assert (config.run.num_steps, settings.batch_size, settings.weight_decay, settings.beta2) == row, name
+        assert (settings.beta1, settings.epsilon, settings.warmup_share) == (0.9, 1e-8, 0.01)
+        assert config.model.freeze == name.endswith("frozen")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer.batch-size", "15"], "optimizer.batch_size = 15 is not divisible by workers.num_workers = 2"),
+        (["--optimizer.micro-batch-size", "3"], "not divisible by optimizer.micro_batch_size = 3"),
+        (["--run.num-steps", "0"], "run.num_steps = 0 must be positive"),
+        (["--run.name", "a/b"], "run.name = 'a/b' must be a plain file name"),
+        (["--temperature.loss", "drro"], "temperature.loss = 'drro' is unknown: choose one of ce"),
+        (["--temperature.rho", "3"], "give exactly one"),
+        (["--data.max-bad-share", "1.5"], "data.max_bad_share = 1.5 must lie in"),
+        (["--optimizer.learning-rate-base", "-1"], "optimizer.learning_rate_base = -1.0 must be positive"),
+        (["--model.freeze"], "model.freeze = True needs model.path"),
+        (["--model.num-heads", "7"], "not divisible by num_heads = 7"),
+        (["--workers.zero-stage", "0", "--workers.offload-optimizer"], "needs workers.zero_stage 1, 2 or 3"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_values_are_refused_with_their_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_preset(PRESETS, ["gpt2-scratch-small", *arguments], job="train_lm", purpose="")
+    assert exit_info.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_misspelt_presets_and_fields_are_answered_with_near_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_preset(PRESETS, ["gpt2-scrath-small"], job="train_lm", purpose="")
+    assert "did you mean gpt2-scratch-small" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_preset(PRESETS, ["gpt2-scratch-small", "--temperature.roh", "3"], job="train_lm", purpose="")
+    assert "--temperature.rho" in capsys.readouterr().err
+
+
+def test_values_given_on_the_command_line_arrive() -> None:
+    config, dry_run = parse_preset(
+        PRESETS,
+        ["gpt2-scratch-small", "--workers.zero-stage", "3", "--temperature.target-entropy", "3.5", "--dry-run"],
+        job="train_lm",
+        purpose="",
+    )
+    assert dry_run
+    assert (config.workers.zero_stage, config.temperature.target_entropy) == (3, 3.5)
+    untouched = replace(
+        config,
+        workers=replace(config.workers, zero_stage=2),
+        temperature=PRESETS["gpt2-scratch-small"]().temperature,
+    )
+    assert untouched == PRESETS["gpt2-scratch-small"]()
+
+
+def test_the_help_lists_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_preset(PRESETS, ["--help"], job="train_lm", purpose="Train.")
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for name, preset in PRESETS.items():
+        assert f"{name} " in text
+        assert (preset.__doc__ or "").splitlines()[0] in text
+
+
+def changed(config: LanguageModelConfig, section: str, **values: object) -> LanguageModelConfig:
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
+def test_a_run_is_identified_by_what_changes_its_result() -> None:
+    config = PRESETS["gpt2-scratch-small"]()
+    for other in (changed(config, "run", log_every=7), changed(config, "tracking", uri="http://localhost:1")):
+        assert configuration_hash(other) == configuration_hash(config)
+    other = changed(config, "optimizer", learning_rate_base=1e-3)
+    assert configuration_hash(other) != configuration_hash(config)
+    assert differences(fixed_values(config), fixed_values(other)) == ["optimizer.learning_rate_base: 0.002 → 0.001"]
+
+
+def test_local_paths_become_absolute_and_hub_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    config = changed(PRESETS["gpt2-scratch"](), "data", train="text", validation="s3://bucket/x")
+    values = flatten(with_absolute_paths(config))
+    assert values["data.train"] == str(tmp_path / "text")
+    assert values["data.validation"] == "s3://bucket/x"
+    assert values["data.tokenizer"] == "gpt2"
+    assert values["run.storage"] == str(tmp_path / "runs")
+
+
+def test_a_relative_storage_inside_an_uploaded_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded = tmp_path / "runtime_resources" / "working_dir_files"
+    uploaded.mkdir(parents=True)
+    monkeypatch.chdir(uploaded)
+    monkeypatch.delenv("TEMPNET_HOME", raising=False)
+    with pytest.raises(ValueError, match=r"run\.storage = 'runs' is relative to the uploaded working directory"):
+        _ = PRESETS["gpt2-scratch"]().run.resolved_storage
+    monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
+    assert PRESETS["gpt2-scratch"]().run.resolved_storage == str(tmp_path)

@@ -1,0 +1,105 @@
+"""The causal-LM module: packed documents, frozen bases, precision, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
+
+VOCABULARY = 61
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+
+
+def make_base(architecture: str = "gpt2", attention: str = "sdpa") -> PreTrainedModel:
+    torch.manual_seed(0)
+    extra = {} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(architecture, vocab_size=64, bos_token_id=0, eos_token_id=0, **SIZES, **extra)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def make_module(base: PreTrainedModel, loss: str = "dro", **options: object) -> TemperatureCausalLM:
+    torch.manual_seed(1)
+    network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.5, hidden_size=16, num_prototypes=8))
+    return TemperatureCausalLM(
+        base, network, TemperatureLossConfig(name=loss, rho=1.5), vocab_size=VOCABULARY, **options
+    )
+
+
+def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    ids = torch.randint(VOCABULARY, (1, sum(lengths)))
+    return ids, torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(architecture: str, attention: str) -> None:
+    module = make_module(make_base(architecture, attention)).eval()
+    lengths = [5, 11, 1, 7]
+    ids, positions = packed(lengths)
+    together = module.logits(ids, positions)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = module.base(input_ids=ids[:, part]).logits[..., :VOCABULARY]
+        torch.testing.assert_close(together[:, part], alone, rtol=1e-4, atol=1e-5)
+        start += length
+    open_module = make_module(module.base, attend_across_documents=True).eval()
+    plain = module.base(input_ids=ids).logits[..., :VOCABULARY]
+    torch.testing.assert_close(open_module.logits(ids, positions), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_rows_of_the_vocabulary_do_not_count() -> None:
+    base = make_base()
+    module = make_module(base).eval()
+    ids, positions = packed([20])
+    before = module(ids, positions, ids)
+    with torch.no_grad():
+        base.get_output_embeddings().weight[VOCABULARY:] += 100.0
+    after = module(ids, positions, ids)
+    assert after["loss"].item() == pytest.approx(before["loss"].item(), rel=1e-6)
+    torch.testing.assert_close(after["tau"], before["tau"])
+
+
+def test_a_frozen_base_has_no_graph_no_gradients_and_no_dropout() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=64, resid_pdrop=0.5, embd_pdrop=0.5, **SIZES)
+    module = make_module(AutoModelForCausalLM.from_config(config), freeze_base=True).train()
+    ids, positions = packed([20])
+    first, second = module(ids, positions, ids), module(ids, positions, ids)
+    assert first["loss"].item() == second["loss"].item()
+    first["loss"].backward()
+    assert all(parameter.grad is None for parameter in module.base.parameters())
+    assert all(parameter.grad is not None for parameter in module.tempnet.parameters())
+
+
+@pytest.mark.parametrize("loss", ["ce", "fixed", "fixed_robust", "dro_newton", "ts_ce", "dro"])
+def test_every_loss_trains_the_base(loss: str) -> None:
+    module = make_module(make_base(), loss, autocast_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    ids, positions = packed([20, 12])
+    values = []
+    for _ in range(12):
+        output = module(ids, positions, ids, with_statistics=True)
+        assert output["loss"].dtype == torch.float32
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(output["loss"].item())
+    assert values[-1] < values[0]
+    assert output["statistics"][0].item() == 32
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    base = make_base()
+    config = TemperatureLossConfig(name="dro", rho=1.5)
+    network = TempNet(TempNetConfig.for_logits(60, rho=1.5))
+    with pytest.raises(ValueError, match="tokenizer has 65 tokens, more than the 64 logits"):
+        TemperatureCausalLM(base, None, config, vocab_size=65)
+    with pytest.raises(ValueError, match="built for a vocabulary of 60"):
+        TemperatureCausalLM(base, network, config, vocab_size=61)
+    with pytest.raises(ValueError, match="'dro' needs a TempNet"):
+        TemperatureCausalLM(base, None, config, vocab_size=61)

@@ -1,0 +1,186 @@
+"""The robust loss, its derivatives and the oracle against float64 autograd, brute force and the papers' identities."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tempnet.dro import (
+    best_constant_temperature,
+    check_rho,
+    optimal_temperature,
+    rho_from_target_entropy,
+    robust_loss,
+    target_entropy_from_rho,
+    temperature_curve,
+    temperature_derivatives,
+)
+
+TAU_MIN, TAU_MAX = 0.001, 2.0
+
+
+def formula(logits: torch.Tensor, targets: torch.Tensor, tau: torch.Tensor, rho: float) -> torch.Tensor:
+    """§1 of the method, transcribed without any care for range: for float64 and moderate logits."""
+    positive = logits.gather(-1, targets[:, None])
+    mean = torch.exp((logits - positive) / tau[:, None]).mean(-1)
+    return tau * torch.log(mean) + tau * rho
+
+
+def entropy(logits: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(logits.double() / tau.double()[:, None], -1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("num_contrasts", [2, 17, 301])
+def test_loss_and_gradients_equal_the_formula(dtype: torch.dtype, tolerance: float, num_contrasts: int) -> None:
+    generator = torch.Generator().manual_seed(num_contrasts)
+    logits = 3 * torch.randn(40, num_contrasts, generator=generator, dtype=torch.float64)
+    targets = torch.randint(num_contrasts, (40,), generator=generator)
+    tau = 0.2 + 1.5 * torch.rand(40, generator=generator, dtype=torch.float64)
+    rho = 0.4 * math.log(num_contrasts)
+    expected_inputs = [logits.clone().requires_grad_(), tau.clone().requires_grad_()]
+    expected = formula(expected_inputs[0], targets, expected_inputs[1], rho)
+    expected_gradients = torch.autograd.grad(expected.sum(), expected_inputs)
+    inputs = [logits.to(dtype).requires_grad_(), tau.to(dtype).requires_grad_()]
+    loss = robust_loss(inputs[0], targets, inputs[1], rho)
+    gradients = torch.autograd.grad(loss.sum(), inputs)
+    assert loss.dtype == dtype
+    for value, reference in zip((loss, *gradients), (expected, *expected_gradients), strict=True):
+        assert ((value.double() - reference).norm() / reference.norm()).item() < tolerance
+    first, second = temperature_derivatives(logits, tau, rho)
+    torch.testing.assert_close(first, expected_gradients[1], rtol=1e-10, atol=1e-12)
+    once = torch.autograd.grad(
+        formula(logits, targets, expected_inputs[1], rho).sum(), expected_inputs[1], create_graph=True
+    )
+    twice = torch.autograd.grad(once[0].sum(), expected_inputs[1])
+    torch.testing.assert_close(second, twice[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_loss_is_finite_and_shift_invariant_at_the_lowest_temperature(scale: float) -> None:
+    logits = scale * torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(20)
+    tau = torch.full((20,), TAU_MIN, requires_grad=True)
+    loss = robust_loss(logits, targets, tau, 1.0)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(tau.grad).all()
+    shifted = robust_loss(logits.double() + 123.0, targets, tau.double(), 1.0)
+    torch.testing.assert_close(shifted, robust_loss(logits.double(), targets, tau.double(), 1.0), rtol=1e-9, atol=1e-9)
+
+
+def adversarial_rows(num_rows: int, num_contrasts: int, generator: torch.Generator) -> torch.Tensor:
+    """Random rows over many scales, and the shapes that break solvers: flat, one-hot, ties, huge, alternating."""
+    rows = torch.randn(num_rows, num_contrasts, generator=generator)
+    rows *= torch.logspace(-4, 4, num_rows)[torch.randperm(num_rows, generator=generator), None]
+    rows[0] = 0.0
+    rows[1] = 1e4
+    rows[2] = -1e4
+    rows[3] = torch.nn.functional.one_hot(torch.tensor(0), num_contrasts) * 1e4
+    rows[4] = torch.nn.functional.one_hot(torch.tensor(num_contrasts - 1), num_contrasts) * 1e-4
+    rows[5] = torch.where(torch.arange(num_contrasts) % 2 == 0, 1e4, -1e4)
+    rows[6] = torch.linspace(-1e4, 1e4, num_contrasts)
+    rows[7] = torch.where(torch.arange(num_contrasts) < num_contrasts // 2, 3.0, 0.0)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_contrasts"), [(4000, 2), (3000, 5), (2000, 128), (900, 2048), (100, 50304)], ids=str
+)
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_oracle_meets_the_optimality_conditions(num_rows: int, num_contrasts: int, share: float) -> None:
+    # Together 10 000 rows for each share of log K.
+    rho = share * math.log(num_contrasts)
+    logits = adversarial_rows(num_rows, num_contrasts, torch.Generator().manual_seed(num_contrasts))
+    tau = optimal_temperature(logits, rho, TAU_MIN, TAU_MAX)
+    assert not tau.isnan().any()
+    assert bool(((tau >= TAU_MIN) & (tau <= TAU_MAX)).all())
+    residual = entropy(logits, tau) - math.log(num_contrasts) + rho
+    is_inside = (tau > TAU_MIN) & (tau < TAU_MAX)
+    assert is_inside.any()
+    assert residual[is_inside].abs().max().item() <= 1e-4
+    assert bool((residual[tau == TAU_MIN] >= -1e-5).all())
+    assert bool((residual[tau == TAU_MAX] <= 1e-5).all())
+
+
+def test_oracle_beats_a_dense_scan() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 4 * torch.randn(50, 40, generator=generator, dtype=torch.float64)
+    targets = torch.randint(40, (50,), generator=generator)
+    rho = 1.3
+    scan = torch.stack(
+        [robust_loss(logits, targets, float(tau), rho) for tau in torch.linspace(TAU_MIN, TAU_MAX, 4000)]
+    ).amin(0)
+    best = robust_loss(logits, targets, optimal_temperature(logits, rho, TAU_MIN, TAU_MAX), rho)
+    assert bool((best <= scan + 1e-9).all())
+
+
+def test_lemma_5_1_holds_at_the_optimum() -> None:
+    logits = 2 * torch.randn(64, 100, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rho = 1.5
+    tau = optimal_temperature(logits, rho, 1e-3, 50.0, tolerance=1e-12)
+    p = torch.softmax(logits / tau[:, None], -1)
+    b = tau * (torch.logsumexp(logits / tau[:, None], -1) - math.log(100)) - logits.mean(-1)
+    right = (((p - 1 / 100) * logits).sum(-1) - b) / rho
+    torch.testing.assert_close(right, tau, rtol=1e-8, atol=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    num_contrasts=st.integers(2, 60),
+    scale=st.floats(1e-3, 1e3),
+    shares=st.tuples(st.floats(0.01, 0.98), st.floats(0.01, 0.98)),
+)
+def test_oracle_falls_in_rho(seed: int, num_contrasts: int, scale: float, shares: tuple[float, float]) -> None:
+    logits = scale * torch.randn(8, num_contrasts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    low, high = sorted(share * math.log(num_contrasts) for share in shares)
+    tau_low = optimal_temperature(logits, low, TAU_MIN, TAU_MAX, tolerance=1e-12)
+    tau_high = optimal_temperature(logits, high, TAU_MIN, TAU_MAX, tolerance=1e-12)
+    assert bool((tau_high <= tau_low * (1 + 1e-9)).all())
+
+
+def test_curve_falls_strictly_and_rho_zero_runs_to_the_upper_bound() -> None:
+    logits = 3 * torch.randn(500, 300, generator=torch.Generator().manual_seed(3))
+    rhos = [0.0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5]
+    curve = temperature_curve(logits, rhos)
+    assert curve.tau_mean[0] == pytest.approx(TAU_MAX)
+    inside = curve.tau_mean[1:]
+    assert all(later < earlier or earlier == TAU_MAX for earlier, later in itertools.pairwise(inside))
+    assert inside[-1] < inside[0]
+    assert curve.target_entropy[1] == pytest.approx(math.log(300) - 0.5)
+
+
+def test_best_constant_temperature_equals_a_scan() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(300, 64, generator=generator) * (0.5 + 4 * torch.rand(300, 1, generator=generator))
+    targets = torch.randint(64, (300,), generator=generator)
+    rho = 1.8
+    taus = torch.logspace(math.log10(TAU_MIN), math.log10(TAU_MAX), 3000)
+    losses = [robust_loss(logits, targets, float(tau), rho).mean().item() for tau in taus]
+    best = best_constant_temperature(logits, rho)
+    assert robust_loss(logits, targets, best, rho).mean().item() <= min(losses) + 1e-6
+    assert best == pytest.approx(taus[losses.index(min(losses))].item(), rel=0.01)
+    assert best_constant_temperature(torch.zeros(5, 64), rho) == TAU_MIN
+    assert best_constant_temperature(100 * torch.eye(64), rho) == TAU_MAX
+
+
+def test_rho_and_entropy_are_inverse_and_refused_when_impossible() -> None:
+    assert rho_from_target_entropy(4.5, 2048) == pytest.approx(math.log(2048) - 4.5)
+    assert target_entropy_from_rho(rho_from_target_entropy(2.0, 99), 99) == pytest.approx(2.0)
+    check_rho(0.0, 2)
+    for rho in (10.0, math.log(2048), -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"rho = .* is outside \[0, log K\).*target_entropy"):
+            check_rho(rho, 2048)
+    with pytest.raises(ValueError, match="rho = 10"):
+        optimal_temperature(torch.zeros(1, 8000), 10.0)
+    with pytest.raises(ValueError, match="target_entropy = 9 nats is impossible"):
+        rho_from_target_entropy(9.0, 2048)
+    with pytest.raises(ValueError, match="not an interval"):
+        optimal_temperature(torch.zeros(1, 8), 1.0, 2.0, 1.0)

@@ -1,0 +1,155 @@
+"""TempNet against a transcription of its formula, its parameter counts, its switches, and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tempnet import TempNet, TempNetConfig
+
+
+def num_parameters(config: TempNetConfig) -> int:
+    return sum(parameter.numel() for parameter in TempNet(config).parameters())
+
+
+def test_parameter_counts_are_those_of_table_13() -> None:
+    assert num_parameters(TempNetConfig.for_logits(32_000)) == 8_258_050
+    assert num_parameters(TempNetConfig.for_logits(50_304)) == 12_943_874
+    d0, d1, d2 = 256, 256, 256
+    count = num_parameters(TempNetConfig.for_embeddings(d0))
+    assert count == d0 * d1 + d1 + d1 * d2 + d2 + 2
+    assert round(2 * count / 1e6, 2) == 0.26
+
+
+@pytest.mark.parametrize("kind", ["logits", "embeddings"])
+def test_forward_equals_the_formula(kind: str) -> None:
+    torch.manual_seed(0)
+    make = TempNetConfig.for_logits if kind == "logits" else TempNetConfig.for_embeddings
+    config = make(40, rho=2.0, hidden_size=16, num_prototypes=12)
+    network = TempNet(config).double()
+    with torch.no_grad():
+        network.pool_weight.uniform_(0.5, 1.5)
+        network.pool_bias.fill_(0.3)
+    x = torch.randn(9, 40)
+    w1, b1 = network.transform[0].weight, network.transform[0].bias
+    unit = (x / x.norm(dim=-1, keepdim=True)).double()
+    v = 1 / (1 + torch.exp(-(unit @ w1.T + b1)))
+    w2 = network.projection
+    u = v @ w2.T if kind == "logits" else v @ (w2 / w2.norm(dim=0))
+    attention = torch.softmax(u / config.phi_init, -1) - 1 / 12
+    s = ((attention * network.pool_weight * u).sum(-1) - 0.3) / 2.0
+    expected = (config.tau_max - config.tau_min) * torch.sigmoid(s) + config.tau_min
+    torch.testing.assert_close(network(x), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_computes_in_float32_under_autocast_and_without_a_gradient_to_its_input() -> None:
+    network = TempNet(TempNetConfig.for_logits(40, rho=2.0))
+    x = torch.randn(5, 40, requires_grad=True)
+    plain = network(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(network(x), plain, rtol=0, atol=0)
+    plain.sum().backward()
+    assert x.grad is None
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    free = TempNet(TempNetConfig.for_logits(40, rho=2.0, stop_gradient=False))
+    free(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+ABLATIONS = [
+    {"transform": False},
+    {"projection": False},
+    {"transform": False, "projection": False},
+    {"pooling": "linear"},
+    {"normalize_input": False},
+    {"depth": 4},
+    {"hidden_size": 64, "num_prototypes": 64},
+    {"stop_gradient": False},
+]
+
+
+@pytest.mark.parametrize("kind", ["logits", "embeddings"])
+@pytest.mark.parametrize("changes", ABLATIONS, ids=str)
+def test_every_ablation_runs_learns_and_is_saved(kind: str, changes: dict, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make = TempNetConfig.for_logits if kind == "logits" else TempNetConfig.for_embeddings
+    network = TempNet(make(48, rho=2.0, **changes))
+    x = torch.randn(6, 48)
+    tau = network(x)
+    assert tau.shape == (6,)
+    assert bool(((tau > network.config.tau_min) & (tau < network.config.tau_max)).all())
+    tau.sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    network.save_pretrained(tmp_path)
+    loaded = TempNet.from_pretrained(tmp_path)
+    assert loaded.config == network.config
+    torch.testing.assert_close(loaded(x), network.eval()(x), rtol=0, atol=0)
+
+
+def test_switches_change_the_result() -> None:
+    x = torch.randn(4, 48) * 5
+    results = {}
+    for changes in ({}, *ABLATIONS[:-1]):
+        torch.manual_seed(0)
+        results[str(changes)] = tuple(TempNet(TempNetConfig.for_logits(48, rho=2.0, **changes))(x).tolist())
+    assert len(set(results.values())) == len(results)
+
+
+def test_tau_max_eval_rescales_in_eval_only() -> None:
+    network = TempNet(TempNetConfig.for_logits(30, rho=1.0))
+    x = torch.randn(3, 30)
+    trained = network(x)
+    network.set_tau_max_eval(1.3)
+    torch.testing.assert_close(network(x), trained)
+    share = (trained - 0.001) / (2.0 - 0.001)
+    torch.testing.assert_close(network.eval()(x), share * (1.3 - 0.001) + 0.001)
+
+
+def test_prototypes_are_transformed_samples() -> None:
+    network = TempNet(TempNetConfig.for_embeddings(20, hidden_size=8, num_prototypes=5))
+    embeddings = torch.nn.functional.normalize(torch.randn(5, 20), dim=-1)
+    network.init_prototypes(embeddings)
+    v = network.hidden(embeddings)
+    # A sample's score is highest for its own prototype: both are the same direction.
+    assert network.prototype_scores(v).argmax(-1).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"\(5, 20\) is needed"):
+        network.init_prototypes(embeddings[:4])
+    with pytest.raises(ValueError, match="for a TempNet on embeddings"):
+        TempNet(TempNetConfig.for_logits(20, rho=1.0)).init_prototypes(embeddings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rho": 10.0}, "rho = 10 is outside"),
+        ({"rho": -1.0}, "rho = -1"),
+        ({"tau_min": 0.0}, "0 < tau_min < tau_max"),
+        ({"tau_max": 0.0005}, "0 < tau_min < tau_max"),
+        ({"tau_max_eval": 0.0001}, "tau_max_eval"),
+        ({"phi_init": 0.0}, "phi_init"),
+        ({"depth": 5}, "depth = 5"),
+        ({"depth": 4, "transform": False}, "second transform"),
+        ({"pooling": "max"}, "pooling = 'max'"),
+        ({"hidden_size": 0}, "hidden_size = 0"),
+    ],
+)
+def test_bad_configurations_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TempNetConfig.for_logits(2048, **{"rho": 2.0, **changes})
+
+
+def test_a_wrong_vocabulary_and_broken_files_are_refused(tmp_path: Path) -> None:
+    network = TempNet(TempNetConfig.for_logits(64, rho=2.0))
+    with pytest.raises(ValueError, match="effective vocabulary"):
+        network(torch.randn(2, 65))
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        TempNet.from_pretrained(tmp_path)
+    network.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"new_field": 1}))
+    with pytest.raises(ValueError, match="unknown fields \\['new_field'\\]"):
+        TempNet.from_pretrained(tmp_path)
