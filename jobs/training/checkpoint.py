@@ -17,6 +17,9 @@ import ray.train
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from ray.train import Checkpoint, CheckpointUploadMode
 
 _TAG = "deepspeed"
@@ -32,14 +35,17 @@ class RunState:
     seconds_trained: float
     num_tokens: int
     """Targets seen."""
+    unsent_metrics: list[list[Any]]
+    """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's checkpoint files, read with `weights_only=True`."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Tensors and plain containers only; anything else in the file is an error."""
-        return torch.load(path, map_location=map_location, weights_only=True)
+        """Tensors, plain containers and DeepSpeed's own records only; anything else in the file is an error."""
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def save_checkpoint(engine: DeepSpeedEngine, state: RunState, *, rank: int, metrics: dict[str, float]) -> None:

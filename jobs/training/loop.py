@@ -49,6 +49,31 @@ def train_worker(job: WorkerJob) -> dict[str, Any]:
         loop.close()
 
 
+class Pace:
+    """Tokens and seconds over some steps, and how much of the time went by waiting for data."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.seconds_waiting = 0.0
+        self.num_tokens = 0
+
+    def add(self, seconds: float, seconds_waiting: float, num_tokens: int) -> None:
+        """Count one step."""
+        self.seconds += seconds
+        self.seconds_waiting += seconds_waiting
+        self.num_tokens += num_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Targets of the global batch a second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def data_wait_share(self) -> float:
+        """Of the time."""
+        return self.seconds_waiting / self.seconds
+
+
 class TrainingLoop:
     """One worker's state over a run."""
 
@@ -87,9 +112,11 @@ class TrainingLoop:
         self.step = 0
         self.num_tokens = 0
         self.seconds_before = 0.0
+        unsent_metrics: list[list[Any]] = []
         if checkpoint := ray.train.get_checkpoint():
             state = load_checkpoint(self.engine, checkpoint, rank=self.rank, world_size=self.world_size)
             self.step, self.num_tokens, self.seconds_before = state.step, state.num_tokens, state.seconds_trained
+            unsent_metrics = state.unsent_metrics
         self.first_step = self.step
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
@@ -100,11 +127,11 @@ class TrainingLoop:
             )
             if job.tracked_run:
                 self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
+                self.metrics.resend(unsent_metrics)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
-        self.seconds_training = 0.0
-        self.seconds_waiting = 0.0
-        self.num_tokens_here = 0
+        self.total = Pace()
+        self.since_report = Pace()
 
     def run(self) -> dict[str, Any]:
         """All steps that are left, then the final validation and the export."""
@@ -113,11 +140,13 @@ class TrainingLoop:
         while self.step < config.run.num_steps:
             started = time.perf_counter()
             batch = next(batches)
-            self.seconds_waiting += time.perf_counter() - started
+            waited = time.perf_counter() - started
             is_logged = (self.step + 1) % config.run.log_every == 0
+            num_tokens_before = self.num_tokens
             statistics = self._train_step(batch, with_statistics=is_logged)
             self.step += 1
-            self.seconds_training += time.perf_counter() - started
+            for pace in (self.total, self.since_report):
+                pace.add(time.perf_counter() - started, waited, self.num_tokens - num_tokens_before)
             is_last = self.step == config.run.num_steps
             is_saved = is_last or self.step % config.run.checkpoint_every == 0
             is_validated = not is_last and self.step % config.validation.every == 0
@@ -132,9 +161,9 @@ class TrainingLoop:
             "num_steps": self.step,
             "resumed_from_step": self.first_step,
             "num_tokens": self.num_tokens,
-            "seconds_trained": self.seconds_before + self.seconds_training,
-            "tokens_per_second": self.num_tokens_here / self.seconds_training if self.seconds_training else None,
-            "data_wait_share": self.seconds_waiting / self.seconds_training if self.seconds_training else None,
+            "seconds_trained": self.seconds_before + self.total.seconds,
+            "tokens_per_second": self.total.tokens_per_second if self.total.seconds else None,
+            "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
             "peak_memory_gib": _peak_memory_gib(),
             "world_size": self.world_size,
         }
@@ -156,7 +185,6 @@ class TrainingLoop:
         dist.all_reduce(counts, group=self.host_group)
         num_targets = int(counts[0])
         self.num_tokens += num_targets
-        self.num_tokens_here += num_targets
         self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
 
         # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
@@ -196,8 +224,8 @@ class TrainingLoop:
         if not self.is_first:
             return
         speed = {
-            "tokens_per_second": self.num_tokens_here / self.seconds_training,
-            "data_wait_share": self.seconds_waiting / self.seconds_training,
+            "tokens_per_second": self.since_report.tokens_per_second,
+            "data_wait_share": self.since_report.data_wait_share,
             "tokens": float(self.num_tokens),
             **{
                 f"learning_rate/{group['name']}": group["lr"]
@@ -205,6 +233,7 @@ class TrainingLoop:
                 if "name" in group
             },
         }
+        self.since_report = Pace()
         norm = self.engine.get_global_grad_norm()
         if norm is not None:
             speed["gradient_norm"] = float(norm)
@@ -247,8 +276,9 @@ class TrainingLoop:
         state = RunState(
             step=self.step,
             world_size=self.world_size,
-            seconds_trained=self.seconds_before + self.seconds_training,
+            seconds_trained=self.seconds_before + self.total.seconds,
             num_tokens=self.num_tokens,
+            unsent_metrics=self.metrics.unsent() if self.metrics else [],
         )
         save_checkpoint(self.engine, state, rank=self.rank, metrics={"step": self.step})
 

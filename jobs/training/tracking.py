@@ -13,7 +13,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,16 @@ class MetricLogger:
         now = int(time.time() * 1000)
         with self._lock:
             self._waiting += [Metric(key, float(value), now, step) for key, value in metrics.items() if value == value]
+
+    def unsent(self) -> list[list[Any]]:
+        """What has not been sent, as plain values for a checkpoint."""
+        with self._lock:
+            return [[metric.key, metric.value, metric.timestamp, metric.step] for metric in self._waiting]
+
+    def resend(self, metrics: Iterable[Sequence[Any]]) -> None:
+        """Queue what :meth:`unsent` gave; sending a value twice does no harm."""
+        with self._lock:
+            self._waiting += [Metric(*metric) for metric in metrics]
 
     def close(self, *, seconds: float = 30.0) -> int:
         """Send what is left, trying for at most this long; returns the number of values that could not be sent."""

@@ -39,9 +39,9 @@ def write_jsonl_zst(path: Path, texts: list[str]) -> None:
 
 
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
-    """A 20-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
+    """A 40-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
     config = LanguageModelConfig(
-        run=RunSection(name=name, storage=str(storage), num_steps=20, checkpoint_every=5, log_every=5, max_restarts=1),
+        run=RunSection(name=name, storage=str(storage), num_steps=40, checkpoint_every=5, log_every=10, max_restarts=1),
         data=DataSection(
             train=str(corpus / "train"),
             validation=str(corpus / "validation"),
@@ -52,7 +52,7 @@ def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, An
         temperature=TemperatureSection(rho=None, target_entropy=3.0, hidden_size=32, num_prototypes=16),
         optimizer=OptimizerSection(batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2, precision="fp32", num_threads=1),
-        validation=ValidationSection(every=10, num_blocks=32, num_oracle_tokens=512),
+        validation=ValidationSection(every=20, num_blocks=32, num_oracle_tokens=512),
     )
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}

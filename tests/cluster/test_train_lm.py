@@ -48,8 +48,8 @@ def reference(ray_head: dict[str, str], corpus: Path, tmp_path_factory: pytest.T
 
 def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
     losses = history(reference, "train/loss")
-    assert sorted(losses) == list(range(1, 21))
-    assert losses[20] < losses[1] - 0.3
+    assert sorted(losses) == list(range(1, 41))
+    assert losses[40] < losses[1] - 0.3
     assert reference["resumed_from_step"] == 0
     assert reference["validation"]["cross_entropy"] < math.log(512)
     assert reference["rivals"]["robust_loss_oracle"] <= reference["rivals"]["robust_loss_best_constant"]
@@ -68,8 +68,8 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     assert {artifact.path for artifact in client.list_artifacts(run.info.run_id)} == names
     for key in ("train/tau_mean", "train/tau_q95", "train/regret", "train/tau_entropy_spearman", "train/gradient_norm",
                 "train/data_wait_share", "train/learning_rate/base", "train/learning_rate/tempnet"):  # fmt: skip
-        assert sorted(history(reference, key)) == [5, 10, 15, 20], key
-    assert sorted(history(reference, "validation/cross_entropy_tau")) == [10, 20]
+        assert {10, 20, 30, 40} <= set(history(reference, key)), key
+    assert sorted(history(reference, "validation/cross_entropy_tau")) == [20, 40]
 
 
 def test_the_export_loads_without_this_project_and_scores_the_same(reference: dict[str, Any], corpus: Path) -> None:
@@ -146,6 +146,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+def has_checkpoint(config: LanguageModelConfig) -> bool:
+    """Whether Ray Train has registered the first checkpoint (its files appear a little earlier)."""
+    snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
+    return snapshot.exists() and "checkpoint-00000005" in snapshot.read_text()
+
+
 def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
     """Every step, those before the kill and those after, equals the uninterrupted run's, on the same batches."""
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
@@ -159,15 +165,15 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any]) -> No
     assert outcome["num_tokens"] == reference["num_tokens"]
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3], ids=lambda stage: f"ZeRO {stage}")
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any], stage: int
 ) -> None:
-    config = tiny("killed-worker")
-    checkpoint = Path(config.run.directory) / "checkpoint-00000005" / "state.json"
+    config = tiny("killed-worker", workers={"zero_stage": stage})
     killed: list[int] = []
 
     def kill() -> None:
-        wait_for(checkpoint.exists)
+        wait_for(lambda: has_checkpoint(config))
         pid = training_worker_pids()[-1]
         os.kill(pid, signal.SIGKILL)
         killed.append(pid)
@@ -177,7 +183,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     outcome = train(config)
     killer.join()
     assert killed
-    assert outcome["resumed_from_step"] >= 5
+    assert 5 <= outcome["resumed_from_step"] < 40
     assert_same_losses(outcome, reference)
     runs = MlflowClient(outcome["tracking_uri"]).search_runs(["1"])
     assert len(runs) == 1
@@ -201,7 +207,6 @@ def test_a_killed_job_started_again_continues(
 ) -> None:
     config = tiny("killed-job")
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
-    checkpoint = Path(config.run.directory) / "checkpoint-00000005" / "state.json"
     with (tmp_path / "first.log").open("w") as log:
         job = subprocess.Popen(
             [sys.executable, *command(config)],
@@ -212,7 +217,7 @@ def test_a_killed_job_started_again_continues(
             start_new_session=True,
         )
         try:
-            wait_for(lambda: checkpoint.exists() or job.poll() is not None)
+            wait_for(lambda: has_checkpoint(config) or job.poll() is not None)
             assert job.poll() is None, (tmp_path / "first.log").read_text()
         finally:
             os.killpg(job.pid, signal.SIGKILL)
@@ -223,7 +228,7 @@ def test_a_killed_job_started_again_continues(
     )
     assert again.returncode in (0, 1), again.stdout + again.stderr  # 1: the TempNet may still be constant
     outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
-    assert outcome["resumed_from_step"] >= 5
+    assert 5 <= outcome["resumed_from_step"] < 40
     assert f"continuing after step {outcome['resumed_from_step']}" in again.stdout
     assert_same_losses(outcome, reference)
     # A third start has nothing to do, and says so; another configuration under the name is refused.
