@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job."""
     job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
     from jobs.cluster import start_ray
+    from pipelines.archives import list_archives
     from pipelines.prepare import TooManyProblemsError, describe, prepare_text
-    from pipelines.text import list_archives
     from pipelines.tokenization import load_tokenizer
 
     try:

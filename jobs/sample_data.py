@@ -15,8 +15,9 @@ from pathlib import Path
 import tyro
 
 from jobs.command_line import fail
+from pipelines.archives import list_archives
 from pipelines.sample_text import write_corpus
-from pipelines.text import Document, list_archives, read_documents
+from pipelines.text import Document, read_documents
 from pipelines.tokenization import train_bpe
 
 _NUM_TOKENIZER_CHARACTERS = 6_000_000

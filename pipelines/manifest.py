@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.fs import FileType
 
+from pipelines.archives import resolve
 from pipelines.packing import PackingConfig
-from pipelines.text import resolve
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1

@@ -19,6 +19,7 @@ import pyarrow as pa
 import ray.data
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.archives import Archive, list_archives, resolve
 from pipelines.manifest import (
     FORMAT_VERSION,
     ArchiveEntry,
@@ -29,7 +30,7 @@ from pipelines.manifest import (
     write_json,
 )
 from pipelines.packing import PackingConfig, pack_documents
-from pipelines.text import Archive, Problem, list_archives, read_documents, resolve
+from pipelines.text import Problem, read_documents
 from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 
 NUM_BLOCKS_PER_SHARD = 4096

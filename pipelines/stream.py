@@ -70,6 +70,8 @@ class RankStream:
 
         context = DataContext.get_current()
         context.enable_progress_bars = False
+        # Training may pause for as long as a validation takes; that is no reason to give the stream up.
+        context.execution_no_progress_timeout_s = 7 * 24 * 3600
         context.execution_options.preserve_order = True
         tasks = [{"window": index} for index in range(len(windows))]
         # One task at a time is enough to stay ahead: what it yields is prefetched while it reads on.

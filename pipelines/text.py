@@ -11,52 +11,27 @@ chunk's pages), whatever the size of the archive.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import tarfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
-from pyarrow import fs
+
+from pipelines.archives import Archive, ArchiveFormat, format_of, relative, resolve, seen
+from pipelines.decompression import DamagedError, Readable, decoded
 
 MAX_RECORD_BYTES = 256 * 2**20
 """A longer record is not a document but a decompression bomb, or a file without line ends."""
 
-# Also what a *corrupt* stream can cost before its damage: a decoder that fails gives nothing of the read it was in.
-READ_BYTES = 32 * 2**10
 PARQUET_ROWS_PER_BATCH = 64
-NUM_NAMES_SHOWN = 5
 # UnicodeDecodeError: a column's name may be corrupt too.
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
-
-class ArchiveFormat(StrEnum):
-    """How the bytes of an archive, or of a member of a tar, are to be read."""
-
-    JSONL = "jsonl"
-    JSONL_GZ = "jsonl.gz"
-    JSONL_ZST = "jsonl.zst"
-    TAR = "tar"
-    PARQUET = "parquet"
-
-
-SUFFIXES = {
-    ".jsonl": ArchiveFormat.JSONL,
-    ".jsonl.gz": ArchiveFormat.JSONL_GZ,
-    ".jsonl.zst": ArchiveFormat.JSONL_ZST,
-    ".tar": ArchiveFormat.TAR,
-    ".parquet": ArchiveFormat.PARQUET,
-}
-"""File suffix -> format. `.jsonl.zst.tar`, the name OpenWebText2 is published under, is a `.tar`."""
 
 MEMBER_SUFFIXES = {
     ".jsonl": ArchiveFormat.JSONL,
@@ -82,17 +57,6 @@ class ProblemKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Archive:
-    """One file of documents."""
-
-    path: str
-    """Path within the filesystem of the URI it was listed from."""
-    format: ArchiveFormat
-    num_bytes: int
-    """Size of the file as stored."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """One text; never empty, always encodable as UTF-8."""
 
@@ -109,67 +73,6 @@ class Problem:
     where: str
     """A record as in `Document.key`, or an archive or its member, without an index."""
     detail: str
-
-
-class _Readable(Protocol):
-    def read(self, num_bytes: int, /) -> bytes: ...
-
-
-class _DamagedError(Exception):
-    """A stream that cannot be decoded beyond what it has already given."""
-
-
-def resolve(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
-
-    Raises ValueError for an empty URI, or a scheme that pyarrow does not know.
-    """
-    if not uri:
-        raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
-    if "://" not in uri:
-        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
-    try:
-        filesystem, path = fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"uri {uri!r} is not understood ({error}); expected a local path or file://, s3://, gs://, hdfs://"
-        ) from error
-    return filesystem, path.rstrip("/") or path
-
-
-def list_archives(uri: str) -> list[Archive]:
-    """The archives at a URI, by path: the file itself, or all below a directory.
-
-    Below a directory, files with another suffix are passed over, and so is everything whose name, or whose directory's
-    name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
-
-    Raises FileNotFoundError if the path does not exist or is a directory without archives, and ValueError if it is a
-    file with an unknown suffix.
-    """
-    filesystem, root = resolve(uri)
-    info = filesystem.get_file_info(root)
-    legal = ", ".join(SUFFIXES)
-    if info.type == fs.FileType.NotFound:
-        raise FileNotFoundError(f"uri {uri!r}: no such file or directory")
-    if info.type != fs.FileType.Directory:
-        archive_format = _format_of(root, SUFFIXES)
-        if archive_format is None:
-            raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
-        return [Archive(path=root, format=archive_format, num_bytes=info.size)]
-
-    archives, others = [], []
-    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
-        name = _relative(file.path, root)
-        if file.type == fs.FileType.Directory or any(part.startswith((".", "_")) for part in name.split("/")):
-            continue
-        archive_format = _format_of(name, SUFFIXES)
-        if archive_format is None:
-            others.append(name)
-        else:
-            archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
-    if not archives:
-        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {_seen(others)}")
-    return sorted(archives, key=lambda archive: archive.path)
 
 
 def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> Iterator[Document | Problem]:
@@ -191,13 +94,13 @@ def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> I
         is_empty = False
         yield item
     if is_empty:
-        where = _relative(archive.path, resolve(uri)[1])
+        where = relative(archive.path, resolve(uri)[1])
         yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=where, detail="the archive holds no record")
 
 
 def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Document | Problem]:
     filesystem, root = resolve(uri)
-    name = _relative(archive.path, root)
+    name = relative(archive.path, root)
     if archive.format is ArchiveFormat.PARQUET:
         with filesystem.open_input_file(archive.path) as file:
             yield from _read_parquet(file, name, text_field)
@@ -208,23 +111,6 @@ def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Docum
             yield from _read_tar(stream, name, text_field)
         else:
             yield from _read_lines(stream, archive.num_bytes, archive.format, name, text_field, itertools.count())
-
-
-def _format_of(name: str, suffixes: dict[str, ArchiveFormat]) -> ArchiveFormat | None:
-    return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
-
-
-def _relative(path: str, root: str) -> str:
-    """`path` below the directory `root`, or the name of the file when `root` is the file itself."""
-    below = PurePosixPath(path)
-    return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
-
-
-def _seen(names: list[str]) -> str:
-    if not names:
-        return "there is no other file either"
-    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
-    return f"seen: {', '.join(sorted(names)[:NUM_NAMES_SHOWN])}{more}"
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------
@@ -274,12 +160,12 @@ def _oversized(where: str) -> Problem:
 
 
 def _read_lines(
-    stream: _Readable, num_bytes: int, line_format: ArchiveFormat, name: str, text_field: str, indices: Iterator[int]
+    stream: Readable, num_bytes: int, line_format: ArchiveFormat, name: str, text_field: str, indices: Iterator[int]
 ) -> Iterator[Document | Problem]:
     try:
-        for line in _lines(_decoded(stream, num_bytes, line_format)):
+        for line in _lines(decoded(stream, num_bytes, line_format)):
             yield _document_of_line(line, f"{name}:{next(indices)}", text_field)
-    except _DamagedError as error:
+    except DamagedError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=str(error))
 
 
@@ -300,110 +186,6 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
             parts.append(rest)
         else:
             parts.clear()
-
-
-def _decoded(stream: _Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
-    """The decompressed bytes in pieces of at most READ_BYTES. Raises _DamagedError where they cannot go on.
-
-    `num_bytes` is what the stream should have; a compressed stream says itself whether it is complete.
-    """
-    if line_format is ArchiveFormat.JSONL:
-        num_read = 0
-        while chunk := stream.read(READ_BYTES):
-            yield chunk
-            num_read += len(chunk)
-        if num_read < num_bytes:
-            raise _DamagedError(f"the stream ends after {num_read} of {num_bytes} bytes")
-    elif line_format is ArchiveFormat.JSONL_ZST:
-        source = _ZstdSource(stream)
-        reader = zstandard.ZstdDecompressor().stream_reader(
-            source,  # type: ignore[arg-type]
-            read_across_frames=True,
-            closefd=False,
-        )
-        try:
-            while chunk := reader.read(READ_BYTES):
-                yield chunk
-        except zstandard.ZstdError as error:
-            raise _DamagedError(f"corrupt zstandard stream: {error}") from error
-        if not source.at_frame_end:
-            raise _DamagedError("the zstandard stream ends inside a frame")
-    else:
-        num_chunks = 0
-        try:
-            with gzip.GzipFile(fileobj=stream) as file:  # type: ignore[call-overload]
-                # `read1`, because `read` drops what it has already decoded when the stream then turns out damaged.
-                while chunk := file.read1(READ_BYTES):
-                    yield chunk
-                    num_chunks += 1
-                is_empty = num_chunks == 0 and file.mtime is None  # No header was read.
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _DamagedError(f"corrupt gzip stream: {error}") from error
-        if is_empty:
-            raise _DamagedError("the gzip stream has no header")
-
-
-class _ZstdSource:
-    """Passes compressed bytes on and follows the frames in them (RFC 8878, section 3.1).
-
-    The reader of `zstandard` takes the end of its input for the end of the data, even in the middle of a frame; where
-    frames end is the only sign that a download was cut short.
-    """
-
-    __slots__ = ("_checksum_bytes", "_header", "_in_frame", "_num_frames", "_num_skip", "_stream")
-
-    def __init__(self, stream: _Readable) -> None:
-        self._stream = stream
-        self._header = b""  # The part seen of the frame or block header that comes next.
-        self._num_skip = 0  # Bytes until that header.
-        self._in_frame = False
-        self._checksum_bytes = 0
-        self._num_frames = 0
-
-    @property
-    def at_frame_end(self) -> bool:
-        return self._num_frames > 0 and not (self._in_frame or self._num_skip or self._header)
-
-    def read(self, num_bytes: int, /) -> bytes:
-        data = self._stream.read(num_bytes)
-        position = 0
-        while position < len(data):
-            if self._num_skip:
-                step = min(self._num_skip, len(data) - position)
-                self._num_skip -= step
-                position += step
-                continue
-            self._header += data[position : position + 1]
-            position += 1
-            self._parse_header()
-        return data
-
-    def _parse_header(self) -> None:
-        header = self._header
-        if self._in_frame:
-            if len(header) < 3:
-                return
-            block = int.from_bytes(header, "little")
-            is_last, is_run, size = block & 1, block >> 1 & 3 == 1, block >> 3
-            self._num_skip = (1 if is_run else size) + (self._checksum_bytes if is_last else 0)
-            self._in_frame = not is_last
-        else:
-            if len(header) < 5:
-                return
-            magic = int.from_bytes(header[:4], "little")
-            if magic >> 4 == 0x184D2A5:  # A skippable frame: its size follows.
-                if len(header) < 8:
-                    return
-                self._num_skip = int.from_bytes(header[4:], "little")
-            else:  # Any other magic number is left for the decompressor to complain about.
-                descriptor = header[4]
-                single_segment = descriptor >> 5 & 1
-                size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]
-                self._num_skip = (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3] + size_bytes
-                self._checksum_bytes = 4 * (descriptor >> 2 & 1)
-                self._in_frame = True
-            self._num_frames += 1
-        self._header = b""
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------
@@ -429,7 +211,7 @@ class _TarMember:
 
     __slots__ = ("_num_left", "_stream", "is_cut")
 
-    def __init__(self, stream: _Readable, num_bytes: int) -> None:
+    def __init__(self, stream: Readable, num_bytes: int) -> None:
         self._stream = stream
         self._num_left = num_bytes
         self.is_cut = False
@@ -441,7 +223,7 @@ class _TarMember:
         return data
 
 
-def _read_tar(stream: _Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
+def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
     # Keys stay unique when a member's name occurs twice: its records are counted on.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     others: list[str] = []
@@ -449,7 +231,7 @@ def _read_tar(stream: _Readable, name: str, text_field: str) -> Iterator[Documen
         # "r|" reads forward only, which is all that a stream can do, and undoes no compression.
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_TarInfo) as tar:  # type: ignore[call-overload]
             for info in tar:
-                member_format = _format_of(info.name, MEMBER_SUFFIXES) if info.isreg() else None
+                member_format = format_of(info.name, MEMBER_SUFFIXES) if info.isreg() else None
                 if member_format is None:
                     others.append(info.name)
                     continue
@@ -464,7 +246,7 @@ def _read_tar(stream: _Readable, name: str, text_field: str) -> Iterator[Documen
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:
         if not indices:
-            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {_seen(others)}"
+            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {seen(others)}"
             yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
 
 

@@ -16,23 +16,28 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
     """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
 
     Raises:
-        ValueError: if it is not a fast tokenizer, or has no end-of-text token to close documents with.
-        OSError: if nothing is found under that name (from Transformers, which names the places it tried).
+        ValueError: if nothing usable is found under that name, it is no fast tokenizer, or it has no end-of-text token
+            to close documents with; the message names the value.
     """
     tokenizer: PreTrainedTokenizerFast
-    if Path(name_or_path).is_file():
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name_or_path)
-        if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
-            tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
-    else:
-        loaded = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
-        if not isinstance(loaded, PreTrainedTokenizerFast):
-            raise ValueError(f"data.tokenizer = {name_or_path!r} is no fast tokenizer (it has no tokenizer.json)")
-        tokenizer = loaded
-    if tokenizer.eos_token_id is None:
+    try:
+        if Path(name_or_path).is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=name_or_path)
+            if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
+                tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
+        else:
+            loaded = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
+            if not isinstance(loaded, PreTrainedTokenizerFast):
+                raise ValueError("it is no fast tokenizer (it has no tokenizer.json)")
+            tokenizer = loaded
+    except Exception as error:  # Transformers and tokenizers raise whatever the first thing they tried raised
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"data.tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with"
-        )
+            f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
+            f"a tokenizer.json, is needed. {reason}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
     return tokenizer
 
 

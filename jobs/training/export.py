@@ -11,7 +11,7 @@ import torch
 
 from jobs.training.config import LanguageModelConfig
 from jobs.training.engine import whole_parameters
-from pipelines.text import resolve
+from pipelines.archives import resolve
 from pipelines.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import PAIRED_DIRECTORY, TempNet

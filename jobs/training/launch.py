@@ -34,10 +34,10 @@ from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.models import base_config, resolved_rho
 from jobs.training.report import summary_table, write_report
 from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
+from pipelines.archives import list_archives, resolve
 from pipelines.manifest import Manifest, read_json, write_json
 from pipelines.prepare import PrepareConfig, describe, prepare_text
 from pipelines.stream import READ_CPUS
-from pipelines.text import list_archives, resolve
 from pipelines.tokenization import load_tokenizer
 from tempnet.dro import check_rho
 

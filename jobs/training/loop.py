@@ -23,6 +23,7 @@ from jobs.console import Progress
 from jobs.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from jobs.training.engine import start_engine
 from jobs.training.export import export_model
+from jobs.training.hardware import flops_per_token, peak_flops_per_second
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.models import build_model
 from jobs.training.tracking import MetricLogger
@@ -87,6 +88,7 @@ class TrainingLoop:
         # Counters cross the network on the host, so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
         self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.data.tokenizer))
+        self.flops_per_token = flops_per_token(self.module, config)
         self.engine: DeepSpeedEngine = start_engine(self.module, config)
         self.loss_config = self.module.loss_config
         manifest = Manifest.load(job.train_directory)
@@ -234,6 +236,9 @@ class TrainingLoop:
             },
         }
         self.since_report = Pace()
+        if peak := peak_flops_per_second(self.engine.device):
+            used = speed["tokens_per_second"] * self.flops_per_token
+            speed["model_flops_utilization"] = used / (peak * self.world_size)
         norm = self.engine.get_global_grad_norm()
         if norm is not None:
             speed["gradient_norm"] = float(norm)

@@ -30,7 +30,13 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
-        base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        try:
+            base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model.path = {model.path!r} is no Transformers model directory or hub name: {reason}"
+            ) from error
     else:
         base = AutoConfig.for_model(
             model.architecture,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -265,7 +267,7 @@ def test_frozen_base_in_bf16_trains_the_tempnet_alone(
     config = tiny(
         "frozen",
         model={"path": reference["export"], "freeze": True},
-        workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1},
+        workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1, "offload_optimizer": True},
         run={"num_steps": 10},
     )
     outcome = train(config)
@@ -308,3 +310,36 @@ def test_the_job_runs_through_ray_job_submit_with_token_authentication(ray_head:
         env=os.environ | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert refused.returncode != 0
+
+
+def test_the_readmes_other_commands_run(
+    reference: dict[str, Any], cluster: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    """The commands and the Python snippet of the README, with its sample paths replaced by this test's."""
+    readme = (ROOT / "README.md").read_text()
+    paths = {
+        "runs/gpt2-scratch-small/export": reference["export"],
+        "data/sample/text/train": str(corpus / "train"),
+        "data/sample/tokenizer": str(corpus / "tokenizer"),
+        ".venv/bin/python": sys.executable,
+    }
+    for shown, real in paths.items():
+        assert shown in readme
+        readme = readme.replace(shown, real)
+    lines = re.findall(
+        rf"^({re.escape(sys.executable)} -m jobs\.(?:prepare_text|predict_temperatures) .*)$", readme, re.M
+    )
+    assert len(lines) == 2
+    environment = cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "README.md").write_text(readme)
+    for line in lines:
+        done = subprocess.run(
+            shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "temperatures.html").read_text().count('title="τ ') > 500
+    assert list((tmp_path / "prepared").glob("train-128-*/manifest.json"))
+    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    assert scope["network"].config.input_size <= scope["model"].config.vocab_size

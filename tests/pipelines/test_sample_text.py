@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipelines import sample_text
+from pipelines.archives import list_archives
 from pipelines.sample_text import ProseDocument, collect_prose, default_roots, write_corpus
-from pipelines.text import Document, list_archives, read_documents
+from pipelines.text import Document, read_documents
 
 LONG = "The tide came in over the flats and the boats that had lain on their sides were lifted one after the other. "
 

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import text
-from pipelines.text import ArchiveFormat, Document, Problem, ProblemKind, list_archives, read_documents, resolve
+from pipelines.archives import ArchiveFormat, list_archives, resolve
+from pipelines.text import Document, Problem, ProblemKind, read_documents
 
 TEXTS = [f"document {i}: " + "all work and no play \u2603 " * (i + 1) for i in range(8)]
 

@@ -1,0 +1,37 @@
+"""Model FLOPs utilisation, where the peak of the device is known."""
+
+from __future__ import annotations
+
+import torch
+
+from jobs.training.config import LanguageModelConfig
+from tempnet.models.causal_lm import TemperatureCausalLM
+
+# Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
+PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
+
+
+def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:
+    """FLOPs that the mathematics of one trained token needs (recomputation does not count).
+
+    Per multiplying parameter 2 in the forward and 4 in the backward pass, and 12·layers·width·T for attention (PaLM,
+    arXiv 2204.02311, Appendix B); a frozen base has only the forward third. TempNet's input has no gradient: 4 a
+    parameter of its first layer, which is nearly all of it.
+    """
+    base = module.base
+    position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
+    num_base = sum(parameter.numel() for parameter in base.parameters())
+    is_lookup = 0 if base.config.tie_word_embeddings else base.get_input_embeddings().weight.numel()
+    num_multiplying = num_base - is_lookup - (position if base.config.model_type == "gpt2" else 0)
+    attention = 12 * base.config.num_hidden_layers * base.config.hidden_size * config.data.context_length
+    whole = 6 * num_multiplying + attention
+    num_tempnet = sum(parameter.numel() for parameter in module.tempnet.parameters()) if module.tempnet else 0
+    return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet
+
+
+def peak_flops_per_second(device: torch.device) -> float | None:
+    """The device's peak in bf16, or None where it is not known (a CPU, an unlisted GPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS_PER_SECOND.items() if part in name), None)

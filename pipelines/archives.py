@@ -1,0 +1,116 @@
+"""Text archives: which files are archives, in which format, and where a URI leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+from pyarrow import fs
+
+NUM_NAMES_SHOWN = 5
+
+
+class ArchiveFormat(StrEnum):
+    """How the bytes of an archive, or of a member of a tar, are to be read."""
+
+    JSONL = "jsonl"
+    JSONL_GZ = "jsonl.gz"
+    JSONL_ZST = "jsonl.zst"
+    TAR = "tar"
+    PARQUET = "parquet"
+
+
+SUFFIXES = {
+    ".jsonl": ArchiveFormat.JSONL,
+    ".jsonl.gz": ArchiveFormat.JSONL_GZ,
+    ".jsonl.zst": ArchiveFormat.JSONL_ZST,
+    ".tar": ArchiveFormat.TAR,
+    ".parquet": ArchiveFormat.PARQUET,
+}
+"""File suffix -> format. `.jsonl.zst.tar`, the name OpenWebText2 is published under, is a `.tar`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Archive:
+    """One file of documents."""
+
+    path: str
+    """Path within the filesystem of the URI it was listed from."""
+    format: ArchiveFormat
+    num_bytes: int
+    """Size of the file as stored."""
+
+
+def resolve(uri: str) -> tuple[fs.FileSystem, str]:
+    """The filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
+
+    Raises ValueError for an empty URI, or a scheme that pyarrow does not know.
+    """
+    if not uri:
+        raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
+    if "://" not in uri:
+        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"uri {uri!r} is not understood ({error}); expected a local path or file://, s3://, gs://, hdfs://"
+        ) from error
+    return filesystem, path.rstrip("/") or path
+
+
+def list_archives(uri: str) -> list[Archive]:
+    """The archives at a URI, by path: the file itself, or all below a directory.
+
+    Below a directory, files with another suffix are passed over, and so is everything whose name, or whose directory's
+    name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
+
+    Raises FileNotFoundError if the path does not exist or is a directory without archives, and ValueError if it is a
+    file with an unknown suffix.
+    """
+    filesystem, root = resolve(uri)
+    info = filesystem.get_file_info(root)
+    legal = ", ".join(SUFFIXES)
+    if info.type == fs.FileType.NotFound:
+        raise FileNotFoundError(f"uri {uri!r}: no such file or directory")
+    if info.type != fs.FileType.Directory:
+        archive_format = format_of(root, SUFFIXES)
+        if archive_format is None:
+            raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
+        return [Archive(path=root, format=archive_format, num_bytes=info.size)]
+
+    archives, others = [], []
+    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
+        name = relative(file.path, root)
+        if file.type == fs.FileType.Directory or any(part.startswith((".", "_")) for part in name.split("/")):
+            continue
+        archive_format = format_of(name, SUFFIXES)
+        if archive_format is None:
+            others.append(name)
+        else:
+            archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
+    if not archives:
+        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {seen(others)}")
+    return sorted(archives, key=lambda archive: archive.path)
+
+
+def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
+    """The format that the name's suffix stands for, or None."""
+    return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
+
+
+def relative(path: str, root: str) -> str:
+    """`path` below the directory `root`, or the name of the file when `root` is the file itself."""
+    below = PurePosixPath(path)
+    return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
+
+
+def seen(names: list[str]) -> str:
+    """A few of the names, for a message."""
+    if not names:
+        return "there is no other file either"
+    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+    return f"seen: {', '.join(sorted(names)[:NUM_NAMES_SHOWN])}{more}"

@@ -1,0 +1,37 @@
+"""FLOPs of a token against a count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jobs.presets.language_models import PRESETS
+from jobs.training.hardware import flops_per_token, peak_flops_per_second
+from tempnet import TempNet, TempNetConfig
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_flops_equal_a_count_by_hand(freeze: bool) -> None:
+    base = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=1000, n_embd=64, n_layer=3, n_head=4, n_positions=128)
+    )
+    network = TempNet(TempNetConfig.for_logits(1000, rho=2.0))
+    module = TemperatureCausalLM(
+        base, network, TemperatureLossConfig(name="dro", rho=2.0), vocab_size=1000, freeze_base=freeze
+    )
+    config = PRESETS["gpt2-scratch-small"]()
+    config = replace(config, data=replace(config.data, context_length=128))
+    matrices = 3 * 12 * 64 * 64 + 1000 * 64
+    forward = 2 * matrices + 3 * 2 * 2 * 128 * 64
+    expected = (forward if freeze else 3 * forward) + 4 * (1000 * 256 + 256 * 256)
+    # Biases, norms and the pooling are in our count and not in this one: under 2 %.
+    assert flops_per_token(module, config) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_cpu_has_no_known_peak() -> None:
+    assert peak_flops_per_second(torch.device("cpu")) is None

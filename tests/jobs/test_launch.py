@@ -1,0 +1,114 @@
+"""What is refused before Ray starts, and what a taken run name says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jobs import train_lm
+from jobs.presets.language_models import PRESETS
+from jobs.training import launch
+from jobs.training.config import LanguageModelConfig
+from pipelines.tokenization import train_bpe
+
+Change = Callable[..., LanguageModelConfig]
+
+
+@pytest.fixture
+def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
+    """The small preset on real (tiny) files, with sections changed; starting Ray is an error."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def start_ray() -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(launch, "start_ray", start_ray)
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
+    train_bpe(["a b c d e f g"], 400).save_pretrained(tmp_path / "tokenizer")
+
+    def make(**sections: dict[str, Any]) -> LanguageModelConfig:
+        config = PRESETS["gpt2-scratch-small"]()
+        defaults: dict[str, dict[str, Any]] = {
+            "run": {"storage": str(tmp_path / "runs")},
+            "data": {
+                "train": str(tmp_path / "train"),
+                "validation": str(tmp_path / "validation"),
+                "tokenizer": str(tmp_path / "tokenizer"),
+            },
+        }
+        for name in defaults.keys() | sections.keys():
+            values = {**defaults.get(name, {}), **sections.get(name, {})}
+            config = replace(config, **{name: replace(getattr(config, name), **values)})
+        return config
+
+    return make
+
+
+def test_a_good_configuration_has_a_plan(change: Change) -> None:
+    config = change(temperature={"target_entropy": 2.0})
+    plan = launch.make_plan(config)
+    text = plan.describe()
+    assert plan.vocab_size < 400
+    assert plan.tracking_uri == f"sqlite:///{config.run.storage}/mlflow.db"
+    assert "16 blocks × 128 = 2048 tokens: 2 workers × 1 micro-batches × 8 blocks" in text
+    assert "target entropy 2.0000" in text
+
+
+def model_directory(path: Path, *, vocab_size: int, num_positions: int) -> str:
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=vocab_size, n_embd=16, n_layer=1, n_head=2, n_positions=num_positions, eos_token_id=0
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.doc").write_text("x")
+    small_vocabulary = model_directory(tmp_path / "model-a", vocab_size=100, num_positions=128)
+    short_context = model_directory(tmp_path / "model-b", vocab_size=400, num_positions=64)
+    cases: list[tuple[dict[str, dict[str, Any]], str]] = [
+        ({"temperature": {"rho": 10.0, "target_entropy": None}}, r"temperature\.rho: rho = 10 is outside"),
+        ({"temperature": {"target_entropy": 9.0}}, "target_entropy = 9 nats is impossible"),
+        ({"temperature": {"tau_min": 3.0, "target_entropy": 2.0}}, "0 < tau_min < tau_max"),
+        ({"data": {"train": str(tmp_path / "nowhere")}}, r"data\.train: .*nowhere"),
+        ({"data": {"validation": str(tmp_path / "empty")}}, r"data\.validation: .*notes\.doc"),
+        ({"data": {"tokenizer": str(tmp_path / "train")}}, "tokenizer = .*train' cannot be loaded"),
+        ({"model": {"path": "runs/nothing"}}, r"model\.path = 'runs/nothing' is no Transformers model"),
+        ({"model": {"path": small_vocabulary}}, "tokens, more than the vocabulary of 100"),
+        ({"model": {"path": short_context}}, r"data\.context_length = 128 is more than the 64 positions"),
+        ({"model": {"architecture": "llama", "dropout": 0.1}}, r"model\.dropout = 0\.1 is only known"),
+        ({"run": {"storage": "s3://bucket/runs"}}, r"tracking\.uri is not given"),
+    ]
+    for sections, message in cases:
+        defaults = {"temperature": {"target_entropy": 2.0}} if "temperature" not in sections else {}
+        with pytest.raises((ValueError, OSError), match=message):
+            launch.train(change(**{**defaults, **sections}))
+
+
+def test_a_taken_name_is_refused_with_the_fields_that_differ(change: Change) -> None:
+    config = change(temperature={"target_entropy": 2.0})
+    assert launch.claim_directory(config) is None
+    assert launch.claim_directory(change(temperature={"target_entropy": 2.0}, run={"log_every": 3})) is None
+    with pytest.raises(ValueError, match=r"is taken .*temperature\.target_entropy: 2\.0 → 2\.5\. Choose another run"):
+        launch.claim_directory(change(temperature={"target_entropy": 2.5}))
+
+
+def test_a_refusal_reaches_the_person_as_one_line_and_status_2(
+    change: Change, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["gpt2-scratch-small", "--data.train", str(tmp_path / "nowhere"), "--run.storage", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        train_lm.main(arguments)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: data.train:")
+    assert "Traceback" not in error

@@ -1,0 +1,98 @@
+"""MLflow: one run for one directory, and an outage that loses nothing and stops nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from jobs.training.tracking import (
+    MetricLogger,
+    TrackedRun,
+    default_uri,
+    finish_run,
+    metric_history,
+    open_run,
+    survive_outage,
+)
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+def open_for(uri: str, directory: str) -> TrackedRun:
+    return open_run(
+        uri=uri,
+        experiment="tests",
+        name="a run",
+        directory=directory,
+        parameters={"rho": 3.0},
+        tags={"configuration_hash": "abc"},
+        data_sets={"training": ("prose", "0123", "/data/prose")},
+    )
+
+
+def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: Path) -> None:
+    first = open_for(uri, "/runs/a")
+    (tmp_path / "file.txt").write_text("x")
+    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, tags={"note": "y"})
+    assert open_for(uri, "/runs/a") == first
+    assert open_for(uri, "/runs/b") != first
+    run = MlflowClient(uri).get_run(first.run_id)
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {"rho": "3.0"}
+    assert run.data.tags["configuration_hash"] == "abc"
+    assert len(run.data.tags["git.revision"]) == 40
+    assert run.inputs.dataset_inputs[0].dataset.digest == "0123"
+    assert [artifact.path for artifact in MlflowClient(uri).list_artifacts(first.run_id)] == ["file.txt"]
+
+
+def test_metrics_arrive_and_the_last_value_of_a_step_counts(uri: str) -> None:
+    run = open_for(uri, "/runs/metrics")
+    warnings: list[str] = []
+    logger = MetricLogger(run, warn=warnings.append, seconds_between_sends=0.05)
+    for step in range(1, 2501):
+        logger.log({"loss": 1.0 / step, "undefined": float("nan")}, step)
+    assert logger.close() == 0
+    again = MetricLogger(run, warn=warnings.append)
+    again.log({"loss": 7.0}, 2500)
+    assert again.close() == 0
+    history = metric_history(run, "loss")
+    assert len(history) == 2500
+    assert history[10] == pytest.approx(0.1)
+    assert history[2500] == 7.0
+    assert metric_history(run, "undefined") == {}
+    assert not warnings
+
+
+def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    warnings: list[str] = []
+    away = MetricLogger(
+        TrackedRun(uri="http://127.0.0.1:9", run_id="0" * 32), warn=warnings.append, seconds_between_sends=0.05
+    )
+    away.log({"loss": 2.5}, 3)
+    assert away.close(seconds=1.0) == 1
+    assert any("unreachable" in warning for warning in warnings)
+    assert any("1 metric values could not be sent" in warning for warning in warnings)
+    run = open_for(uri, "/runs/outage")
+    for _ in range(2):  # twice does no harm
+        back = MetricLogger(run, warn=warnings.append)
+        back.resend(away.unsent())
+        assert back.close() == 0
+    assert metric_history(run, "loss") == {3: 2.5}
+    with survive_outage("nothing"):
+        raise ConnectionError
+
+
+def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert default_uri("/a/runs") == "sqlite:////a/runs/mlflow.db"
+    with pytest.raises(ValueError, match=r"no local directory .* --no-tracking\.enabled|tracking\.no-enabled"):
+        default_uri("s3://bucket")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert default_uri("s3://bucket") == "http://server:5000"

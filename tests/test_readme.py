@@ -1,0 +1,50 @@
+"""Every command and every path that the README shows exists; those that need a run are executed in tests/cluster."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jobs.command_line import parse_preset
+from jobs.presets.language_models import PRESETS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
+    assert {"run", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.train_lm" in command])
+def test_training_commands_parse(command: str) -> None:
+    arguments = shlex.split(command)
+    arguments = arguments[arguments.index("jobs.train_lm") + 1 :]
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit):
+            parse_preset(PRESETS, arguments, job="train_lm", purpose="")
+    else:
+        parse_preset(PRESETS, arguments, job="train_lm", purpose="")
+
+
+def test_every_job_that_is_shown_is_there() -> None:
+    shown = set(re.findall(r"python -m jobs\.(\w+)", README))
+    assert shown == {"train_lm", "prepare_text", "predict_temperatures"}
+    for job in shown:
+        assert (ROOT / "jobs" / f"{job}.py").is_file()
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
