@@ -131,7 +131,7 @@ def _small(
 
 def gpt2_scratch_small() -> LanguageModelConfig:
     """The main job: a 4-layer GPT-2 and its TempNet from scratch on the sample data, a few minutes on two cores."""
-    config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.95, rate_tempnet=3e-3)
+    config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.9, rate_tempnet=3e-3)
     return replace(config, model=ModelSection(hidden_size=192, num_layers=4, num_heads=6, attention="eager"))
 
 

@@ -21,8 +21,9 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     base = module.base
     position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
     num_base = sum(parameter.numel() for parameter in base.parameters())
-    is_lookup = 0 if base.config.tie_word_embeddings else base.get_input_embeddings().weight.numel()
-    num_multiplying = num_base - is_lookup - (position if base.config.model_type == "gpt2" else 0)
+    embedding = next(base.get_input_embeddings().parameters())
+    num_lookup = 0 if base.config.tie_word_embeddings else embedding.numel()
+    num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)
     attention = 12 * base.config.num_hidden_layers * base.config.hidden_size * config.data.context_length
     whole = 6 * num_multiplying + attention
     num_tempnet = sum(parameter.numel() for parameter in module.tempnet.parameters()) if module.tempnet else 0

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import text
-from pipelines.archives import ArchiveFormat, list_archives, resolve
+from pipelines.archives import SUFFIXES, Archive, ArchiveFormat, list_archives, resolve
 from pipelines.text import Document, Problem, ProblemKind, read_documents
 
 TEXTS = [f"document {i}: " + "all work and no play \u2603 " * (i + 1) for i in range(8)]
@@ -165,8 +165,8 @@ def test_a_file_with_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
 def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         list_archives(str(tmp_path / "nowhere.jsonl"))
-    for suffix, archive_format in text.SUFFIXES.items():
-        archive = text.Archive(path=str(tmp_path / f"gone{suffix}"), format=archive_format, num_bytes=1)
+    for suffix, archive_format in SUFFIXES.items():
+        archive = Archive(path=str(tmp_path / f"gone{suffix}"), format=archive_format, num_bytes=1)
         with pytest.raises(FileNotFoundError):
             next(read_documents(str(tmp_path), archive))
 
@@ -259,7 +259,7 @@ def test_truncation_of_a_tar_gives_a_prefix_and_one_problem(read: Callable) -> N
 def test_a_cut_line_of_a_plain_file_that_shrank_is_not_taken_for_a_record(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'"one"\n12')
-    archive = text.Archive(path=str(path), format=ArchiveFormat.JSONL, num_bytes=100)
+    archive = Archive(path=str(path), format=ArchiveFormat.JSONL, num_bytes=100)
     items = list(read_documents(str(path), archive))
     assert [type(i) for i in items] == [Document, Problem]
     assert items[1].kind == ProblemKind.TRUNCATED_ARCHIVE
