@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +59,7 @@ class RunSection:
         Raises:
             ValueError: for a relative path inside the working directory of a submitted job, which Ray deletes.
         """
-        storage = self.storage or os.environ.get("TEMPNET_HOME", "runs")
+        storage = (self.storage or os.environ.get("TEMPNET_HOME", "runs")).removeprefix("file://")
         if "://" in storage:
             return storage.rstrip("/")
         path = Path(storage).expanduser()
@@ -329,31 +326,6 @@ class LanguageModelConfig:
         return self.optimizer.batch_size // self.workers.num_workers // self.micro_batch_size
 
 
-# What may change when a run is continued: where it is logged, how often, and how the machine is used.
-_FREE_TO_CHANGE = {
-    "run.storage",
-    "run.checkpoint_every",
-    "run.num_checkpoints_kept",
-    "run.log_every",
-    "run.max_restarts",
-    "workers.cpus_per_worker",
-    "tracking.uri",
-    "tracking.enabled",
-}
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dataclass as `section.field` → value."""
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            values |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            values[prefix + item.name] = value
-    return values
-
-
 def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
     """The configuration for the workers, whose working directory is another: local paths made absolute."""
 
@@ -373,29 +345,3 @@ def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
         model=dataclasses.replace(model, path=absolute(model.path)),
         temperature=dataclasses.replace(temperature, path=absolute(temperature.path)),
     )
-
-
-def fixed_values(config: LanguageModelConfig) -> dict[str, Any]:
-    """The part of a configuration that identifies a run."""
-    return {name: value for name, value in flatten(config).items() if name not in _FREE_TO_CHANGE}
-
-
-def configuration_hash(config: LanguageModelConfig) -> str:
-    """12 hex digits of everything that identifies a run."""
-    content = json.dumps(fixed_values(config), sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`field: old → new` for every field that differs."""
-    return [
-        f"{name}: {old.get(name)!r} → {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if not _equal(old.get(name), new.get(name))
-    ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
-    return a == b

@@ -22,14 +22,8 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
-from jobs.training.config import (
-    LanguageModelConfig,
-    configuration_hash,
-    differences,
-    fixed_values,
-    flatten,
-    with_absolute_paths,
-)
+from jobs.training.config import LanguageModelConfig, with_absolute_paths
+from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.models import base_config, resolved_rho
 from jobs.training.report import summary_table, write_report

@@ -216,9 +216,12 @@ class TrainingLoop:
         first = self.step - len(losses) + 1
         values, digests = losses.tolist(), self.digests
         self.losses, self.digests = [], []
-        for step, value in enumerate(values, start=first):
-            if not np.isfinite(value):
-                raise FatalTrainingError(self._describe_bad_step(step, value))
+        bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
+        if self.metrics:
+            for step, (value, digest) in enumerate(zip(values, digests, strict=True), start=first):
+                self.metrics.log({"train/loss": value, "train/batch_digest": float(digest)}, step)
+        if bad_step is not None:
+            raise FatalTrainingError(self._describe_bad_step(bad_step, values[bad_step - first]))
         summary: dict[str, float] = {}
         if statistics is not None:
             dist.all_reduce(statistics.sums)
@@ -243,8 +246,6 @@ class TrainingLoop:
         if norm is not None:
             speed["gradient_norm"] = float(norm)
         if self.metrics:
-            for step, (value, digest) in enumerate(zip(values, digests, strict=True), start=first):
-                self.metrics.log({"train/loss": value, "train/batch_digest": float(digest)}, step)
             self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
         if self.progress:
             self.progress.show(self.step, values[-1], summary.get("tau_mean"), speed["tokens_per_second"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import threading
@@ -119,10 +120,12 @@ class MetricLogger:
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the finite values of a step (MLflow's SQL stores refuse NaN in charts, so NaN is left out)."""
+        """Queue the finite values of a step; what is undefined (a quantile of nothing) has no place in a chart."""
         now = int(time.time() * 1000)
         with self._lock:
-            self._waiting += [Metric(key, float(value), now, step) for key, value in metrics.items() if value == value]
+            self._waiting += [
+                Metric(key, float(value), now, step) for key, value in metrics.items() if math.isfinite(value)
+            ]
 
     def unsent(self) -> list[list[Any]]:
         """What has not been sent, as plain values for a checkpoint."""
@@ -188,7 +191,7 @@ def finish_run(
     now = int(time.time() * 1000)
     client.log_batch(
         run.run_id,
-        metrics=[Metric(key, float(value), now, 0) for key, value in metrics.items() if value == value],
+        metrics=[Metric(key, float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)],
         tags=[RunTag(key, value) for key, value in tags.items()],
     )
     if artifacts is not None:

@@ -28,7 +28,13 @@ def ray_head() -> Iterator[dict[str, str]]:
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
     ]  # fmt: skip
     if not (Path.home() / ".ray" / "auth_token").exists():
-        subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], env=environment, check=True, timeout=60)
+        subprocess.run(
+            [str(BIN / "ray"), "get-auth-token", "--generate"],
+            env=environment,
+            check=True,
+            timeout=60,
+            capture_output=True,
+        )
     subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:

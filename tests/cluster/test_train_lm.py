@@ -23,7 +23,8 @@ from mlflow import MlflowClient
 from support import BIN, ROOT, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.training.config import LanguageModelConfig, flatten
+from jobs.training.config import LanguageModelConfig
+from jobs.training.identity import flatten
 from jobs.training.job import FatalTrainingError
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history

@@ -10,14 +10,8 @@ import pytest
 
 from jobs.command_line import parse_preset
 from jobs.presets.language_models import PRESETS
-from jobs.training.config import (
-    LanguageModelConfig,
-    configuration_hash,
-    differences,
-    fixed_values,
-    flatten,
-    with_absolute_paths,
-)
+from jobs.training.config import LanguageModelConfig, with_absolute_paths
+from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.models import resolved_rho
 from tempnet.dro import check_rho
 
