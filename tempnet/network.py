@@ -155,6 +155,20 @@ class TempNet(nn.Module):
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
 
     @property
+    def first_layer(self) -> nn.Linear:
+        """W1 and b1."""
+        assert self.transform is not None
+        layer = self.transform[0]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def from_first_product(self, product: Tensor) -> Tensor:
+        """τ from W1 x (..., d1), which other code may have obtained without x (`tempnet.softmax.linear`)."""
+        assert self.transform is not None
+        v = self.transform[1:](product + self.first_layer.bias)
+        return self.temperature(self._pool(self.prototype_scores(v)))
+
+    @property
     def _dtype(self) -> torch.dtype:
         """float32, unless the whole module was made double for a test of exactness."""
         return next(self.parameters()).dtype

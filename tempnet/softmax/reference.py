@@ -80,7 +80,8 @@ def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: T
         return tempnet(logits)
     if source == "oracle":
         return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
-    return logits.new_full(logits.shape[:-1], config.tau if source == "given" else 1.0, dtype=torch.float32)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_full(logits.shape[:-1], config.tau if source == "given" else 1.0, dtype=dtype)
 
 
 def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:

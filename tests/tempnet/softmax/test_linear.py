@@ -1,0 +1,159 @@
+"""The logits-free losses against the reference form, in float64: loss, τ and every gradient, folded and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.reference import IGNORE_INDEX, LOSS_KINDS, TemperatureLossConfig, language_model_loss
+
+RHO = 0.4
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    scale = reference.norm().clamp(min=1e-12)
+    return ((value.double() - reference).norm() / scale).item()
+
+
+def compare(
+    name: str,
+    *,
+    num_tokens: int,
+    num_hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype = torch.float64,
+    fold: bool | None = None,
+    chunk_size: int = 5,
+    num_ignored: int = 0,
+    bias: bool = False,
+    soft_cap: float | None = None,
+    seed: int = 0,
+    **switches: object,
+) -> dict[str, float]:
+    """Relative errors of loss, τ and gradients against the reference in float64 on the same (rounded) inputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int, scale: float) -> torch.Tensor:
+        return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+
+    hidden, weight = leaf(num_tokens, num_hidden, scale=1.0), leaf(vocabulary, num_hidden, scale=0.7)
+    offset = leaf(vocabulary, scale=0.5) if bias else None
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    targets[:num_ignored] = IGNORE_INDEX
+    torch.manual_seed(seed)
+    network = TempNet(TempNetConfig.for_logits(vocabulary, rho=RHO, hidden_size=7, num_prototypes=5, **switches))
+    network.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    config = TemperatureLossConfig(name=name, rho=RHO, tau=0.7)
+    leaves = [value for value in (hidden, weight, offset) if value is not None]
+    parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
+
+    loss, tau = linear_language_model_loss(
+        hidden, weight, targets, config, network, bias=offset, soft_cap=soft_cap, fold=fold, chunk_size=chunk_size
+    )
+    ours = torch.autograd.grad(3.0 * loss, [*leaves, *parameters])
+
+    exact = [value.detach().double().requires_grad_() for value in leaves]
+    exact_network = TempNet(network.config).double()
+    exact_network.load_state_dict(network.state_dict())
+    logits = exact[0] @ exact[1].T + (exact[2] if bias else 0.0)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    expected, expected_tau = language_model_loss(logits, targets, config, exact_network)
+    exact_parameters = list(exact_network.parameters()) if parameters else []
+    theirs = torch.autograd.grad(3.0 * expected, [*exact, *exact_parameters])
+    names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
+    errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
+    for label, value, reference in zip(names, ours, theirs, strict=False):
+        assert value.dtype == (dtype if label in ("hidden", "weight", "bias") else next(network.parameters()).dtype)
+        errors[label] = relative_error(value, reference)
+    return errors
+
+
+@pytest.mark.parametrize("name", list(LOSS_KINDS))
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("shape", [(1, 4, 3), (23, 8, 50), (40, 16, 131)], ids=str)
+def test_float64_equals_the_reference(name: str, fold: bool, shape: tuple[int, int, int]) -> None:
+    num_tokens, num_hidden, vocabulary = shape
+    for chunk_size in (1, 7, 100):
+        errors = compare(
+            name, num_tokens=num_tokens, num_hidden=num_hidden, vocabulary=vocabulary, fold=fold, chunk_size=chunk_size
+        )
+        # The oracle is solved to a residual of 1e-6.
+        tolerance = 1e-5 if name == "dro_newton" else 1e-9
+        assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("name", ["ce", "ts_ce", "dro"])
+@pytest.mark.parametrize(
+    ("dtype", "loss_tolerance", "tolerance"), [(torch.float32, 1e-6, 5e-6), (torch.bfloat16, 1e-2, 1.5e-2)], ids=str
+)
+def test_lower_precisions_stay_near(name: str, dtype: torch.dtype, loss_tolerance: float, tolerance: float) -> None:
+    errors = compare(name, num_tokens=300, num_hidden=32, vocabulary=203, dtype=dtype, fold=True, chunk_size=64)
+    assert errors["loss"] < loss_tolerance, errors
+    assert max(errors.values()) < tolerance, errors
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(LOSS_KINDS)),
+    num_tokens=st.integers(1, 40),
+    num_hidden=st.integers(1, 12),
+    vocabulary=st.integers(3, 70),
+    chunk_size=st.integers(1, 50),
+    share=st.floats(0, 1),
+    bias=st.booleans(),
+    soft_cap=st.sampled_from([None, 2.0]),
+    depth=st.sampled_from([3, 4]),
+    projection=st.booleans(),
+    pooling=st.sampled_from(["parametric", "linear"]),
+    normalize_input=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_switch(name: str, num_tokens: int, share: float, **options: object) -> None:
+    errors = compare(name, num_tokens=num_tokens, num_ignored=int(share * num_tokens), **options)
+    tolerance = 1e-4 if name == "dro_newton" else 1e-7
+    assert max(errors.values()) < tolerance, errors
+
+
+def test_all_targets_ignored() -> None:
+    hidden = torch.randn(6, 4, requires_grad=True)
+    weight = torch.randn(9, 4, requires_grad=True)
+    network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    loss, tau = linear_language_model_loss(hidden, weight, torch.full((6,), IGNORE_INDEX), config, network)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert tau.shape == (6,)
+    gradients = [hidden.grad, weight.grad, *(parameter.grad for parameter in network.parameters())]
+    assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
+
+
+def test_a_frozen_base_gets_no_gradients_and_the_network_the_same() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(30, 8), torch.randn(40, 8), torch.randint(40, (30,))
+    network = TempNet(TempNetConfig.for_logits(40, rho=RHO))
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    frozen, _ = linear_language_model_loss(hidden, weight, targets, config, network)
+    gradients = torch.autograd.grad(frozen, list(network.parameters()))
+    joint, _ = linear_language_model_loss(hidden.requires_grad_(), weight.requires_grad_(), targets, config, network)
+    for value, reference in zip(gradients, torch.autograd.grad(joint, list(network.parameters())), strict=True):
+        torch.testing.assert_close(value, reference)
+
+
+def test_what_this_path_cannot_do_is_refused() -> None:
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(9, 4), torch.zeros(3).long()
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    for switches in ({"stop_gradient": False}, {"transform": False}):
+        with pytest.raises(ValueError, match="no transform layer, or lets gradients through"):
+            linear_language_model_loss(
+                hidden, weight, targets, config, TempNet(TempNetConfig.for_logits(9, rho=RHO, **switches))
+            )
+    network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
+    with pytest.raises(ValueError, match="fold = True is impossible"):
+        linear_language_model_loss(hidden, weight, targets, config, network, soft_cap=2.0, fold=True)
+    with pytest.raises(ValueError, match="rho = 10"):
+        linear_language_model_loss(hidden, weight, targets, TemperatureLossConfig(name="dro", rho=10.0), network)
