@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, where the peak of the device is known."""
+"""What a run asks of the machine: memory for its state, FLOPs a token, and the share of the peak that it uses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 
 # Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
 PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
+
+
+def state_bytes_per_worker(num_trained: int, num_frozen: int, config: LanguageModelConfig) -> float:
+    """Bytes that a worker holds for weights, gradients and AdamW; activations and logits come on top.
+
+    A trained parameter has 4 bytes of weight, 4 of gradient and 12 for the optimizer (two moments, and ZeRO's own copy of
+    the weight); ZeRO 1 divides the last among the workers, 2 the gradients too, 3 the weights too.
+    """
+    workers = config.workers
+    share = [1.0 if workers.zero_stage < stage else 1.0 / workers.num_workers for stage in (1, 2, 3)]
+    optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
+    frozen = (2 if workers.precision == "bf16" else 4) * share[2]
+    return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen
 
 
 def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
+from transformers import AutoModelForCausalLM
 
 from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
 from jobs.training.config import LanguageModelConfig, with_absolute_paths
+from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.models import base_config, resolved_rho
@@ -34,6 +37,7 @@ from pipelines.prepare import PrepareConfig, describe, prepare_text
 from pipelines.stream import READ_CPUS
 from pipelines.tokenization import load_tokenizer
 from tempnet.dro import check_rho
+from tempnet.network import TempNet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,8 @@ class Plan:
     """The effective vocabulary: the tokenizer's."""
     rho: float
     target_entropy: float
+    num_base_parameters: int
+    num_tempnet_parameters: int
     tracking_uri: str
     """Empty: nothing is tracked."""
 
@@ -65,9 +71,19 @@ class Plan:
                 f"{config.run.checkpoint_every}, validation every {config.validation.every}",
                 f"workers      {config.workers.num_workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, "
                 f"ZeRO {config.workers.zero_stage}, {config.workers.precision}",
+                f"parameters   base {self.num_base_parameters:,}{' (frozen)' if config.model.freeze else ''}, "
+                f"TempNet {self.num_tempnet_parameters:,}",
+                f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
                 f"MLflow       {self.tracking_uri or 'off'}",
             ]
         )
+
+    @property
+    def state_gib_per_worker(self) -> float:
+        """Memory of a worker before activations."""
+        frozen = self.num_base_parameters if self.config.model.freeze else 0
+        trained = self.num_base_parameters + self.num_tempnet_parameters - frozen
+        return state_bytes_per_worker(trained, frozen, self.config) / 2**30
 
 
 def make_plan(config: LanguageModelConfig) -> Plan:
@@ -84,19 +100,24 @@ def make_plan(config: LanguageModelConfig) -> Plan:
             raise type(error)(f"data.{field}: {error}") from error
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab_size = len(tokenizer)
-    base_config(config, tokenizer)
+    with torch.device("meta"):  # shapes only
+        base = AutoModelForCausalLM.from_config(base_config(config, tokenizer))
     rho = resolved_rho(config, vocab_size)
     try:
         check_rho(rho, vocab_size)
     except ValueError as error:
         raise ValueError(f"temperature.rho: {error}") from error
+    num_tempnet_parameters = 0
     if config.temperature.needs_tempnet:
-        config.temperature.network_config(vocab_size, rho)
+        network = TempNet(config.temperature.network_config(vocab_size, rho))
+        num_tempnet_parameters = sum(parameter.numel() for parameter in network.parameters())
     return Plan(
         config=config,
         vocab_size=vocab_size,
         rho=rho,
         target_entropy=math.log(vocab_size) - rho,
+        num_base_parameters=sum(parameter.numel() for parameter in base.parameters()),
+        num_tempnet_parameters=num_tempnet_parameters,
         tracking_uri=(config.tracking.uri or default_uri(storage)) if config.tracking.enabled else "",
     )
 
