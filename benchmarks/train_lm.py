@@ -139,7 +139,7 @@ def main(arguments: Arguments) -> None:
             f"{arguments.num_steps} steps"
         )
         _measure(
-            "job", replace(arguments, num_steps=20), storage
+            "job", replace(arguments, num_steps=40), storage
         )  # prepares the data and compiles what is compiled once
         rounds: list[dict[str, dict[str, float]]] = []
         for number in range(arguments.num_rounds):
@@ -158,7 +158,11 @@ def _measure(variant: str, arguments: Arguments, storage: str) -> dict[str, floa
     """One variant in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.train_lm", "--variant", variant, "--storage", storage]
     command += ["--num-steps", str(arguments.num_steps), "--num-threads", str(arguments.num_threads)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{variant} failed:\n{done.stdout}\n{done.stderr}")

@@ -39,6 +39,9 @@ class RunState:
     """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
 
 
+FRESH_STATE = RunState(step=0, world_size=0, seconds_trained=0.0, num_tokens=0, unsent_metrics=[])
+
+
 class SafeCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's checkpoint files, read with `weights_only=True`."""
 
@@ -67,23 +70,28 @@ def save_checkpoint(engine: DeepSpeedEngine, state: RunState, *, rank: int, metr
     )
 
 
-def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, *, rank: int, world_size: int) -> RunState:
-    """Restore this rank from the last checkpoint.
+def read_state(checkpoint: Checkpoint, *, world_size: int) -> RunState:
+    """Where the checkpoint stands: all that is needed to start reading data.
 
     Raises:
         ValueError: if it was written by another number of workers.
     """
     with checkpoint.as_directory() as directory:
         state = RunState(**json.loads((Path(directory) / _STATE_FILE).read_text()))
-        if state.world_size != world_size:
-            raise ValueError(
-                f"the checkpoint of step {state.step} was written by {state.world_size} workers, this run has "
-                f"workers.num_workers = {world_size}: continue with {state.world_size}"
-            )
+    if state.world_size != world_size:
+        raise ValueError(
+            f"the checkpoint of step {state.step} was written by {state.world_size} workers, this run has "
+            f"workers.num_workers = {world_size}: continue with {state.world_size}"
+        )
+    return state
+
+
+def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, *, rank: int) -> None:
+    """Restore weights, optimizers, schedules and random state of this rank."""
+    with checkpoint.as_directory() as directory:
         engine.checkpoint_engine = SafeCheckpointEngine()
         engine.load_checkpoint(directory, tag=_TAG, load_module_strict=False)
         random_state = torch.load(Path(directory) / f"random-{rank:05d}.pt", weights_only=True)
         torch.set_rng_state(random_state["cpu"])
         if "cuda" in random_state:
             torch.cuda.set_rng_state(random_state["cuda"])
-    return state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +21,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.console import Progress
-from jobs.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from jobs.training.checkpoint import FRESH_STATE, RunState, load_checkpoint, read_state, save_checkpoint
 from jobs.training.engine import start_engine
 from jobs.training.export import export_model
 from jobs.training.hardware import flops_per_token, peak_flops_per_second
@@ -75,6 +76,22 @@ class Pace:
         return self.seconds_waiting / self.seconds
 
 
+class _Ahead:
+    """An iterator whose first item is fetched in the background from the moment it is made."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self._items = items
+        self._pool = ThreadPoolExecutor(1)
+        self._first: Future[Batch] | None = self._pool.submit(next, items)
+
+    def __next__(self) -> Batch:
+        if self._first is None:
+            return next(self._items)
+        first, self._first = self._first.result(), None
+        self._pool.shutdown()
+        return first
+
+
 class TrainingLoop:
     """One worker's state over a run."""
 
@@ -87,10 +104,10 @@ class TrainingLoop:
             torch.set_num_threads(config.workers.num_threads or num_cores)
         # Counters cross the network on the host, so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
-        self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.data.tokenizer))
-        self.flops_per_token = flops_per_token(self.module, config)
-        self.engine: DeepSpeedEngine = start_engine(self.module, config)
-        self.loss_config = self.module.loss_config
+        checkpoint = ray.train.get_checkpoint()
+        state = read_state(checkpoint, world_size=self.world_size) if checkpoint else FRESH_STATE
+        self.first_step = self.step = state.step
+        self.num_tokens, self.seconds_before = state.num_tokens, state.seconds_trained
         manifest = Manifest.load(job.train_directory)
         self.stream = RankStream(
             manifest=manifest,
@@ -103,6 +120,12 @@ class TrainingLoop:
             rank=self.rank,
             world_size=self.world_size,
         )
+        # Reading starts before the model is built, so that the first step does not wait for it.
+        self.batches = _Ahead(self._batches())
+        self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.data.tokenizer))
+        self.flops_per_token = flops_per_token(self.module, config)
+        self.engine: DeepSpeedEngine = start_engine(self.module, config)
+        self.loss_config = self.module.loss_config
         self.validation = ValidationPart.read(
             Manifest.load(job.validation_directory),
             config.validation.num_blocks,
@@ -111,15 +134,8 @@ class TrainingLoop:
         )
         # The weights come from run.seed on every rank; dropout must differ between ranks.
         torch.manual_seed(config.run.seed * 1_000_003 + self.rank)
-        self.step = 0
-        self.num_tokens = 0
-        self.seconds_before = 0.0
-        unsent_metrics: list[list[Any]] = []
-        if checkpoint := ray.train.get_checkpoint():
-            state = load_checkpoint(self.engine, checkpoint, rank=self.rank, world_size=self.world_size)
-            self.step, self.num_tokens, self.seconds_before = state.step, state.num_tokens, state.seconds_trained
-            unsent_metrics = state.unsent_metrics
-        self.first_step = self.step
+        if checkpoint:
+            load_checkpoint(self.engine, checkpoint, rank=self.rank)
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
@@ -129,7 +145,7 @@ class TrainingLoop:
             )
             if job.tracked_run:
                 self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
-                self.metrics.resend(unsent_metrics)
+                self.metrics.resend(state.unsent_metrics)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
         self.total = Pace()
@@ -138,10 +154,9 @@ class TrainingLoop:
     def run(self) -> dict[str, Any]:
         """All steps that are left, then the final validation and the export."""
         config = self.config
-        batches = self._batches()
         while self.step < config.run.num_steps:
             started = time.perf_counter()
-            batch = next(batches)
+            batch = next(self.batches)
             waited = time.perf_counter() - started
             is_logged = (self.step + 1) % config.run.log_every == 0
             num_tokens_before = self.num_tokens
