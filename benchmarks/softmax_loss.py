@@ -10,13 +10,13 @@ growth of the peak resident size over the start of the step, each form in a proc
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -72,14 +72,21 @@ def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
     }
 
 
+def _kib(field: str) -> int:
+    """A field of /proc/self/status: VmRSS, the resident size, or VmHWM, its peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
+
+
 def main(arguments: Arguments) -> None:
     """Measure and print."""
     torch.set_num_threads(arguments.num_threads)
     forms = make_forms(arguments)
     if arguments.memory_of:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
+        before = _kib("VmRSS")
         forms[arguments.memory_of]()
-        print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+        print(json.dumps(_kib("VmHWM") - before))
         return
     print(
         f"N {arguments.num_tokens}, d {arguments.num_hidden}, V {arguments.vocab_size}, float32, "

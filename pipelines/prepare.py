@@ -147,8 +147,8 @@ def _prepare_archives(
         return {"number": number, "entry": json.dumps(asdict(entry))}
 
     if rows:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
         for row in ray.data.from_items(rows, override_num_blocks=len(rows)).map(prepare).iter_rows():
             done[row["number"]] = json.loads(row["entry"])
     return [archive_from_json(done[number] or {}) for number in range(len(archives))]
