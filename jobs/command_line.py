@@ -20,7 +20,8 @@ def parse_preset(
     Exits with a message on a misspelt preset or field, or a value that is refused; `--help` lists the presets.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {name:<24}{_first_line(preset)}" for name, preset in presets.items())
+        width = max(map(len, presets))
+        lines = "\n".join(f"  {name:<{width}}  {_first_line(preset)}" for name, preset in presets.items())
         print(
             f"{purpose}\n\nusage: python -m jobs.{job} PRESET [--section.field value …] [--dry-run]\n\n"
             f"presets (PRESET --help lists the fields):\n{lines}"

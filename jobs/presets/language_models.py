@@ -141,10 +141,39 @@ def gpt2_finetune_small() -> LanguageModelConfig:
     return replace(config, model=ModelSection(path=SMALL_EXPORT, attention="eager"))
 
 
+def _frozen_small(config: LanguageModelConfig) -> LanguageModelConfig:
+    small = _small(config, num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
+    return replace(small, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
+
+
+def llama1_7b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-1 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama1_7b_frozen())
+
+
 def llama2_7b_frozen_small() -> LanguageModelConfig:
-    """A new TempNet for the frozen model of gpt2-scratch-small."""
-    config = _small(llama2_7b_frozen(), num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
-    return replace(config, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
+    """LLaMA-2 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_7b_frozen())
+
+
+def llama2_13b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_13b_frozen())
+
+
+def llama2_chat_7b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_7b_frozen())
+
+
+def llama2_chat_13b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_13b_frozen())
+
+
+def llama2_chat_70b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 70B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_70b_frozen())
 
 
 PRESETS: dict[str, Preset] = {
@@ -160,6 +189,11 @@ PRESETS: dict[str, Preset] = {
         llama2_chat_70b_frozen,
         gpt2_scratch_small,
         gpt2_finetune_small,
+        llama1_7b_frozen_small,
         llama2_7b_frozen_small,
+        llama2_13b_frozen_small,
+        llama2_chat_7b_frozen_small,
+        llama2_chat_13b_frozen_small,
+        llama2_chat_70b_frozen_small,
     )
 }
