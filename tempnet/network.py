@@ -70,6 +70,12 @@ class TempNetConfig:
     """4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
     stop_gradient: bool = True
     """Detach the input (ablation: Table 18)."""
+    projection_bias: bool = False
+    """Add a bias to the projection (the published LLaMA-2 networks have one; the paper's formula has none)."""
+    pool_by_rho: bool = True
+    """Divide the pooled score by ρ (the published LLaMA-2 networks do not)."""
+    dropout: float = 0.0
+    """Dropout after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
 
     def __post_init__(self) -> None:
         for name in ("input_size", "hidden_size", "num_prototypes"):
@@ -91,6 +97,10 @@ class TempNetConfig:
             )
         if not self.phi_init > 0.0:
             raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"TempNetConfig.dropout = {self.dropout:g} must lie in [0, 1)")
+        if self.projection_bias and not (self.projection and self.kind == "logits"):
+            raise ValueError("TempNetConfig.projection_bias = True needs the projection of a network on logits")
         if not (self.rho >= 0.0 and math.isfinite(self.rho)):
             raise ValueError(f"TempNetConfig.rho = {self.rho:g} must be finite and not negative")
         if self.kind == "logits":
@@ -100,6 +110,20 @@ class TempNetConfig:
     def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
         """A TempNet on the logits of a language model with this *effective* vocabulary (TempNet §6.1: ρ 10, τ_max 2)."""
         return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
+
+    @classmethod
+    def released(cls, vocab_size: int, *, hidden_size: int = 256, num_prototypes: int = 256) -> TempNetConfig:
+        """The head of the published LLaMA-2-Chat networks: projection with bias, dropout, no 1/ρ, τ in (0.01, 1.2)."""
+        return cls.for_logits(
+            vocab_size,
+            hidden_size=hidden_size,
+            num_prototypes=num_prototypes,
+            tau_min=0.01,
+            tau_max=1.2,
+            projection_bias=True,
+            pool_by_rho=False,
+            dropout=0.5,
+        )
 
     @classmethod
     def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
@@ -126,6 +150,8 @@ class TempNet(nn.Module):
                 nn.init.kaiming_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
                 self.transform.extend([linear, nn.Sigmoid()])
+            if config.dropout:
+                self.transform.append(nn.Dropout(config.dropout))
             width = config.hidden_size
         self.projection: nn.Parameter | None = None
         if config.projection:
@@ -133,6 +159,7 @@ class TempNet(nn.Module):
             self.projection = nn.Parameter(torch.empty(shape))
             nn.init.kaiming_uniform_(self.projection, mode="fan_in" if config.kind == "logits" else "fan_out")
             width = config.num_prototypes
+        self.projection_bias = nn.Parameter(torch.zeros(width)) if config.projection_bias else None
         if config.pooling == "parametric":
             self.pool_weight = nn.Parameter(torch.ones(width))
             # Scalars are kept as one-element vectors: DeepSpeed cannot broadcast parameters without a dimension.
@@ -182,7 +209,7 @@ class TempNet(nn.Module):
         if self.projection is None:
             return v
         if self.config.kind == "logits":
-            return F.linear(v, self.projection)
+            return F.linear(v, self.projection, self.projection_bias)
         return v @ F.normalize(self.projection, dim=0)
 
     def temperature(self, score: Tensor) -> Tensor:
@@ -198,7 +225,7 @@ class TempNet(nn.Module):
             return self.final(u).squeeze(-1)
         attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
         pooled = (attention * self.pool_weight * u).sum(-1) - self.pool_bias
-        return pooled / self.config.rho if self.config.rho > 0 else pooled
+        return pooled / self.config.rho if self.config.pool_by_rho and self.config.rho > 0 else pooled
 
     @torch.no_grad()
     def init_prototypes(self, embeddings: Tensor) -> None:

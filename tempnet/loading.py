@@ -1,0 +1,168 @@
+"""Loading what temperatures are used with: a causal language model, and the TempNet that goes with it.
+
+A TempNet is found in a directory of its own, beside an exported model (`<model>/tempnet`), or in the files of the published
+LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose head is the `released` variant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, TempNetConfig
+
+# Where the published networks may lie: a file of their own, or among the weights of the whole model.
+_RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin", "model.safetensors", "pytorch_model.bin")
+_RELEASED_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_RELEASED_PREFIX = "tempnet."
+# Key of the published files → our parameter. `last` is w3 and −b of the pooling; `scaler` is log φ.
+_RELEASED_KEYS = {
+    "proj.0.weight": "transform.0.weight",
+    "proj.0.bias": "transform.0.bias",
+    "proj.3.weight": "projection",
+    "proj.3.bias": "projection_bias",
+    "scaler": "log_phi",
+    "last.weight": "pool_weight",
+    "last.bias": "pool_bias",
+}
+
+
+def load_tempnet(source: str | Path) -> TempNet:
+    """The network in eval mode.
+
+    Args:
+        source: a directory that `TempNet.save_pretrained` wrote; an exported model with `tempnet/` in it; a published
+            file, a directory with published files, or the hub name of a published network.
+
+    Raises:
+        FileNotFoundError: if nothing of the kind is there.
+        ValueError: if the files hold something else.
+    """
+    path = Path(source)
+    for directory in (path, path / PAIRED_DIRECTORY):
+        if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
+            return TempNet.from_pretrained(directory)
+    if path.is_file():
+        return released_tempnet(_read(path))
+    if path.is_dir():
+        state = _released_state(lambda name: path / name if (path / name).is_file() else None)
+    elif path.is_absolute() or str(source).startswith("."):
+        raise FileNotFoundError(f"{source} does not exist")
+    else:
+        state = _released_state(lambda name: _download(str(source), name))
+    if not state:
+        raise FileNotFoundError(
+            f"{source} holds no TempNet: neither {CONFIG_FILE} with {WEIGHTS_FILE}, nor {PAIRED_DIRECTORY}/, "
+            "nor a published one"
+        )
+    return released_tempnet(state)
+
+
+def released_tempnet(state: Mapping[str, Tensor]) -> TempNet:
+    """The `released` variant from the tensors of a published file; sizes are read off the shapes.
+
+    Raises:
+        ValueError: if a key is missing or unknown.
+    """
+    state = {name.removeprefix(_RELEASED_PREFIX): value for name, value in state.items()}
+    if set(state) != set(_RELEASED_KEYS):
+        missing, unknown = sorted(set(_RELEASED_KEYS) - set(state)), sorted(set(state) - set(_RELEASED_KEYS))
+        raise ValueError(f"no published TempNet: missing keys {missing}, unknown keys {unknown[:8]}")
+    hidden_size, vocab_size = state["proj.0.weight"].shape
+    network = TempNet(
+        TempNetConfig.released(vocab_size, hidden_size=hidden_size, num_prototypes=len(state["proj.3.weight"]))
+    )
+    ours = {ours: state[theirs].float() for theirs, ours in _RELEASED_KEYS.items()}
+    ours["pool_weight"] = ours["pool_weight"].flatten()
+    ours["pool_bias"] = -ours["pool_bias"].flatten()
+    ours["log_phi"] = ours["log_phi"].flatten()
+    network.load_state_dict(ours)
+    return network.eval()
+
+
+def load_causal_lm(
+    model: str | Path,
+    tempnet: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[PreTrainedModel, TempNet]:
+    """A base model and its TempNet, both in eval mode, that fit each other.
+
+    Args:
+        model: local directory or hub name of a Transformers causal LM.
+        tempnet: where the TempNet is (see :func:`load_tempnet`). Default: beside the model.
+        dtype: of the base model; the TempNet is always float32.
+        trust_remote_code: run code that comes with the model.
+        options: passed to `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ValueError: if the vocabularies disagree.
+    """
+    network = load_tempnet(model if tempnet is None else tempnet)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    check_vocabulary(base, network)
+    return base.eval(), network
+
+
+def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
+    """Refuse a base model that has fewer logits than the TempNet reads (more are padding).
+
+    Raises:
+        ValueError: naming both.
+    """
+    num_logits = base.get_output_embeddings().weight.shape[0]
+    if num_logits < tempnet.config.input_size:
+        raise ValueError(
+            f"the TempNet was built for a vocabulary of {tempnet.config.input_size}, the base model has {num_logits} logits"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and "input_size" in json.loads(path.read_text())
+
+
+def _released_state(find: Any) -> dict[str, Tensor]:
+    """The tensors of a published network among the files that `find(name)` gives a path for."""
+    for name in _RELEASED_FILES:
+        if (path := find(name)) is not None:
+            state = _read(path)
+            if name.startswith("tempnet.") or any(key.startswith(_RELEASED_PREFIX) for key in state):
+                return state
+    for name in _RELEASED_INDEXES:
+        if (path := find(name)) is not None:
+            where: dict[str, str] = json.loads(Path(path).read_text())["weight_map"]
+            wanted = {key: shard for key, shard in where.items() if key.startswith(_RELEASED_PREFIX)}
+            parts = [_read(find(shard), wanted) for shard in sorted(set(wanted.values()))]
+            return {key: value for part in parts for key, value in part.items()}
+    return {}
+
+
+def _read(path: Path, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a file; of a file that holds a whole model, the TempNet's only."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            chosen = [name for name in names if name.startswith(_RELEASED_PREFIX)] or names
+            return {name: file.get_tensor(name) for name in chosen if wanted is None or name in wanted}
+    values = torch.load(path, map_location="cpu", weights_only=True)
+    chosen = [name for name in values if name.startswith(_RELEASED_PREFIX)] or list(values)
+    return {name: values[name] for name in chosen if wanted is None or name in wanted}
+
+
+def _download(repository: str, name: str) -> Path | None:
+    """A file of a hub repository, or None if it has none of this name."""
+    try:
+        return Path(hf_hub_download(repository, name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None
