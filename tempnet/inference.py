@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from tempnet.network import TempNet
+from tempnet.softmax.fold import FoldCache
 
 
 class TemperatureLogitsProcessor(LogitsProcessor):
@@ -143,10 +144,9 @@ class CachedFold:
         if tempnet.transform is None:
             raise ValueError("this TempNet has no transform layer, so nothing folds: use TemperatureLogitsProcessor")
         self.tempnet = tempnet.eval()
-        exact = weight[: tempnet.config.input_size].detach().float()
-        with torch.no_grad():
-            self.first = tempnet.first_layer.weight.float() @ exact  # (d1, d)
-            self.gram = exact.T @ exact  # (d, d)
+        folds, weight = FoldCache(), weight[: tempnet.config.input_size]
+        self.first = folds.first(tempnet.first_layer.weight, weight)
+        self.gram = folds.gram(weight)
 
     @torch.no_grad()
     def temperatures(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Shapes: N tokens, V effective vocabulary.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,40 +92,65 @@ class TemperatureStatistics:
         }
 
 
+class TokenValues(NamedTuple):
+    """What the statistics are made of, one value a token (N,); the loss has them at hand."""
+
+    cross_entropy: Tensor
+    """At τ = 1, nats; 0 where the target is ignored."""
+    cross_entropy_tau: Tensor
+    """At τ, nats; 0 where the target is ignored."""
+    entropy: Tensor
+    """Of the prediction at τ = 1, nats."""
+
+    @classmethod
+    @torch.no_grad()
+    def from_logits(cls, logits: Tensor, targets: Tensor, tau: Tensor) -> TokenValues:
+        """From logits (N, V), targets (N,) and τ (N,)."""
+        logits, tau = logits.detach().float(), tau.detach().float()
+        log_probs = F.log_softmax(logits, dim=-1)
+        return cls(
+            cross_entropy=F.nll_loss(log_probs, targets, ignore_index=IGNORE_INDEX, reduction="none"),
+            cross_entropy_tau=F.cross_entropy(
+                logits / tau.unsqueeze(-1), targets, ignore_index=IGNORE_INDEX, reduction="none"
+            ),
+            entropy=-(log_probs.exp() * log_probs).sum(-1),
+        )
+
+
 @torch.no_grad()
 def token_statistics(
-    logits: Tensor,
+    values: TokenValues,
     targets: Tensor,
     tau: Tensor,
     *,
+    vocab_size: int,
     rho: float,
     tau_min: float,
     tau_max: float,
-    num_oracle_tokens: int = 256,
+    oracle_logits: Tensor | None = None,
 ) -> TemperatureStatistics:
-    """Statistics of a micro-batch: logits (N, V), targets (N,), tau (N,); ignored targets count for nothing.
+    """Statistics of a micro-batch: values, targets and τ of N tokens; ignored targets count for nothing.
 
-    The oracle, and with it the regret f(z, τ) − f(z, τ*), is solved for the first `num_oracle_tokens` valid tokens.
+    `oracle_logits` (n, V) are those of the first n valid tokens; the oracle, and with it the regret f(z, τ) − f(z, τ*), is
+    solved for them.
     """
-    statistics = TemperatureStatistics.zeros(tau_min, tau_max, logits.device)
+    statistics = TemperatureStatistics.zeros(tau_min, tau_max, tau.device)
     is_valid = targets != IGNORE_INDEX
-    if not is_valid.all():
-        logits, targets, tau = logits[is_valid], targets[is_valid], tau[is_valid]
+    targets, tau = targets[is_valid], tau[is_valid].float()
     if targets.numel() == 0:
         return statistics
-    logits, tau = logits.float(), tau.float()
-    log_probs = F.log_softmax(logits, dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    robust = robust_loss(logits, targets, tau, rho)
-    # f = τ·(CE_τ − log K + ρ) − (L₊ − L₊): the tempered cross-entropy follows from f without another pass.
-    cross_entropy_tau = robust / tau + math.log(logits.shape[-1]) - rho
-    few = slice(0, num_oracle_tokens)
-    tau_oracle = optimal_temperature(logits[few], rho, tau_min, tau_max)
-    regret = robust[few] - robust_loss(logits[few], targets[few], tau_oracle, rho)
+    cross_entropy, cross_entropy_tau, entropy = (value[is_valid] for value in values)
+    robust = tau * (cross_entropy_tau - math.log(vocab_size) + rho)
+    regret = tau_oracle = tau.new_zeros(0)
+    if oracle_logits is not None:
+        num_oracle_tokens = len(oracle_logits)
+        tau_oracle = optimal_temperature(oracle_logits, rho, tau_min, tau_max)
+        of_oracle = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau_oracle, rho)
+        regret = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau[:num_oracle_tokens], rho) - of_oracle
     margin = BOUND_SHARE * (tau_max - tau_min)
-    values = {
+    sums = {
         "num_tokens": torch.tensor(targets.numel()),
-        "cross_entropy": -log_probs.gather(-1, targets.unsqueeze(-1)).double().sum(),
+        "cross_entropy": cross_entropy.double().sum(),
         "cross_entropy_tau": cross_entropy_tau.double().sum(),
         "entropy": entropy.double().sum(),
         "robust_loss": robust.double().sum(),
@@ -137,7 +163,7 @@ def token_statistics(
         "regret": regret.double().sum(),
         "tau_oracle": tau_oracle.double().sum(),
     }
-    statistics.sums[: len(_SCALARS)] = torch.stack([values[name].double().to(logits.device) for name in _SCALARS])
+    statistics.sums[: len(_SCALARS)] = torch.stack([sums[name].double().to(tau.device) for name in _SCALARS])
     bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
     statistics.histogram.copy_(torch.bincount(bins, minlength=NUM_HISTOGRAM_BINS))
     return statistics

@@ -35,6 +35,7 @@ from pipelines.plan import StreamPlan
 from pipelines.stream import Batch, RankStream
 from pipelines.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
 
 _DIGEST_MODULUS = 1 << 48
@@ -123,6 +124,7 @@ class TrainingLoop:
         # Reading starts before the model is built, so that the first step does not wait for it.
         self.batches = _Ahead(self._batches())
         self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.data.tokenizer))
+        self.module.fold_cache = FoldCache(config.num_accumulation_steps)
         self.flops_per_token = flops_per_token(self.module, config)
         self.engine: DeepSpeedEngine = start_engine(self.module, config)
         self.loss_config = self.module.loss_config
@@ -219,6 +221,8 @@ class TrainingLoop:
             loss_sum += output["loss"].detach() / num_parts
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
+        assert self.module.fold_cache is not None
+        self.module.fold_cache.clear(keep_gram=self.config.model.freeze)
         self.losses.append(loss_sum)
         if sums is None:
             return None

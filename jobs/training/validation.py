@@ -83,7 +83,7 @@ def validate(
     """Score the part; all ranks must call it. Details come on rank 0 only.
 
     Args:
-        num_oracle_tokens: tokens, over all ranks, on which regret and rivals are computed.
+        num_oracle_tokens: tokens of a rank on which regret and rivals are computed.
         with_details: whether to compute `ValidationDetails`.
     """
     engine.eval()
@@ -91,27 +91,19 @@ def validate(
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     num_kept, first_outputs = 0, None
     num_batches = -(-len(part.arrays["targets"]) // micro_batch_size)
-    oracle_per_batch = -(-num_oracle_tokens // (num_batches * dist.get_world_size()))
+    oracle_per_batch = -(-num_oracle_tokens // num_batches)
     for at in range(0, len(part.arrays["targets"]), micro_batch_size):
         chunk = {name: value[at : at + micro_batch_size] for name, value in part.arrays.items()}
         batch = to_tensors(chunk, engine.device)
-        output = engine(
-            **batch,
-            num_targets=1.0,
-            with_statistics=True,
-            num_oracle_tokens=oracle_per_batch,
-            with_logits=with_details,
-        )
+        output = engine(**batch, num_targets=1.0, with_statistics=True, num_oracle_tokens=oracle_per_batch)
         statistics.sums += output["statistics"]
         if with_details and dist.get_rank() == 0:
+            logits = output["logits"][: max(0, _MAX_LOGITS_KEPT // output["logits"].shape[-1] - num_kept)]
             is_valid = batch["targets"] != IGNORE_INDEX
-            room = min(num_oracle_tokens, _MAX_LOGITS_KEPT // output["logits"].shape[-1]) - num_kept
-            if room > 0:
-                logits, targets = output["logits"][is_valid][:room].float(), batch["targets"][is_valid][:room]
-                kept.append((logits, targets, output["tau"][is_valid][:room]))
-                num_kept += len(kept[-1][1])
+            kept.append((logits, batch["targets"][is_valid][: len(logits)], output["tau"][is_valid][: len(logits)]))
+            num_kept += len(logits)
             if first_outputs is None:
-                first_outputs = (batch, output["tau"], output["logits"])
+                first_outputs = (batch["targets"], output["tau"], output["entropy"])
     engine.train()
     dist.all_reduce(statistics.sums)
     if not (with_details and dist.get_rank() == 0):
@@ -145,13 +137,10 @@ def rivals(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLoss
     }
 
 
-def _passage(batch: dict[str, Tensor], tau: Tensor, logits: Tensor) -> dict[str, list[Any]]:
+def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:
     """The first tokens that are predicted, each with the τ and the entropy (τ = 1, nats) of its prediction."""
-    targets = batch["targets"].flatten()
-    chosen = (targets != IGNORE_INDEX).nonzero().squeeze(-1)[:_NUM_PASSAGE_TOKENS]
-    log_probs = torch.log_softmax(logits.flatten(0, 1)[chosen].float(), dim=-1)
+    is_valid = targets != IGNORE_INDEX
     return {
-        "token": targets[chosen].tolist(),
-        "tau": tau.flatten()[chosen].tolist(),
-        "entropy": (-(log_probs.exp() * log_probs).sum(-1)).tolist(),
+        name: values[is_valid][:_NUM_PASSAGE_TOKENS].tolist()
+        for name, values in (("token", targets), ("tau", tau), ("entropy", entropy))
     }

@@ -1,21 +1,26 @@
 """A Transformers causal language model, its TempNet and its loss in one module whose forward returns the loss.
 
-DeepSpeed needs the loss inside the wrapped module's forward: there the output weight is whole under every ZeRO stage.
-Shapes: B blocks, T tokens a block, V effective vocabulary.
+DeepSpeed needs the loss inside the wrapped module's forward: there the output weight is whole under every ZeRO stage. The
+loss is taken from the hidden states, without logits (`tempnet.softmax.linear`), wherever model and TempNet allow it.
+
+Shapes: B blocks, T tokens a block, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tempnet.models.output_head import find_output_head, output_weight
 from tempnet.network import TempNet
-from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
-from tempnet.statistics import token_statistics
+from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.linear import linear_language_model_loss, supports
+from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss
+from tempnet.statistics import TokenValues, token_statistics
 
 
 class CausalLMOutput(TypedDict):
@@ -27,8 +32,10 @@ class CausalLMOutput(TypedDict):
     """(B, T), detached."""
     statistics: Tensor | None
     """The sums of `tempnet.statistics`, if asked for."""
+    entropy: Tensor | None
+    """(B, T): of the predictions at τ = 1, in nats, with the statistics."""
     logits: Tensor | None
-    """(B, T, V), detached, if asked for."""
+    """(n, V): of the first `num_oracle_tokens` valid tokens, with the statistics; float32."""
 
 
 class TemperatureCausalLM(nn.Module):
@@ -42,6 +49,10 @@ class TemperatureCausalLM(nn.Module):
         freeze_base: the base stays in eval mode, without a graph, and its parameters are not trained.
         attend_across_documents: whether a token may look at the packed documents before its own.
         autocast_dtype: the dtype of the base's matrix products; parameters, TempNet and loss stay in float32.
+        materialize: compute all logits even where that is not needed: the reference form.
+
+    Attributes:
+        fold_cache: None, or what keeps W1·W over the micro-batches of a step; whoever sets it clears it after every step.
     """
 
     def __init__(
@@ -54,6 +65,7 @@ class TemperatureCausalLM(nn.Module):
         freeze_base: bool = False,
         attend_across_documents: bool = False,
         autocast_dtype: torch.dtype | None = None,
+        materialize: bool = False,
     ) -> None:
         super().__init__()
         num_logits = base.get_output_embeddings().weight.shape[0]
@@ -75,6 +87,9 @@ class TemperatureCausalLM(nn.Module):
         self.freeze_base = freeze_base
         self.attend_across_documents = attend_across_documents
         self.autocast_dtype = autocast_dtype
+        self.fold_cache: FoldCache | None = None
+        is_linear = tempnet is None or supports(tempnet)
+        self.head = find_output_head(base) if is_linear and not materialize else None
         if freeze_base:
             base.requires_grad_(False)
         self.train()
@@ -88,20 +103,7 @@ class TemperatureCausalLM(nn.Module):
 
     def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """(B, T) tokens and positions, which restart at 0 with every document → (B, T, V) logits."""
-        mask = None
-        if self.attend_across_documents:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        else:
-            mask = document_mask(position_ids)
-            if self.base.config._attn_implementation == "eager":  # which adds its mask to the scores
-                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-        autocast = torch.autocast(
-            input_ids.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
-        )
-        graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
-        with autocast, graph:
-            output = self.base(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-        return output.logits[..., : self.vocab_size]
+        return self._run(self.base, input_ids, position_ids).logits[..., : self.vocab_size]
 
     def forward(
         self,
@@ -112,33 +114,83 @@ class TemperatureCausalLM(nn.Module):
         num_targets: Tensor | float | None = None,
         with_statistics: bool = False,
         num_oracle_tokens: int = 256,
-        with_logits: bool = False,
     ) -> CausalLMOutput:
         """One micro-batch: (B, T) input tokens, their positions, and targets (already shifted; IGNORE_INDEX for none).
 
-        `num_targets` is the divisor of the sum over tokens: the valid targets of the global batch.
+        `num_targets` is the divisor of the sum over tokens: the valid targets of the global batch. The statistics solve the
+        oracle for the first `num_oracle_tokens` valid tokens.
         """
-        logits = self.logits(input_ids, position_ids).flatten(0, 1)
         flat_targets = targets.flatten()
-        loss, tau = language_model_loss(logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets)
-        config = self.loss_config
-        statistics = None
-        if with_statistics:
-            statistics = token_statistics(
-                logits.detach(),
+        values: TokenValues | None
+        if self.head is None:
+            logits = self.logits(input_ids, position_ids).flatten(0, 1)
+            loss, tau = language_model_loss(
+                logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
+            )
+            values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
+        else:
+            hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
+            weight, bias = output_weight(self.base)
+            loss, tau, values = linear_language_model_loss(
+                self.head.scaled(hidden),
+                weight,
+                flat_targets,
+                self.loss_config,
+                self.tempnet,
+                vocab_size=self.vocab_size,
+                bias=bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
+                soft_cap=self.head.soft_cap,
+                num_targets=num_targets,
+                with_values=with_statistics,
+                matmul_dtype=self.autocast_dtype,
+                fold_cache=self.fold_cache,
+            )
+        output: CausalLMOutput = {
+            "loss": loss,
+            "tau": tau.detach().view_as(targets),
+            "statistics": None,
+            "entropy": None,
+            "logits": None,
+        }
+        if values is not None:
+            few = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
+            with torch.no_grad():
+                few_logits = logits[few] if self.head is None else self._few_logits(hidden[few])
+            config = self.loss_config
+            output["statistics"] = token_statistics(
+                values,
                 flat_targets,
                 tau.detach(),
+                vocab_size=self.vocab_size,
                 rho=config.rho,
                 tau_min=config.tau_min,
                 tau_max=config.tau_max,
-                num_oracle_tokens=num_oracle_tokens,
+                oracle_logits=few_logits.float(),
             ).sums
-        return {
-            "loss": loss,
-            "tau": tau.detach().view_as(targets),
-            "statistics": statistics,
-            "logits": logits.detach().view(*targets.shape, -1) if with_logits else None,
-        }
+            output["entropy"] = values.entropy.view_as(targets)
+            output["logits"] = few_logits.float()
+        return output
+
+    def _few_logits(self, hidden: Tensor) -> Tensor:
+        assert self.head is not None
+        with self._autocast(hidden.device.type):
+            return self.head.logits(self.base, hidden, self.vocab_size)
+
+    def _autocast(self, device: str) -> torch.autocast:
+        return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    def _run(self, part: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Any:
+        """The base, or the part of it that ends at the hidden states, with the masks of packed documents."""
+        mask = None
+        if self.attend_across_documents:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            mask = document_mask(position_ids)
+            if self.base.config._attn_implementation == "eager":  # which adds its mask to the scores
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+        graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
+        with self._autocast(input_ids.device.type), graph:
+            return part(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
 
 
 def document_mask(position_ids: Tensor) -> Tensor:

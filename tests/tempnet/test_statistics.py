@@ -9,7 +9,7 @@ import torch
 from scipy.stats import spearmanr
 
 from tempnet import optimal_temperature, robust_loss
-from tempnet.statistics import TemperatureStatistics, spearman, token_statistics
+from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, token_statistics
 
 RHO = 1.5
 
@@ -23,7 +23,18 @@ def sample(num_tokens: int = 500, vocabulary: int = 60) -> tuple[torch.Tensor, t
 
 
 def statistics_of(logits: torch.Tensor, targets: torch.Tensor, tau: torch.Tensor) -> TemperatureStatistics:
-    return token_statistics(logits, targets, tau, rho=RHO, tau_min=0.001, tau_max=2.0, num_oracle_tokens=10_000)
+    values = TokenValues.from_logits(logits, targets, tau)
+    oracle_logits = logits[targets != -100]
+    return token_statistics(
+        values,
+        targets,
+        tau,
+        vocab_size=logits.shape[-1],
+        rho=RHO,
+        tau_min=0.001,
+        tau_max=2.0,
+        oracle_logits=oracle_logits,
+    )
 
 
 def test_summary_equals_direct_computation() -> None:

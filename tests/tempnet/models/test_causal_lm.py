@@ -14,9 +14,10 @@ VOCABULARY = 61
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
-def make_base(architecture: str = "gpt2", attention: str = "sdpa") -> PreTrainedModel:
+def make_base(architecture: str = "gpt2", attention: str = "sdpa", **extra: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    extra = {} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}
+    if architecture != "gpt2":
+        extra = {"intermediate_size": 64, "num_key_value_heads": 2} | extra
     config = AutoConfig.for_model(architecture, vocab_size=64, bos_token_id=0, eos_token_id=0, **SIZES, **extra)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
@@ -51,6 +52,57 @@ def test_packed_documents_do_not_see_each_other(architecture: str, attention: st
     open_module = make_module(module.base, attend_across_documents=True).eval()
     plain = module.base(input_ids=ids).logits[..., :VOCABULARY]
     torch.testing.assert_close(open_module.logits(ids, positions), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("llama", {}),
+        ("gpt_neox", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("gemma2", {"final_logit_softcapping": 1.5, "head_dim": 8}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("phi", {}),  # an output bias
+    ],
+)
+@pytest.mark.parametrize("loss", ["ce", "dro"])
+def test_the_loss_without_logits_is_the_loss_with_them(architecture: str, extra: dict[str, object], loss: str) -> None:
+    base = make_base(architecture, "eager", **extra)
+    module = make_module(base, loss)
+    assert module.head is not None
+    reference = make_module(base, loss, materialize=True)
+    ids, positions = packed([9, 14, 30])
+    targets = ids.clone()
+    targets[0, 3:8] = -100
+    results = []
+    for form in (module, reference):
+        form.eval().zero_grad()
+        output = form(ids, positions, targets, with_statistics=True, num_oracle_tokens=7)
+        output["loss"].backward()
+        results.append((output, {name: parameter.grad for name, parameter in form.named_parameters()}))
+        assert output["logits"].shape == (7, VOCABULARY)
+    (ours, our_grads), (theirs, their_grads) = results
+    for output in (ours, theirs):
+        output["statistics"] = output["statistics"][:9]  # beyond lie ranks and bins, which rounding may tip
+    for name in ("loss", "tau", "statistics", "entropy", "logits"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+    for name, gradient in their_grads.items():
+        if gradient is None:
+            assert our_grads[name] is None, name
+        else:
+            assert (our_grads[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+def test_a_head_of_another_kind_takes_the_logits() -> None:
+    base = make_base()
+    base.lm_head.register_forward_hook(lambda head, inputs, logits: logits + torch.sin(logits))
+    module, reference = make_module(base).eval(), make_module(base, materialize=True).eval()
+    assert module.head is None
+    ids, positions = packed([20])
+    assert module(ids, positions, ids)["loss"] == reference(ids, positions, ids)["loss"]
 
 
 def test_padding_rows_of_the_vocabulary_do_not_count() -> None:

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.softmax.fold import FoldCache, fold_pays
 from tempnet.softmax.linear import linear_language_model_loss
-from tempnet.softmax.reference import IGNORE_INDEX, LOSS_KINDS, TemperatureLossConfig, language_model_loss
+from tempnet.softmax.reference import (
+    IGNORE_INDEX,
+    LOSS_KINDS,
+    TemperatureLossConfig,
+    language_model_loss,
+    token_losses,
+)
+from tempnet.statistics import TokenValues
 
 RHO = 0.4
 
@@ -31,6 +39,9 @@ def compare(
     num_ignored: int = 0,
     bias: bool = False,
     soft_cap: float | None = None,
+    num_padding: int = 0,
+    reduction: str = "mean",
+    matmul_dtype: torch.dtype | None = None,
     seed: int = 0,
     **switches: object,
 ) -> dict[str, float]:
@@ -40,8 +51,10 @@ def compare(
     def leaf(*shape: int, scale: float) -> torch.Tensor:
         return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
 
-    hidden, weight = leaf(num_tokens, num_hidden, scale=1.0), leaf(vocabulary, num_hidden, scale=0.7)
-    offset = leaf(vocabulary, scale=0.5) if bias else None
+    num_rows = vocabulary + num_padding
+    hidden, weight = leaf(num_tokens, num_hidden, scale=1.0), leaf(num_rows, num_hidden, scale=0.7)
+    offset = leaf(num_rows, scale=0.5) if bias else None
+    upstream = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
     targets[:num_ignored] = IGNORE_INDEX
     torch.manual_seed(seed)
@@ -51,10 +64,22 @@ def compare(
     leaves = [value for value in (hidden, weight, offset) if value is not None]
     parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
 
-    loss, tau = linear_language_model_loss(
-        hidden, weight, targets, config, network, bias=offset, soft_cap=soft_cap, fold=fold, chunk_size=chunk_size
+    loss, tau, values = linear_language_model_loss(
+        hidden,
+        weight,
+        targets,
+        config,
+        network,
+        vocab_size=vocabulary,
+        bias=offset,
+        soft_cap=soft_cap,
+        fold=fold and not (bias or soft_cap),
+        chunk_size=chunk_size,
+        reduction=reduction,
+        matmul_dtype=matmul_dtype,
+        with_values=True,
     )
-    ours = torch.autograd.grad(3.0 * loss, [*leaves, *parameters])
+    ours = torch.autograd.grad((upstream * loss).sum() if reduction == "none" else 3.0 * loss, [*leaves, *parameters])
 
     exact = [value.detach().double().requires_grad_() for value in leaves]
     exact_network = TempNet(network.config).double()
@@ -62,11 +87,20 @@ def compare(
     logits = exact[0] @ exact[1].T + (exact[2] if bias else 0.0)
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits[:, :vocabulary]
     expected, expected_tau = language_model_loss(logits, targets, config, exact_network)
+    objective = 3.0 * expected
+    if reduction == "none":
+        expected = token_losses(logits, targets, expected_tau, config)
+        objective = (upstream * expected).sum()
     exact_parameters = list(exact_network.parameters()) if parameters else []
-    theirs = torch.autograd.grad(3.0 * expected, [*exact, *exact_parameters])
+    theirs = torch.autograd.grad(objective, [*exact, *exact_parameters])
     names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
     errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
+    exact_values = TokenValues.from_logits(logits, targets, expected_tau)
+    for label, value, reference in zip(values._fields, values, exact_values, strict=True):
+        half = torch.bfloat16 in (dtype, matmul_dtype)
+        assert relative_error(value, reference.double()) < (1e-2 if half else 1e-5), label  # from_logits is float32
     for label, value, reference in zip(names, ours, theirs, strict=False):
         assert value.dtype == (dtype if label in ("hidden", "weight", "bias") else next(network.parameters()).dtype)
         errors[label] = relative_error(value, reference)
@@ -107,6 +141,9 @@ def test_lower_precisions_stay_near(name: str, dtype: torch.dtype, loss_toleranc
     share=st.floats(0, 1),
     bias=st.booleans(),
     soft_cap=st.sampled_from([None, 2.0]),
+    num_padding=st.integers(0, 3),
+    reduction=st.sampled_from(["mean", "none"]),
+    fold=st.booleans(),
     depth=st.sampled_from([3, 4]),
     projection=st.booleans(),
     pooling=st.sampled_from(["parametric", "linear"]),
@@ -124,7 +161,7 @@ def test_all_targets_ignored() -> None:
     weight = torch.randn(9, 4, requires_grad=True)
     network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
     config = TemperatureLossConfig(name="dro", rho=RHO)
-    loss, tau = linear_language_model_loss(hidden, weight, torch.full((6,), IGNORE_INDEX), config, network)
+    loss, tau, _ = linear_language_model_loss(hidden, weight, torch.full((6,), IGNORE_INDEX), config, network)
     loss.backward()
     assert loss.item() == 0.0
     assert tau.shape == (6,)
@@ -137,9 +174,9 @@ def test_a_frozen_base_gets_no_gradients_and_the_network_the_same() -> None:
     hidden, weight, targets = torch.randn(30, 8), torch.randn(40, 8), torch.randint(40, (30,))
     network = TempNet(TempNetConfig.for_logits(40, rho=RHO))
     config = TemperatureLossConfig(name="dro", rho=RHO)
-    frozen, _ = linear_language_model_loss(hidden, weight, targets, config, network)
+    frozen, *_ = linear_language_model_loss(hidden, weight, targets, config, network)
     gradients = torch.autograd.grad(frozen, list(network.parameters()))
-    joint, _ = linear_language_model_loss(hidden.requires_grad_(), weight.requires_grad_(), targets, config, network)
+    joint, *_ = linear_language_model_loss(hidden.requires_grad_(), weight.requires_grad_(), targets, config, network)
     for value, reference in zip(gradients, torch.autograd.grad(joint, list(network.parameters())), strict=True):
         torch.testing.assert_close(value, reference)
 
@@ -157,3 +194,37 @@ def test_what_this_path_cannot_do_is_refused() -> None:
         linear_language_model_loss(hidden, weight, targets, config, network, soft_cap=2.0, fold=True)
     with pytest.raises(ValueError, match="rho = 10"):
         linear_language_model_loss(hidden, weight, targets, TemperatureLossConfig(name="dro", rho=10.0), network)
+
+
+def test_products_in_bfloat16_of_float32_inputs_stay_near() -> None:
+    errors = compare(
+        "dro", num_tokens=300, num_hidden=32, vocabulary=203, dtype=torch.float32, matmul_dtype=torch.bfloat16
+    )
+    assert max(errors.values()) < 1.5e-2, errors
+
+
+def test_a_kept_fold_gives_the_same_and_is_made_anew_once_cleared() -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(30, 8), torch.randn(40, 8), torch.randint(40, (30,))
+    network = TempNet(TempNetConfig.for_logits(40, rho=RHO))
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    cache = FoldCache()
+
+    def tau(cache: FoldCache | None) -> torch.Tensor:
+        return linear_language_model_loss(hidden, weight, targets, config, network, fold=True, fold_cache=cache).tau
+
+    torch.testing.assert_close(tau(cache), tau(None))
+    kept = cache.first(network.first_layer.weight, weight)
+    with torch.no_grad():
+        network.first_layer.weight.mul_(1.5)
+    assert cache.first(network.first_layer.weight, weight) is kept
+    cache.clear(keep_gram=True)
+    torch.testing.assert_close(tau(cache), tau(None))
+
+
+def test_the_choice_of_path_counts_flops() -> None:
+    assert not fold_pays(100, 768, 50_257, 256)
+    assert fold_pays(1_000, 768, 50_257, 256)
+    assert fold_pays(700, 768, 50_257, 256, num_uses=4)
+    assert not fold_pays(700, 768, 50_257, 256, trains=False)
+    assert fold_pays(800, 768, 50_257, 256, trains=False)

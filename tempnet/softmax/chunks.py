@@ -1,0 +1,228 @@
+"""Losses and gradients of tokens, a chunk at a time: the arithmetic behind `tempnet.softmax.linear`.
+
+Of a chunk's logits L (c, V) at temperature τ, with p = softmax(L/τ), y the target and K = V:
+
+    cross-entropy   log Σ exp(L/τ) − L_y/τ              ∂/∂L = (p − onehot(y))/τ      ∂/∂τ = (L_y − E_p[L])/τ²
+    robust          τ·(cross-entropy + ρ − log K)       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) + ρ − log K
+
+The logits are overwritten in place, first by (L − max L)/τ, then by the gradient.
+
+Shapes: N tokens, c tokens of a chunk, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.dro import optimal_temperature
+from tempnet.network import TempNet
+from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSettings:
+    """What all chunks of a call share."""
+
+    config: TemperatureLossConfig
+    vocab_size: int
+    """V; rows of the weight beyond it are padding."""
+    tempnet: TempNet | None
+    """None for the losses without one."""
+    soft_cap: float | None
+    fold: FoldCache | None
+    """None: W1 is applied to the chunk's logits."""
+    chunk_size: int
+    matmul_dtype: torch.dtype | None
+    with_values: bool
+
+
+class ChunkSums:
+    """Losses, temperatures and gradients, added up over the chunks of a batch.
+
+    Args:
+        hidden, weight, bias, parameters: as of `linear_language_model_loss`; `parameters` are the TempNet's.
+        needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: ChunkSettings,
+        parameters: tuple[Tensor, ...],
+        needs: Sequence[bool],
+    ) -> None:
+        # Sums in float32 at least: bf16 would lose small gradients over many chunks.
+        self.exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.settings, self.config, self.tempnet = settings, settings.config, settings.tempnet
+        self.dtypes = hidden.dtype, weight.dtype
+        matmul_dtype = settings.matmul_dtype or hidden.dtype
+        vocabulary = slice(0, settings.vocab_size)
+        self.hidden, self.weight = hidden.to(matmul_dtype), weight[vocabulary].to(matmul_dtype)
+        self.bias = None if bias is None else bias[vocabulary].to(matmul_dtype)
+        self.losses = hidden.new_zeros(len(hidden), dtype=self.exact)
+        self.tau = torch.zeros_like(self.losses)
+        self.values = [torch.zeros_like(self.losses) for _ in range(3)] if settings.with_values else []
+        self.hidden_grad = torch.empty_like(hidden) if needs[0] else None
+        self.weight_grad = torch.zeros_like(weight, dtype=self.exact) if needs[1] else None
+        self.bias_grad = torch.zeros_like(bias, dtype=self.exact) if bias is not None and needs[2] else None
+        self.needs_logits_grad = any(needs[:3])
+        self.needs_network_grad = any(needs[5:])
+        self.parameters = parameters
+        self.parameter_grads = [torch.zeros_like(parameter) for parameter in parameters]
+        self.folded: Tensor | None = None
+        self.folded_grad: Tensor | None = None
+        if self.tempnet is not None:
+            self.first = self.tempnet.first_layer
+            # The other parameters, in their order: the first layer's weight has a path of its own.
+            self.tail = [parameter for parameter in parameters if parameter is not self.first.weight]
+            if settings.fold is not None:
+                self.folded = settings.fold.first(self.first.weight, weight[vocabulary]).to(self.exact)
+                self.folded_grad = torch.zeros_like(self.folded)
+
+    def add(self, targets: Tensor, row_weights: Tensor | None = None) -> None:
+        """All tokens; the gradients become those of Σ row_weights·loss (default: weights 1)."""
+        for start in range(0, len(self.hidden), self.settings.chunk_size):
+            part = slice(start, start + self.settings.chunk_size)
+            self._add_chunk(part, targets[part], None if row_weights is None else row_weights[part].to(self.exact))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """For hidden, weight, bias and the parameters of the TempNet."""
+        if self.folded_grad is not None and self.needs_network_grad:
+            gradient = self.folded_grad @ self.weight.to(self.exact).T
+            self._first_weight_grad().add_(gradient.to(self.first.weight.dtype))
+        weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
+        bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.dtypes[1])
+        parameter_grads = self.parameter_grads if self.needs_network_grad else [None] * len(self.parameters)
+        return self.hidden_grad, weight_grad, bias_grad, *parameter_grads
+
+    def _add_chunk(self, part: slice, targets: Tensor, row_weights: Tensor | None) -> None:
+        hidden = self.hidden[part]
+        logits = F.linear(hidden, self.weight, self.bias).to(self.exact)
+        slope = None
+        if self.settings.soft_cap is not None:
+            capped = torch.tanh(logits / self.settings.soft_cap)
+            slope = 1 - capped.square()  # of the cap, for the chain rule
+            logits = capped * self.settings.soft_cap
+        is_valid = targets != IGNORE_INDEX
+        safe_targets = targets.where(is_valid, 0).unsqueeze(-1)
+        tau, network = self._temperatures(hidden, logits)
+        self.tau[part] = tau
+
+        positive = logits.gather(-1, safe_targets).squeeze(-1)
+        maximum = logits.amax(-1)
+        shifted = logits.sub_(maximum.unsqueeze(-1))
+        positive_shifted = positive - maximum
+        if self.settings.with_values:
+            weights = torch.exp(shifted)
+            partition = weights.sum(-1)
+            log_partition = partition.log()
+            self.values[0][part] = (log_partition - positive_shifted).where(is_valid, 0.0)
+            self.values[2][part] = log_partition - torch.linalg.vecdot(weights, shifted) / partition
+            del weights
+        scaled = shifted.div_(tau.unsqueeze(-1))
+        positive_scaled = positive_shifted / tau
+        weights = torch.exp(scaled)
+        partition = weights.sum(-1)
+        log_partition = partition.log()
+        mean = torch.linalg.vecdot(weights, scaled) / partition
+        cross_entropy = log_partition - positive_scaled
+        if self.settings.with_values:
+            self.values[1][part] = cross_entropy.where(is_valid, 0.0)
+        scale = is_valid.to(self.exact)
+        if row_weights is not None:
+            scale = scale * row_weights
+        if self.config.kind.objective == "robust":
+            offset = self.config.rho - math.log(self.settings.vocab_size)
+            losses = tau * (cross_entropy + offset)
+            tau_grad = log_partition - mean + offset
+            logits_scale = scale
+        else:
+            losses = cross_entropy
+            tau_grad = (positive_scaled - mean) / tau
+            logits_scale = scale / tau
+        self.losses[part] = losses.where(is_valid, 0.0)
+        if network is not None and self.needs_network_grad:
+            self._add_network_grad(hidden, network, tau_grad * scale)
+        if self.needs_logits_grad:
+            gradient = weights.mul_((logits_scale / partition).unsqueeze(-1))
+            gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
+            if slope is not None:
+                gradient.mul_(slope)
+            self._add_logits_grad(part, hidden, gradient)
+
+    def _add_logits_grad(self, part: slice, hidden: Tensor, gradient: Tensor) -> None:
+        if self.bias_grad is not None:
+            self.bias_grad[: self.settings.vocab_size] += gradient.sum(0)
+        gradient = gradient.to(hidden.dtype)
+        if self.hidden_grad is not None:
+            if self.hidden_grad.dtype == gradient.dtype:
+                torch.mm(gradient, self.weight, out=self.hidden_grad[part])
+            else:
+                self.hidden_grad[part] = gradient @ self.weight
+        if self.weight_grad is not None:
+            total = self.weight_grad[: self.settings.vocab_size]
+            if gradient.dtype == total.dtype:
+                total.addmm_(gradient.T, hidden)
+            else:
+                total += gradient.T @ hidden
+
+    def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, _NetworkGraph | None]:
+        """τ (c,), and where a TempNet predicts it, the small graph behind it."""
+        source, config = self.config.kind.temperature, self.config
+        if source == "oracle":
+            return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
+        if self.tempnet is None:
+            return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
+        inverse_norm = torch.ones_like(logits[:, 0])
+        if self.tempnet.config.normalize_input:
+            inverse_norm = 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
+        unit: Tensor | None = None
+        if self.folded is not None:
+            product = (hidden.to(self.exact) @ self.folded.T) * inverse_norm.unsqueeze(-1)
+        else:
+            unit = logits * inverse_norm.unsqueeze(-1)
+            product = unit @ self.first.weight.to(self.exact).T
+        with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
+            product = product.to(self.first.weight.dtype).detach().requires_grad_()
+            tau = self.tempnet.from_first_product(product)
+        return tau.detach().to(self.exact), _NetworkGraph(product, tau, inverse_norm, unit)
+
+    def _add_network_grad(self, hidden: Tensor, network: _NetworkGraph, tau_grad: Tensor) -> None:
+        """Add the gradients of the TempNet's parameters for ∂loss/∂τ (c,)."""
+        delta, *tail = torch.autograd.grad(
+            network.tau, [network.product, *self.tail], tau_grad.to(network.tau.dtype), allow_unused=True
+        )
+        rest = iter(tail)
+        for parameter, total in zip(self.parameters, self.parameter_grads, strict=True):
+            if parameter is not self.first.weight and (gradient := next(rest)) is not None:
+                total += gradient
+        if self.folded_grad is not None:
+            scaled = delta.to(self.exact) * network.inverse_norm.unsqueeze(-1)
+            self.folded_grad.addmm_(scaled.T, hidden.to(self.exact))
+        else:
+            assert network.unit is not None
+            self._first_weight_grad().add_(delta.T @ network.unit.to(delta.dtype))
+
+    def _first_weight_grad(self) -> Tensor:
+        index = next(i for i, parameter in enumerate(self.parameters) if parameter is self.first.weight)
+        return self.parameter_grads[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _NetworkGraph:
+    """The graph from W1 x to τ of one chunk, and what leads from there to the hidden states."""
+
+    product: Tensor
+    tau: Tensor
+    inverse_norm: Tensor
+    unit: Tensor | None
+    """L/‖L‖, where the fold is not used."""

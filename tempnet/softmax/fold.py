@@ -1,0 +1,69 @@
+"""The fold: TempNet's whole input is two small matrices away from the hidden state (method §3).
+
+With logits L = W h,
+
+    W1 L = (W1 W) h                 (d1, d) in place of V·d1 products a token
+    ‖L‖² = hᵀ (WᵀW) h               (d, d) in place of the logits
+
+both built in float32 whatever the dtype of the weights. An output bias or a soft-cap makes L something else: no fold then.
+
+Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class FoldCache:
+    """W1·W and WᵀW, each made when first asked for and kept until it is told that the weights have changed.
+
+    The owner of the weights calls :meth:`clear` after every optimizer step; version counters of tensors would not do,
+    as DeepSpeed writes to parameters behind autograd's back.
+    """
+
+    def __init__(self, num_uses: int = 1) -> None:
+        """`num_uses`: how many calls share what is kept (micro-batches of a step); it tips the choice of `fold_pays`."""
+        self.num_uses = num_uses
+        self._first: Tensor | None = None
+        self._gram: Tensor | None = None
+
+    def first(self, first_weight: Tensor, weight: Tensor) -> Tensor:
+        """W1·W (d1, d) from W1 (d1, V) and W (V, d), in float32 at least."""
+        if self._first is None:
+            self._first = _product(first_weight, weight)
+        return self._first
+
+    def gram(self, weight: Tensor) -> Tensor:
+        """WᵀW (d, d) from W (V, d), in float32 at least."""
+        if self._gram is None:
+            self._gram = _product(weight.T, weight)
+        return self._gram
+
+    def clear(self, *, keep_gram: bool = False) -> None:
+        """Forget: after a step of the optimizer; a frozen W keeps its WᵀW."""
+        self._first = None
+        if not keep_gram:
+            self._gram = None
+
+
+def fold_pays(
+    num_tokens: int, num_hidden: int, vocab_size: int, num_first: int, *, num_uses: int = 1, trains: bool = True
+) -> bool:
+    """Whether the fold needs fewer FLOPs than W1 on the logits.
+
+    Multiply-adds: the fold builds W1·W once for `num_uses` calls and, where TempNet `trains`, leads its gradient back
+    once a call, V·d1·d each, and spends d·d1 a token and direction; without it a token costs V·d1 and direction.
+    """
+    build = vocab_size * num_first * num_hidden
+    directions = 2 if trains else 1
+    folded = build / num_uses + (build if trains else 0) + directions * num_tokens * num_hidden * num_first
+    return folded < directions * num_tokens * vocab_size * num_first
+
+
+@torch.no_grad()
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    exact = torch.float64 if left.dtype == torch.float64 else torch.float32
+    with torch.autocast(left.device.type, enabled=False):
+        return left.detach().to(exact) @ right.detach().to(exact)
