@@ -90,7 +90,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     prepared = next((Path(config.run.storage) / "prepared").glob("train-*"))
     size = config.optimizer.batch_size
     blocks = read_range(Manifest.load(str(prepared)), 0, config.run.num_steps * size)
-    module = build_model(config, load_tokenizer(config.data.tokenizer))
+    module = build_model(config, load_tokenizer(config.tokenizer))
     if variant.startswith("DeepSpeed"):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29571", rank=0, world_size=1)
         engine = start_engine(module, config)

@@ -42,7 +42,7 @@ def gpt2_finetune() -> LanguageModelConfig:
         base,
         run=replace(base.run, name="gpt2-finetune", num_steps=50_000),
         data=replace(base.data, tokenizer="EleutherAI/pythia-160m"),
-        model=ModelSection(path="EleutherAI/pythia-160m"),
+        model=ModelSection(path="EleutherAI/pythia-160m", freeze=False),
         # 1e-4 is Table 5's rate; the paper's text says 1e-5.
         optimizer=replace(base.optimizer, learning_rate_base=1e-4),
     )
@@ -67,6 +67,23 @@ def llama1_7b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-1 7B, 10k steps (Tables 2 and 10)."""
     path = "huggyllama/llama-7b"
     return _frozen("llama1-7b-frozen", path, num_steps=10_000, rate=2e-4, weight_decay=0.1, beta2=0.95)
+
+
+def frozen() -> LanguageModelConfig:
+    """A TempNet for your own model: give --model.path, --data.train, --data.validation; ρ is calibrated, the base frozen."""
+    base = gpt2_scratch()
+    return replace(
+        base,
+        run=replace(base.run, name="frozen", num_steps=1_000, checkpoint_every=200, log_every=20),
+        data=DataSection(train="data/train", validation="data/validation", context_length=256),
+        model=ModelSection(path="model"),
+        temperature=replace(base.temperature, rho=None),
+        optimizer=replace(
+            base.optimizer, batch_size=16, learning_rate_tempnet=1e-2, weight_decay=0.01, warmup_share=0.05
+        ),
+        workers=replace(base.workers, num_workers=1),
+        validation=ValidationSection(every=200, num_blocks=128),
+    )
 
 
 def _llama2(name: str, path: str, num_steps: int = 30_000) -> LanguageModelConfig:
@@ -138,12 +155,18 @@ def gpt2_scratch_small() -> LanguageModelConfig:
 def gpt2_finetune_small() -> LanguageModelConfig:
     """The model of gpt2-scratch-small and a new TempNet, trained on together."""
     config = _small(gpt2_finetune(), num_steps=300, target_entropy=4.0, rate_tempnet=1e-2)
-    return replace(config, model=ModelSection(path=SMALL_EXPORT, attention="eager"))
+    return replace(config, model=ModelSection(path=SMALL_EXPORT, freeze=False, attention="eager"))
 
 
 def _frozen_small(config: LanguageModelConfig) -> LanguageModelConfig:
     small = _small(config, num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
     return replace(small, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
+
+
+def frozen_small() -> LanguageModelConfig:
+    """A TempNet for the frozen model of gpt2-scratch-small with a calibrated ρ, a few minutes on two cores."""
+    small = _frozen_small(frozen())
+    return replace(small, temperature=replace(small.temperature, target_entropy=None))
 
 
 def llama1_7b_frozen_small() -> LanguageModelConfig:
@@ -181,6 +204,7 @@ PRESETS: dict[str, Preset] = {
     for function in (
         gpt2_scratch,
         gpt2_finetune,
+        frozen,
         llama1_7b_frozen,
         llama2_7b_frozen,
         llama2_13b_frozen,
@@ -189,6 +213,7 @@ PRESETS: dict[str, Preset] = {
         llama2_chat_70b_frozen,
         gpt2_scratch_small,
         gpt2_finetune_small,
+        frozen_small,
         llama1_7b_frozen_small,
         llama2_7b_frozen_small,
         llama2_13b_frozen_small,

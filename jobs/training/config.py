@@ -89,8 +89,8 @@ class DataSection:
     """Training archives: a .jsonl.zst/.tar/.jsonl/.jsonl.gz/.parquet file or a directory of them, path or URI."""
     validation: str
     """Validation archives, likewise."""
-    tokenizer: str
-    """A Transformers fast tokenizer: directory, tokenizer.json or hub name."""
+    tokenizer: str = ""
+    """A Transformers fast tokenizer: directory, tokenizer.json or hub name. Empty: the one of model.path."""
     context_length: int = 1024
     """Tokens a block."""
     attend_across_documents: bool = False
@@ -113,8 +113,8 @@ class ModelSection:
 
     path: str = ""
     """A Transformers causal LM (directory or hub name) to start from. Empty: random weights of `architecture`."""
-    freeze: bool = False
-    """Train only the TempNet; the base stays in eval mode, without a graph."""
+    freeze: bool | None = None
+    """Train only the TempNet; the base stays in eval mode, without a graph. None: whenever there is a path."""
     architecture: str = "gpt2"
     """Transformers model type of a random start."""
     hidden_size: int = 768
@@ -140,6 +140,11 @@ class ModelSection:
                 "model.freeze = True needs model.path: a random base has nothing to learn temperatures from"
             )
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only the TempNet is trained."""
+        return bool(self.path) if self.freeze is None else self.freeze
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureSection:
@@ -148,9 +153,14 @@ class TemperatureSection:
     loss: str = "dro"
     """ce, fixed, fixed_robust, dro_newton, ts_ce or dro (tempnet.softmax.reference)."""
     rho: float | None = 10.0
-    """ρ in nats, below log V. None: computed from target_entropy."""
+    """ρ in nats, below log V. None: computed from target_entropy, or calibrated."""
     target_entropy: float | None = None
-    """log V − ρ in nats: the entropy that an optimal temperature brings every softmax to."""
+    """log V − ρ in nats: the entropy that an optimal temperature brings every softmax to. None, and rho None: ρ is calibrated
+    on the base model, so that its mean optimal temperature is calibrated_tau."""
+    calibrated_tau: float = 0.85
+    """The mean temperature that ρ is calibrated for: the centre of the papers' band [0.7, 1.0]."""
+    num_calibration_tokens: int = 4096
+    """Contexts of the training data on which ρ is calibrated."""
     tau: float = 1.0
     """The temperature of the losses `fixed` and `fixed_robust`."""
     tau_min: float = 0.001
@@ -181,11 +191,22 @@ class TemperatureSection:
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
             raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
-        if (self.rho is None) == (self.target_entropy is None):
+        if self.rho is not None and self.target_entropy is not None:
             raise ValueError(
-                f"temperature.rho = {self.rho} and temperature.target_entropy = {self.target_entropy}: give exactly one"
+                f"temperature.rho = {self.rho} and temperature.target_entropy = {self.target_entropy}: give one of them, "
+                "or none to have ρ calibrated"
             )
-        _positive("temperature", self, "tau")
+        _positive("temperature", self, "tau", "num_calibration_tokens")
+        if self.needs_calibration and not self.tau_min < self.calibrated_tau < self.tau_max:
+            raise ValueError(
+                f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {self.tau_min:g} and "
+                f"tau_max = {self.tau_max:g}"
+            )
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether ρ has to be read off the base model first."""
+        return self.rho is None and self.target_entropy is None
 
     @property
     def needs_tempnet(self) -> bool:
@@ -309,11 +330,23 @@ class LanguageModelConfig:
                 f"a worker's share of the batch, {self.optimizer.batch_size // workers} blocks, is not divisible by "
                 f"optimizer.micro_batch_size = {micro}"
             )
-        if self.model.freeze and not self.temperature.needs_tempnet:
+        if not self.tokenizer:
+            raise ValueError("data.tokenizer is empty, and there is no model.path to take a tokenizer from")
+        if self.temperature.needs_calibration and not self.model.path:
             raise ValueError(
-                f"model.freeze = True with temperature.loss = {self.temperature.loss!r} leaves nothing to train: "
-                "choose dro or ts_ce"
+                "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
+                "there already (model.path), not on random weights; give one of them"
             )
+        if self.model.is_frozen and not self.temperature.needs_tempnet:
+            raise ValueError(
+                "model.freeze = True (the default with a model.path) leaves nothing to train with "
+                f"temperature.loss = {self.temperature.loss!r}: choose dro or ts_ce, or model.freeze False"
+            )
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer comes from."""
+        return self.data.tokenizer or self.model.path
 
     @property
     def micro_batch_size(self) -> int:
@@ -340,8 +373,15 @@ def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
             data,
             train=absolute(data.train),
             validation=absolute(data.validation),
-            tokenizer=absolute(data.tokenizer),
+            tokenizer=absolute(config.tokenizer),
         ),
         model=dataclasses.replace(model, path=absolute(model.path)),
         temperature=dataclasses.replace(temperature, path=absolute(temperature.path)),
+    )
+
+
+def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
+    """The configuration with ρ as a number, however it was given."""
+    return dataclasses.replace(
+        config, temperature=dataclasses.replace(config.temperature, rho=rho, target_entropy=None)
     )

@@ -36,7 +36,7 @@ def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is
         names = [name for name, part in module.base.named_modules() if part is output]
         base = {name: value for name, value in base.items() if name not in {f"{part}.weight" for part in names}}
     module.base.save_pretrained(directory, state_dict=base)
-    load_tokenizer(config.data.tokenizer).save_pretrained(directory)
+    load_tokenizer(config.tokenizer).save_pretrained(directory)
     if module.tempnet is not None:
         network = TempNet(module.tempnet.config)
         prefix = "tempnet."

@@ -22,9 +22,10 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 from transformers import AutoModelForCausalLM
 
+from jobs.calibration import calibrated, describe_calibration
 from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
-from jobs.training.config import LanguageModelConfig, with_absolute_paths
+from jobs.training.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
@@ -57,8 +58,8 @@ class Plan:
     config: LanguageModelConfig
     vocab_size: int
     """The effective vocabulary: the tokenizer's."""
-    rho: float
-    target_entropy: float
+    rho: float | None
+    """None until it is calibrated."""
     num_base_parameters: int
     num_tempnet_parameters: int
     tracking_uri: str
@@ -71,8 +72,7 @@ class Plan:
         return "\n".join(
             [
                 f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
-                f"loss         {config.temperature.loss}, ρ = {self.rho:.4f}: target entropy {self.target_entropy:.4f} of "
-                f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats, "
+                f"loss         {config.temperature.loss}, {self._describe_rho()}, "
                 f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
                 f"batch        {config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
                 f"{config.workers.num_workers} workers × {config.num_accumulation_steps} micro-batches × "
@@ -81,17 +81,30 @@ class Plan:
                 f"{config.run.checkpoint_every}, validation every {config.validation.every}",
                 f"workers      {config.workers.num_workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, "
                 f"ZeRO {config.workers.zero_stage}, {config.workers.precision}",
-                f"parameters   base {self.num_base_parameters:,}{' (frozen)' if config.model.freeze else ''}, "
+                f"parameters   base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
                 f"TempNet {self.num_tempnet_parameters:,}",
                 f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
                 f"MLflow       {self.tracking_uri or 'off'}",
             ]
         )
 
+    def _describe_rho(self) -> str:
+        settings = self.config.temperature
+        if self.rho is None:
+            return (
+                f"ρ to be calibrated for a mean τ* of {settings.calibrated_tau:g} on "
+                f"{settings.num_calibration_tokens:,} tokens of the training data"
+            )
+        entropy = math.log(self.vocab_size) - self.rho
+        return (
+            f"ρ = {self.rho:.4f}: target entropy {entropy:.4f} of "
+            f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats"
+        )
+
     @property
     def state_gib_per_worker(self) -> float:
         """Memory of a worker before activations."""
-        frozen = self.num_base_parameters if self.config.model.freeze else 0
+        frozen = self.num_base_parameters if self.config.model.is_frozen else 0
         trained = self.num_base_parameters + self.num_tempnet_parameters - frozen
         return state_bytes_per_worker(trained, frozen, self.config) / 2**30
 
@@ -108,24 +121,23 @@ def make_plan(config: LanguageModelConfig) -> Plan:
             list_archives(getattr(config.data, field))
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"data.{field}: {error}") from error
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     vocab_size = len(tokenizer)
     with torch.device("meta"):  # shapes only
         base = AutoModelForCausalLM.from_config(base_config(config, tokenizer))
     rho = resolved_rho(config, vocab_size)
     try:
-        check_rho(rho, vocab_size)
+        check_rho(rho or 0.0, vocab_size)
     except ValueError as error:
         raise ValueError(f"temperature.rho: {error}") from error
     num_tempnet_parameters = 0
     if config.temperature.needs_tempnet:
-        network = TempNet(config.temperature.network_config(vocab_size, rho))
+        network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0))
         num_tempnet_parameters = sum(parameter.numel() for parameter in network.parameters())
     return Plan(
         config=config,
         vocab_size=vocab_size,
         rho=rho,
-        target_entropy=math.log(vocab_size) - rho,
         num_base_parameters=sum(parameter.numel() for parameter in base.parameters()),
         num_tempnet_parameters=num_tempnet_parameters,
         tracking_uri=(config.tracking.uri or default_uri(storage)) if config.tracking.enabled else "",
@@ -157,6 +169,12 @@ def train(config: LanguageModelConfig) -> dict[str, Any]:
     prepared = with_absolute_paths(config)
     train_data = _prepare(prepared, "train")
     validation_data = _prepare(prepared, "validation")
+    if plan.rho is None:
+        calibration = calibrated(prepared, train_data)
+        plan = dataclasses.replace(plan, rho=calibration["rho"])
+        print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
+    assert plan.rho is not None
+    prepared = with_rho(prepared, plan.rho)
     tracked = _open_run(plan, train_data, validation_data) if plan.tracking_uri else None
     try:
         with Console(config.run.num_steps) as console:
@@ -181,7 +199,7 @@ def train(config: LanguageModelConfig) -> dict[str, Any]:
         "directory": config.run.directory,
         "export": config.run.export_directory,
         "rho": plan.rho,
-        "target_entropy": plan.target_entropy,
+        "target_entropy": math.log(plan.vocab_size) - plan.rho,
         "tau_min": config.temperature.tau_min,
         "tau_max": config.temperature.tau_max,
         "loss": config.temperature.loss,
@@ -223,7 +241,7 @@ def _prepare(config: LanguageModelConfig, split: str) -> Manifest:
     manifest = prepare_text(
         PrepareConfig(
             source=getattr(config.data, split),
-            tokenizer=config.data.tokenizer,
+            tokenizer=config.tokenizer,
             context_length=config.data.context_length,
             text_field=config.data.text_field,
             max_bad_share=config.data.max_bad_share,
@@ -242,7 +260,11 @@ def _open_run(plan: Plan, train_data: Manifest, validation_data: Manifest) -> Tr
         name=config.run.name,
         directory=config.run.directory,
         parameters=flatten(config)
-        | {"vocab_size": plan.vocab_size, "resolved.rho": plan.rho, "resolved.target_entropy": plan.target_entropy},
+        | {
+            "vocab_size": plan.vocab_size,
+            "resolved.rho": plan.rho,
+            "resolved.target_entropy": math.log(plan.vocab_size) - (plan.rho or 0.0),
+        },
         tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
         data_sets={
             "training": (config.data.train.rstrip("/").rsplit("/", 1)[-1], train_data.digest, config.data.train),
@@ -291,7 +313,7 @@ def _train_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _publish(config: LanguageModelConfig, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
     """Write the report beside the run, and into MLflow."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)
         write_report(local, outcome, tokenizer, tracked)

@@ -123,7 +123,7 @@ class TrainingLoop:
         )
         # Reading starts before the model is built, so that the first step does not wait for it.
         self.batches = _Ahead(self._batches())
-        self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.data.tokenizer))
+        self.module: TemperatureCausalLM = build_model(config, load_tokenizer(config.tokenizer))
         self.module.fold_cache = FoldCache(config.num_accumulation_steps)
         self.flops_per_token = flops_per_token(self.module, config)
         self.engine: DeepSpeedEngine = start_engine(self.module, config)
@@ -222,7 +222,7 @@ class TrainingLoop:
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
         assert self.module.fold_cache is not None
-        self.module.fold_cache.clear(keep_gram=self.config.model.freeze)
+        self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
         self.losses.append(loss_sum)
         if sums is None:
             return None

@@ -54,7 +54,7 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
             raise ValueError(f"model.dropout = {model.dropout:g} is only known for model.architecture = 'gpt2'")
     if vocab_size > base.vocab_size:
         raise ValueError(
-            f"data.tokenizer = {config.data.tokenizer!r} has {vocab_size} tokens, more than the vocabulary of "
+            f"data.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, more than the vocabulary of "
             f"{base.vocab_size} of model.path = {model.path!r}: use the model's own tokenizer"
         )
     num_positions = getattr(base, "max_position_embeddings", None) or config.data.context_length
@@ -65,36 +65,37 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     return base
 
 
-def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float:
-    """ρ of the run, from ρ itself or from the target entropy."""
+def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
+    """ρ of the run, from ρ itself or from the target entropy; None if it has yet to be calibrated."""
     settings = config.temperature
     if settings.target_entropy is not None:
         return rho_from_target_entropy(settings.target_entropy, vocab_size)
-    assert settings.rho is not None
     return settings.rho
 
 
 def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:
     """Which loss, with the resolved ρ."""
     settings = config.temperature
+    rho = resolved_rho(config, vocab_size)
+    assert rho is not None, "ρ is calibrated before a model is built"
     return TemperatureLossConfig(
         name=settings.loss,
-        rho=resolved_rho(config, vocab_size),
+        rho=rho,
         tau=settings.tau,
         tau_min=settings.tau_min,
         tau_max=settings.tau_max,
     )
 
 
-def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
-    """The module that is trained; the same weights on every rank, as they depend on the seed alone."""
+def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The base model: loaded, or at random from the seed; a frozen one in bfloat16 where that is the precision."""
     torch.manual_seed(config.run.seed)
-    is_bf16 = config.workers.precision == "bf16"
     base: PreTrainedModel
     if config.model.path:
+        is_half = config.workers.precision == "bf16" and config.model.is_frozen
         base = AutoModelForCausalLM.from_pretrained(
             config.model.path,
-            dtype=torch.bfloat16 if is_bf16 and config.model.freeze else torch.float32,
+            dtype=torch.bfloat16 if is_half else torch.float32,
             trust_remote_code=config.model.trust_remote_code,
             attn_implementation=config.model.attention,
         )
@@ -102,7 +103,13 @@ def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention
         )
-    if config.workers.activation_checkpointing and not config.model.freeze:
+    return base
+
+
+def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
+    """The module that is trained; the same weights on every rank, as they depend on the seed alone."""
+    base = build_base(config, tokenizer)
+    if config.workers.activation_checkpointing and not config.model.is_frozen:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)
@@ -112,10 +119,15 @@ def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
         network,
         loss,
         vocab_size=vocab_size,
-        freeze_base=config.model.freeze,
+        freeze_base=config.model.is_frozen,
         attend_across_documents=config.data.attend_across_documents,
-        autocast_dtype=torch.bfloat16 if is_bf16 else None,
+        autocast_dtype=autocast_dtype(config),
     )
+
+
+def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
+    """The dtype of the base's matrix products."""
+    return torch.bfloat16 if config.workers.precision == "bf16" else None
 
 
 def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> TempNet:

@@ -6,12 +6,11 @@ Every rank scores its part of the blocks; sums are added over ranks, so the resu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from pipelines.manifest import Manifest
@@ -20,6 +19,9 @@ from pipelines.stream import Batch, read_range
 from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics
+
+if TYPE_CHECKING:  # jobs that only prepare batches need no DeepSpeed
+    from deepspeed import DeepSpeedEngine
 
 # Logits kept for the comparison with the best constant temperature: at most this many numbers (float32: 256 MiB).
 _MAX_LOGITS_KEPT = 1 << 26

@@ -155,7 +155,7 @@ class TemperatureCausalLM(nn.Module):
         if values is not None:
             few = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
             with torch.no_grad():
-                few_logits = logits[few] if self.head is None else self._few_logits(hidden[few])
+                few_logits = self.context_logits((logits if self.head is None else hidden)[few])
             config = self.loss_config
             output["statistics"] = token_statistics(
                 values,
@@ -165,16 +165,25 @@ class TemperatureCausalLM(nn.Module):
                 rho=config.rho,
                 tau_min=config.tau_min,
                 tau_max=config.tau_max,
-                oracle_logits=few_logits.float(),
+                oracle_logits=few_logits,
             ).sums
             output["entropy"] = values.entropy.view_as(targets)
-            output["logits"] = few_logits.float()
+            output["logits"] = few_logits
         return output
 
-    def _few_logits(self, hidden: Tensor) -> Tensor:
-        assert self.head is not None
-        with self._autocast(hidden.device.type):
-            return self.head.logits(self.base, hidden, self.vocab_size)
+    def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """(B, T) → what is kept of every context: its hidden state (B, T, d), or its logits where these are no W h."""
+        if self.head is None:
+            return self.logits(input_ids, position_ids)
+        hidden: Tensor = self._run(self.base.base_model, input_ids, position_ids)[0]
+        return hidden
+
+    def context_logits(self, contexts: Tensor) -> Tensor:
+        """(n, d or V) of :meth:`contexts` → (n, V) logits in float32."""
+        if self.head is None:
+            return contexts.float()
+        with self._autocast(contexts.device.type):
+            return self.head.logits(self.base, contexts, self.vocab_size).float()
 
     def _autocast(self, device: str) -> torch.autocast:
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)

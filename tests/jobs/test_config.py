@@ -25,6 +25,11 @@ def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
     small = name.endswith("-small")
     vocabulary = 2048 if small else VOCABULARIES.get(config.data.tokenizer, 32_000)
     rho = resolved_rho(config, vocabulary)
+    if name.startswith("frozen"):
+        assert rho is None
+        assert config.temperature.needs_calibration
+        return
+    assert rho is not None
     check_rho(rho, vocabulary)
     assert config.temperature.network_config(vocabulary, rho).input_size == vocabulary
     assert (config.temperature.tau_min, config.temperature.tau_max) == (0.001, 2.0)
@@ -51,7 +56,7 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         settings = config.optimizer
         assert (config.run.num_steps, settings.batch_size, settings.weight_decay, settings.beta2) == row, name
         assert (settings.beta1, settings.epsilon, settings.warmup_share) == (0.9, 1e-8, 0.01)
-        assert config.model.freeze == name.endswith("frozen")
+        assert config.model.is_frozen == name.endswith("frozen")
 
 
 @pytest.mark.parametrize(
@@ -62,10 +67,11 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         (["--run.num-steps", "0"], "run.num_steps = 0 must be positive"),
         (["--run.name", "a/b"], "run.name = 'a/b' must be a plain file name"),
         (["--temperature.loss", "drro"], "temperature.loss = 'drro' is unknown: choose one of ce"),
-        (["--temperature.rho", "3"], "give exactly one"),
+        (["--temperature.target-entropy", "None"], "both None: ρ can be calibrated only on a model"),
+        (["--temperature.rho", "3"], "give one of them"),
         (["--data.max-bad-share", "1.5"], "data.max_bad_share = 1.5 must lie in"),
         (["--optimizer.learning-rate-base", "-1"], "optimizer.learning_rate_base = -1.0 must be positive"),
-        (["--model.freeze"], "model.freeze = True needs model.path"),
+        (["--model.freeze", "True"], "model.freeze = True needs model.path"),
         (["--model.num-heads", "7"], "not divisible by num_heads = 7"),
         (["--workers.zero-stage", "0", "--workers.offload-optimizer"], "needs workers.zero_stage 1, 2 or 3"),
     ],

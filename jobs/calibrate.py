@@ -1,0 +1,238 @@
+"""Choose ρ for a model before training, or τ_max of a trained TempNet for generation.
+
+python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train
+python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompts prompts.txt --mean-tau 0.7
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from jobs.command_line import fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rho:
+    """Mean τ*(ρ) of a base model over a sample of text, and the ρ for a wanted mean."""
+
+    model: str
+    """A Transformers causal LM: directory or hub name."""
+    text: str
+    """Text archives, as `train_lm` reads them."""
+    tokenizer: str = ""
+    """Default: the model's own."""
+    tau: float = 0.85
+    """The wanted mean temperature: the centre of the papers' band [0.7, 1.0]."""
+    tau_min: float = 0.001
+    """τ₀."""
+    tau_max: float = 2.0
+    """τ_max."""
+    num_tokens: int = 4096
+    """Contexts in the sample."""
+    context_length: int = 256
+    """Tokens a block."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the model."""
+    use_gpu: bool = False
+    """Run the model on a GPU of the cluster."""
+    storage: str = ""
+    """Where prepared text is kept. Default: $TEMPNET_HOME, else ./runs."""
+    output: str = "calibration"
+    """Directory for calibration.json and curve.png."""
+    trust_remote_code: bool = False
+    """Let Transformers run code that comes with the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TauMax:
+    """The τ_max that gives a trained TempNet a wanted mean τ over what it generates; it is saved with the network."""
+
+    model: str
+    """An exported directory, or any Transformers causal LM together with --tempnet."""
+    prompts: str
+    """A text file with a prompt a line."""
+    tempnet: str = ""
+    """A TempNet of its own directory. Default: beside the model."""
+    mean_tau: float = 0.7
+    """The wanted mean temperature (TempNet §6.4: 0.7 for chat)."""
+    num_prompts: int = 32
+    """Prompts that are used, from the first."""
+    num_new_tokens: int = 32
+    """Tokens generated for each; the mean is over these."""
+    tolerance: float = 0.01
+    """How near the mean has to come."""
+    max_rounds: int = 12
+    """Generations over all prompts, at most."""
+    batch_size: int = 8
+    """Prompts generated together."""
+    seed: int = 0
+    """Of the sampling."""
+    dry_run: bool = False
+    """Do not save."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "num_new_tokens", "max_rounds", "batch_size", "tolerance", "mean_tau"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+
+
+def calibrate_rho(job: Rho) -> None:
+    """Run `rho`: prepare the text, calibrate as a Ray task, print and plot."""
+    from jobs.calibration import calibration_of
+    from jobs.cluster import start_ray
+    from jobs.training.config import (
+        DataSection,
+        LanguageModelConfig,
+        ModelSection,
+        RunSection,
+        TemperatureSection,
+        WorkersSection,
+        with_absolute_paths,
+    )
+    from jobs.training.models import base_config
+    from pipelines.archives import list_archives
+    from pipelines.prepare import PrepareConfig, prepare_text
+    from pipelines.tokenization import load_tokenizer
+
+    config = LanguageModelConfig(
+        run=RunSection(name="calibration", storage=job.storage),
+        data=DataSection(
+            train=job.text, validation=job.text, tokenizer=job.tokenizer, context_length=job.context_length
+        ),
+        model=ModelSection(path=job.model, trust_remote_code=job.trust_remote_code),
+        temperature=TemperatureSection(
+            rho=None,
+            calibrated_tau=job.tau,
+            tau_min=job.tau_min,
+            tau_max=job.tau_max,
+            num_calibration_tokens=job.num_tokens,
+        ),
+        workers=WorkersSection(precision=job.precision, use_gpu=job.use_gpu),
+    )
+    list_archives(job.text)
+    base_config(config, load_tokenizer(config.tokenizer))
+    config = with_absolute_paths(config)
+    start_ray()
+    started = time.monotonic()
+    source = PrepareConfig(source=config.data.train, tokenizer=config.tokenizer, context_length=job.context_length)
+    values = calibration_of(config, prepare_text(source, f"{config.run.resolved_storage}/prepared"))
+    output = Path(job.output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")
+    plot(values, output / "curve.png", wanted=job.tau)
+    curve = values["curve"]
+    print(f"{'ρ':>8}{'target entropy':>16}{'mean τ*':>10}{'std':>8}")
+    for row in zip(curve["rho"], curve["target_entropy"], curve["tau_mean"], curve["tau_std"], strict=True):
+        print(f"{row[0]:>8.3f}{row[1]:>16.3f}{row[2]:>10.3f}{row[3]:>8.3f}")
+    print(
+        f"\nρ = {values['rho']:.4f} (target entropy {values['target_entropy']:.4f} nats) has mean τ* = "
+        f"{values['tau_mean']:.4f} ± {values['tau_std']:.4f} over {values['num_contexts']:,} contexts\n"
+        f"{time.monotonic() - started:.0f} s; {output}/curve.png shows the curve. Train with\n"
+        f"  --temperature.target-entropy {values['target_entropy']:.4f} --temperature.rho None"
+    )
+
+
+def plot(values: dict[str, Any], path: Path, *, wanted: float) -> None:
+    """Mean τ*(ρ) with its spread, the wanted mean and the ρ that has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curve = values["curve"]
+    low = [mean - std for mean, std in zip(curve["tau_mean"], curve["tau_std"], strict=True)]
+    high = [mean + std for mean, std in zip(curve["tau_mean"], curve["tau_std"], strict=True)]
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    axis.fill_between(curve["rho"], low, high, alpha=0.2, label="± one standard deviation of τ*")
+    axis.plot(curve["rho"], curve["tau_mean"], marker=".", label="mean τ*")
+    axis.axhline(wanted, linestyle=":", color="black")
+    axis.plot([values["rho"]], [values["tau_mean"]], "o", color="black", label=f"ρ = {values['rho']:.3f}")
+    axis.set(xlabel="ρ (nats)", ylabel="optimal temperature τ*", ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def calibrate_tau_max(job: TauMax) -> None:
+    """Run `tau-max`: generate, take the step that is exact for fixed contexts, and repeat until it rests."""
+    import torch
+
+    from pipelines.tokenization import load_tokenizer
+    from tempnet.calibration import CalibrationError, tau_max_for_mean
+    from tempnet.inference import CachedFold, can_fold, generate
+    from tempnet.loading import load_causal_lm
+
+    prompts = [line for line in Path(job.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{job.prompts} holds no prompt")
+    base, network = load_causal_lm(job.model, job.tempnet or None)
+    tokenizer = load_tokenizer(job.model)
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token_id = tokenizer.eos_token_id
+    # What does not fit the context leaves room for what is generated; τ of the rest is what is wanted anyway.
+    room = base.config.max_position_embeddings - job.num_new_tokens
+    if room < 1:
+        raise ValueError(f"num_new_tokens = {job.num_new_tokens} leaves no room in the model's context")
+    chosen = prompts[: job.num_prompts]
+    batches = [
+        tokenizer(chosen[at : at + job.batch_size], return_tensors="pt", padding=True, truncation=True, max_length=room)
+        for at in range(0, len(chosen), job.batch_size)
+    ]
+    fold = CachedFold.of(base, network) if can_fold(base, network) else None
+
+    def mean_tau() -> float:
+        total, count = 0.0, 0
+        torch.manual_seed(job.seed)
+        for batch in batches:
+            length = batch["input_ids"].shape[1]
+            found = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
+            new = found.sequences[:, length:]
+            ended = (new == tokenizer.eos_token_id).int().cumsum(-1) - (new == tokenizer.eos_token_id).int() > 0
+            total += found.temperatures[~ended].double().sum().item()
+            count += int((~ended).sum())
+        return total / count
+
+    print(f"{'round':>6}{'τ_max':>10}{'mean τ of generated tokens':>30}")
+    mean = math.nan
+    for number in range(1, job.max_rounds + 1):
+        mean = mean_tau()
+        now = network.config.tau_max_eval or network.config.tau_max
+        print(f"{number:>6}{now:>10.4f}{mean:>30.4f}", flush=True)
+        if abs(mean - job.mean_tau) <= job.tolerance:
+            break
+        network.set_tau_max_eval(tau_max_for_mean(network.config, mean, wanted=job.mean_tau))
+    else:
+        raise CalibrationError(
+            f"after {job.max_rounds} rounds the mean temperature is {mean:.4f}, wanted is {job.mean_tau:g} within "
+            f"{job.tolerance:g}: generate more tokens (num_new_tokens, num_prompts), or allow more"
+        )
+    if job.dry_run:
+        return
+    directory = Path(job.tempnet) if job.tempnet else Path(job.model) / "tempnet"
+    network.save_pretrained(directory)
+    print(f"tau_max_eval = {network.config.tau_max_eval or network.config.tau_max:.4f} is saved in {directory}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job."""
+    try:
+        job = tyro.extras.subcommand_cli_from_dict(
+            {"rho": Rho, "tau-max": TauMax}, args=arguments, prog="python -m jobs.calibrate", description=__doc__
+        )
+        calibrate_rho(job) if isinstance(job, Rho) else calibrate_tau_max(job)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
