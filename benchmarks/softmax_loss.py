@@ -1,14 +1,18 @@
-"""Time and memory of the language-model losses, forward and backward, from hidden states.
+"""Time and memory of the language-model losses, forward and backward, from hidden states, beside their peers.
 
-    .venv/bin/python -m benchmarks.softmax_loss [--num-tokens 2048] [--num-hidden 384] [--vocab-size 32000]
+    .venv/bin/python -m benchmarks.softmax_loss [--num-tokens 2048 16384] [--num-hidden 384] [--vocab-size 32000]
 
-`eager` forms materialise the logits (N, V) and let autograd differentiate; `chunked` ones are
-`tempnet.softmax.linear`. Every round times each form once, in turn; ratios are medians over rounds. Memory is the
-growth of the peak resident size over the start of the step, each form in a process of its own.
+`eager` forms materialise the logits (N, V) and let autograd differentiate; `chunked` ones are `tempnet.softmax.linear`.
+Peers have no temperature: torch's `linear_cross_entropy`, and Cut Cross-Entropy's torch path where it is installed
+(`pip install .[bench]`; Liger runs on CUDA only: `benchmarks.softmax_kernels`). Every round times each form once, in turn;
+ratios are medians over rounds. Memory is the growth of the peak resident size over the start of the step, each form in a
+process of its own.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -28,28 +32,34 @@ from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
 
 RHO_SHARE = 0.6
+EAGER, CHUNKED = "eager cross-entropy", "chunked cross-entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """Sizes."""
 
-    num_tokens: int = 2048
+    num_tokens: tuple[int, ...] = (2048,)
+    """One table each."""
     num_hidden: int = 384
     vocab_size: int = 32_000
     num_threads: int = 2
     num_rounds: int = 7
+    peers: bool = True
+    """Also time and measure the peers."""
+    time: bool = True
+    """Off: memory only."""
     memory_of: str = ""
     """Internal: measure the memory of one form in this process."""
 
 
-def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
+def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], None]]:
     """Form → one forward and backward pass."""
     torch.manual_seed(0)
-    n, d, v = arguments.num_tokens, arguments.num_hidden, arguments.vocab_size
-    hidden = torch.randn(n, d, requires_grad=True)
+    d, v = arguments.num_hidden, arguments.vocab_size
+    hidden = torch.randn(num_tokens, d, requires_grad=True)
     weight = (torch.randn(v, d) * 0.02).requires_grad_()
-    targets = torch.randint(v, (n,))
+    targets = torch.randint(v, (num_tokens,))
     rho = RHO_SHARE * float(torch.log(torch.tensor(float(v))))
     network = TempNet(TempNetConfig.for_logits(v, rho=rho))
     dro, ce = (TemperatureLossConfig(name=name, rho=rho) for name in ("dro", "ce"))
@@ -62,14 +72,23 @@ def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
 
         return run
 
-    return {
-        "eager cross-entropy": step(lambda: F.cross_entropy(hidden @ weight.T, targets)),
+    forms = {
+        EAGER: step(lambda: F.cross_entropy(hidden @ weight.T, targets)),
         "eager robust loss + TempNet": step(lambda: language_model_loss(hidden @ weight.T, targets, dro, network)[0]),
-        "chunked cross-entropy": step(lambda: linear_language_model_loss(hidden, weight, targets, ce)[0]),
+        CHUNKED: step(lambda: linear_language_model_loss(hidden, weight, targets, ce).loss),
         "chunked robust loss + TempNet": step(
-            lambda: linear_language_model_loss(hidden, weight, targets, dro, network)[0]
+            lambda: linear_language_model_loss(hidden, weight, targets, dro, network).loss
         ),
     }
+    if arguments.peers:
+        forms["torch linear_cross_entropy"] = step(lambda: F.linear_cross_entropy(hidden, weight, targets))
+        if importlib.util.find_spec("cut_cross_entropy"):
+            from cut_cross_entropy import linear_cross_entropy
+
+            forms["Cut Cross-Entropy, torch path"] = step(
+                lambda: linear_cross_entropy(hidden, weight, targets, impl="torch_compile")
+            )
+    return forms
 
 
 def _kib(field: str) -> int:
@@ -78,36 +97,63 @@ def _kib(field: str) -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
 
 
-def main(arguments: Arguments) -> None:
-    """Measure and print."""
-    torch.set_num_threads(arguments.num_threads)
-    forms = make_forms(arguments)
-    if arguments.memory_of:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
-        before = _kib("VmRSS")
-        forms[arguments.memory_of]()
-        print(json.dumps(_kib("VmHWM") - before))
-        return
-    print(
-        f"N {arguments.num_tokens}, d {arguments.num_hidden}, V {arguments.vocab_size}, float32, "
-        f"{arguments.num_threads} threads, torch {torch.__version__}, {arguments.num_rounds} rounds"
-    )
+def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
+    """MiB, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name, "--num-tokens", str(num_tokens)]
+    for field in ("num_hidden", "vocab_size", "num_threads"):
+        command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+
+
+def print_table(arguments: Arguments, num_tokens: int) -> None:
+    """One size."""
+    forms = make_forms(arguments, num_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for number in range(arguments.num_rounds + 1):
+    for number in range(arguments.num_rounds + 1 if arguments.time else 0):
         for name, run in forms.items():
             started = time.perf_counter()
             run()
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - started)
-    first = next(iter(forms))
-    print(f"{'':<32}{'seconds':>9}{'ratio':>8}{'MiB':>8}")
+    del forms, run
+    memory = {name: measure_memory(name, arguments, num_tokens) for name in seconds}
+
+    def ratio(name: str, base: str) -> str:
+        if not arguments.time:
+            return ""
+        return f"{statistics.median(value / of for value, of in zip(seconds[name], seconds[base], strict=True)):.3f}"
+
+    print(f"\nN = {num_tokens}\n{'':<32}{'seconds':>9}{'/ eager':>9}{'/ chunked':>11}{'MiB':>8}{'/ eager':>9}")
     for name, values in seconds.items():
-        ratio = statistics.median(value / base for value, base in zip(values, seconds[first], strict=True))
-        command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name]
-        for field in ("num_tokens", "num_hidden", "vocab_size", "num_threads"):
-            command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
-        memory = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
-        print(f"{name:<32}{statistics.median(values):>9.3f}{ratio:>8.2f}{memory:>8.0f}")
+        middle = f"{statistics.median(values):.3f}" if values else ""
+        print(
+            f"{name:<32}{middle:>9}{ratio(name, EAGER):>9}{ratio(name, CHUNKED):>11}{memory[name]:>8.0f}"
+            f"{memory[name] / memory[EAGER]:>9.2f}",
+            flush=True,
+        )
+
+
+def main(arguments: Arguments) -> None:
+    """Measure and print."""
+    torch.set_num_threads(arguments.num_threads)
+    if arguments.memory_of:
+        run = make_forms(arguments, arguments.num_tokens[0])[arguments.memory_of]
+        if arguments.memory_of.startswith("Cut"):
+            run()  # compiles, which is not what is measured
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
+        before = _kib("VmRSS")
+        run()
+        print(json.dumps(_kib("VmHWM") - before))
+        return
+    versions = [f"torch {torch.__version__}"]
+    if importlib.util.find_spec("cut_cross_entropy"):
+        versions.append(f"cut-cross-entropy {importlib.metadata.version('cut-cross-entropy')}")
+    print(
+        f"d {arguments.num_hidden}, V {arguments.vocab_size}, float32, {arguments.num_threads} threads, "
+        f"{arguments.num_rounds} rounds, {', '.join(versions)}"
+    )
+    for num_tokens in arguments.num_tokens:
+        print_table(arguments, num_tokens)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from jobs.training.job import FatalTrainingError
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
 from tempnet import TempNet
+from tempnet.loading import load_tempnet
 from tempnet.models.causal_lm import document_mask
 
 pytestmark = pytest.mark.cluster
@@ -267,13 +268,18 @@ def test_frozen_base_in_bf16_trains_the_tempnet_alone(
 ) -> None:
     config = tiny(
         "frozen",
-        model={"path": reference["export"], "freeze": True},
+        data={"tokenizer": ""},  # the model's own
+        model={"path": reference["export"]},  # frozen, as nothing else is said
+        temperature={"target_entropy": None, "calibrated_tau": 0.9, "num_calibration_tokens": 1024},
         workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1, "offload_optimizer": True},
         run={"num_steps": 10},
     )
     outcome = train(config)
     losses = history(outcome, "train/loss")
     assert losses[10] < losses[1]
+    calibration = json.loads((Path(config.run.directory) / "calibration.json").read_text())
+    assert calibration["tau_mean"] == pytest.approx(0.9, abs=1e-3)
+    assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
     before = AutoModelForCausalLM.from_pretrained(reference["export"], dtype=torch.bfloat16).state_dict()
     after = AutoModelForCausalLM.from_pretrained(outcome["export"], dtype=torch.bfloat16).state_dict()
     assert before.keys() == after.keys()
@@ -285,7 +291,7 @@ def test_finetuning_starts_from_the_saved_weights(
 ) -> None:
     config = tiny(
         "finetune",
-        model={"path": reference["export"]},
+        model={"path": reference["export"], "freeze": False},
         temperature={"loss": "ce"},
         workers={"precision": "bf16", "activation_checkpointing": True, "num_workers": 1},
         run={"num_steps": 5},

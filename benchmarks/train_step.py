@@ -1,0 +1,107 @@
+"""A training step of GPT-2 125M with TempNet against the same step with plain cross-entropy, one process.
+
+    .venv/bin/python -m benchmarks.train_step [--batch-size 8] [--sequence-length 256] [--precision bf16]
+
+The shape is that of `train_lm gpt2-scratch` (12 layers, 768, 50 257 tokens padded to 50 304, d1 = d2 = 256) with random
+weights and tokens; a step is forward, backward, clipping and AdamW. `materialized` forms compute all logits, as the
+papers' code does. Every round times each form once, in turn; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
+
+VOCAB_SIZE, NUM_LOGITS = 50_257, 50_304
+FORMS = {
+    "ce": ("ce", False),
+    "dro + TempNet": ("dro", False),
+    "ce, materialized": ("ce", True),
+    "dro + TempNet, materialized": ("dro", True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Sizes."""
+
+    batch_size: int = 8
+    sequence_length: int = 256
+    num_layers: int = 12
+    precision: Literal["fp32", "bf16"] = "bf16"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    num_threads: int = 2
+    num_rounds: int = 5
+    rho: float = 7.0
+    forms: tuple[str, ...] = ("ce", "dro + TempNet")
+    """Of: ce; dro + TempNet; and either with `, materialized`."""
+
+
+def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
+    """One optimizer step of a form."""
+    torch.manual_seed(0)
+    loss, materialize = FORMS[name]
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=NUM_LOGITS, num_hidden_layers=arguments.num_layers, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    network = TempNet(TempNetConfig.for_logits(VOCAB_SIZE, rho=arguments.rho)) if loss == "dro" else None
+    module = TemperatureCausalLM(
+        AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attention),
+        network,
+        TemperatureLossConfig(name=loss, rho=arguments.rho),
+        vocab_size=VOCAB_SIZE,
+        autocast_dtype=torch.bfloat16 if arguments.precision == "bf16" else None,
+        materialize=materialize,
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+    shape = (arguments.batch_size, arguments.sequence_length)
+    ids, targets = torch.randint(VOCAB_SIZE, (2, *shape))
+    positions = torch.arange(arguments.sequence_length).expand(shape)
+
+    def step() -> None:
+        module(ids, positions, targets)["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(arguments: Arguments) -> None:
+    """Measure and print."""
+    torch.set_num_threads(arguments.num_threads)
+    print(
+        f"GPT-2, {arguments.num_layers} layers, width 768, V {VOCAB_SIZE}, {arguments.batch_size} × "
+        f"{arguments.sequence_length} tokens, {arguments.precision}, {arguments.attention} attention, "
+        f"{arguments.num_threads} threads, torch {torch.__version__}, {arguments.num_rounds} rounds"
+    )
+    steps = {name: make_step(name, arguments) for name in arguments.forms}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(arguments.num_rounds + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
+    first = next(iter(steps))
+    for name, values in seconds.items():
+        ratios = [value / base for value, base in zip(values, seconds[first], strict=True)]
+        print(
+            f"{name:<30}{statistics.median(values):>8.2f} s{statistics.median(ratios):>8.3f} of {first}  "
+            f"({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

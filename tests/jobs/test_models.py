@@ -1,0 +1,76 @@
+"""A user's own model, saved to disk: every family is frozen, held in bfloat16, folded, and trains a TempNet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from jobs.training.config import (
+    DataSection,
+    LanguageModelConfig,
+    ModelSection,
+    RunSection,
+    TemperatureSection,
+    WorkersSection,
+    with_rho,
+)
+from jobs.training.models import build_model
+from pipelines.tokenization import load_tokenizer, train_bpe
+
+WORDS = "a user brings a model of their own and asks which temperature suits every token of it"
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_bpe([WORDS] * 20, 280)
+
+
+def save_model(directory: Path, architecture: str, tokenizer: PreTrainedTokenizerFast, *, tied: bool) -> None:
+    torch.manual_seed(0)
+    extra = {} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        architecture, vocab_size=len(tokenizer) + 24, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        **SIZES, **extra,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("gpt2", True), ("gpt_neox", False), ("llama", False), ("qwen2", True)]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_saved_model_is_frozen_and_its_tempnet_trains(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, architecture: str, tied: bool, precision: str
+) -> None:
+    save_model(tmp_path / "model", architecture, tokenizer, tied=tied)
+    config = LanguageModelConfig(
+        run=RunSection(name="own", storage=str(tmp_path)),
+        data=DataSection(train="unused", validation="unused", context_length=32),
+        model=ModelSection(path=str(tmp_path / "model")),
+        temperature=TemperatureSection(rho=None, hidden_size=16, num_prototypes=8),
+    )
+    assert config.tokenizer == config.model.path
+    assert config.temperature.needs_calibration
+    settings = replace(with_rho(config, 1.5), workers=WorkersSection(precision=precision))
+    module = build_model(settings, load_tokenizer(config.tokenizer))
+    assert module.freeze_base
+    assert module.head is not None
+    assert module.base.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    ids = torch.tensor([tokenizer.encode(WORDS)])
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    optimizer = torch.optim.AdamW(module.tempnet.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        output = module(ids, positions, ids.roll(-1, 1))
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output["loss"].item())
+    assert losses[-1] < losses[0]
+    assert all(parameter.grad is None for parameter in module.base.parameters())
