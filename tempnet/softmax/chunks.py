@@ -134,30 +134,40 @@ class ChunkSums:
         partition = weights.sum(-1)
         log_partition = partition.log()
         mean = torch.linalg.vecdot(weights, scaled) / partition
-        cross_entropy = log_partition - positive_scaled
-        if self.settings.with_values:
-            self.values[1][part] = cross_entropy.where(is_valid, 0.0)
-        scale = is_valid.to(self.exact)
-        if row_weights is not None:
-            scale = scale * row_weights
-        if self.config.kind.objective == "robust":
-            offset = self.config.rho - math.log(self.settings.vocab_size)
-            losses = tau * (cross_entropy + offset)
-            tau_grad = log_partition - mean + offset
-            logits_scale = scale
-        else:
-            losses = cross_entropy
-            tau_grad = (positive_scaled - mean) / tau
-            logits_scale = scale / tau
-        self.losses[part] = losses.where(is_valid, 0.0)
+        logits_scale, tau_grad = self._finish(
+            part, targets, tau, log_partition - positive_scaled, log_partition - mean, row_weights
+        )
         if network is not None and self.needs_network_grad:
-            self._add_network_grad(hidden, network, tau_grad * scale)
+            self._add_network_grad(hidden, network, tau_grad)
         if self.needs_logits_grad:
             gradient = weights.mul_((logits_scale / partition).unsqueeze(-1))
             gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
             if slope is not None:
                 gradient.mul_(slope)
             self._add_logits_grad(part, hidden, gradient)
+
+    def _finish(
+        self,
+        part: slice,
+        targets: Tensor,
+        tau: Tensor,
+        cross_entropy: Tensor,
+        entropy: Tensor,
+        row_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Record losses from the cross-entropy and H(p), both at τ; returns the factors of p − onehot and ∂loss/∂τ, (c,)."""
+        is_valid = targets != IGNORE_INDEX
+        scale = is_valid.to(self.exact) if row_weights is None else row_weights.where(is_valid, 0.0)
+        if self.settings.with_values:
+            self.values[1][part] = cross_entropy.where(is_valid, 0.0)
+        if self.config.kind.objective == "robust":
+            offset = self.config.rho - math.log(self.settings.vocab_size)
+            losses, tau_grad = tau * (cross_entropy + offset), entropy + offset
+        else:
+            losses, tau_grad = cross_entropy, entropy - cross_entropy
+            scale = scale / tau  # a factor of both gradients
+        self.losses[part] = losses.where(is_valid, 0.0)
+        return scale, (tau_grad * scale).where(is_valid, 0.0)
 
     def _add_logits_grad(self, part: slice, hidden: Tensor, gradient: Tensor) -> None:
         if self.bias_grad is not None:
