@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -333,20 +332,29 @@ def test_the_readmes_other_commands_run(
     for shown, real in paths.items():
         assert shown in readme
         readme = readme.replace(shown, real)
-    lines = re.findall(
-        rf"^({re.escape(sys.executable)} -m jobs\.(?:prepare_text|predict_temperatures) .*)$", readme, re.M
-    )
-    assert len(lines) == 2
+    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    jobs = "prepare_text|predict_temperatures|calibrate|generate|evaluate_lm"
+    lines = [
+        line
+        for block in blocks
+        for line in block.splitlines()
+        if re.match(rf"echo |{re.escape(sys.executable)} -m jobs\.({jobs}) ", line)
+    ]
+    assert len(lines) == 8
     environment = cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "README.md").write_text(readme)
     for line in lines:
         done = subprocess.run(
-            shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+            line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, line + done.stdout + done.stderr
     assert (tmp_path / "temperatures.html").read_text().count('title="τ ') > 500
     assert list((tmp_path / "prepared").glob("train-128-*/manifest.json"))
+    assert (tmp_path / "calibration" / "curve.png").stat().st_size > 5000
+    (record,) = map(json.loads, (tmp_path / "texts.jsonl").read_text().splitlines())
+    assert len(record["tau"]) == len(record["tokens"])
+    assert list((tmp_path / "temperatures").glob("*.parquet"))
     (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     scope: dict[str, Any] = {}
     exec(snippet, scope)
-    assert scope["network"].config.input_size <= scope["model"].config.vocab_size
+    assert scope["result"].temperatures.shape == (1, 16)
