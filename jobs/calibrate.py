@@ -7,7 +7,6 @@ python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompt
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -69,8 +68,8 @@ class TauMax:
     num_new_tokens: int = 32
     """Tokens generated for each; the mean is over these."""
     tolerance: float = 0.01
-    """How near the mean has to come."""
-    max_rounds: int = 12
+    """The standard error of the mean that is small enough."""
+    max_rounds: int = 20
     """Generations over all prompts, at most."""
     batch_size: int = 8
     """Prompts generated together."""
@@ -163,11 +162,11 @@ def plot(values: dict[str, Any], path: Path, *, wanted: float) -> None:
 
 
 def calibrate_tau_max(job: TauMax) -> None:
-    """Run `tau-max`: generate, take the step that is exact for fixed contexts, and repeat until it rests."""
+    """Run `tau-max`: generate, take the step that is exact for fixed contexts, and repeat until the mean is known."""
     import torch
 
     from pipelines.tokenization import load_tokenizer
-    from tempnet.calibration import CalibrationError, tau_max_for_mean
+    from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
     from tempnet.inference import CachedFold, can_fold, generate
     from tempnet.loading import load_causal_lm
 
@@ -189,37 +188,44 @@ def calibrate_tau_max(job: TauMax) -> None:
     ]
     fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
-    def mean_tau() -> float:
-        total, count = 0.0, 0
-        torch.manual_seed(job.seed)
+    def generated(seed: int) -> list[torch.Tensor]:
+        """τ of every token of every generated text."""
+        texts = []
+        torch.manual_seed(seed)
         for batch in batches:
             length = batch["input_ids"].shape[1]
             found = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
-            new = found.sequences[:, length:]
-            ended = (new == tokenizer.eos_token_id).int().cumsum(-1) - (new == tokenizer.eos_token_id).int() > 0
-            total += found.temperatures[~ended].double().sum().item()
-            count += int((~ended).sum())
-        return total / count
+            is_end = found.sequences[:, length:] == tokenizer.eos_token_id
+            is_beyond = is_end.int().cumsum(-1) - is_end.int() > 0
+            texts += [tau[~beyond] for tau, beyond in zip(found.temperatures, is_beyond, strict=True)]
+        return texts
 
-    print(f"{'round':>6}{'τ_max':>10}{'mean τ of generated tokens':>30}")
-    mean = math.nan
+    print(f"{'round':>6}{'τ_max':>10}{'mean τ':>10}{'pooled: next τ_max':>22}{'± mean τ':>12}")
+    shares: list[torch.Tensor] = []
     for number in range(1, job.max_rounds + 1):
-        mean = mean_tau()
-        now = network.config.tau_max_eval or network.config.tau_max
-        print(f"{number:>6}{now:>10.4f}{mean:>30.4f}", flush=True)
-        if abs(mean - job.mean_tau) <= job.tolerance:
+        now = network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval
+        texts = generated(job.seed + number)
+        found = [share_of_range(text, network.config) for text in texts]
+        # The first round drew its texts at a τ_max that may be far off: it only gives the first step.
+        shares = found if number <= 2 else shares + found
+        share = Share.of(shares)
+        network.set_tau_max_eval(tau_max_for_mean(network.config, share.mean, wanted=job.mean_tau))
+        error = share.standard_error * job.mean_tau / share.mean
+        mean = torch.cat(texts).mean().item()
+        print(f"{number:>6}{now:>10.4f}{mean:>10.4f}{network.config.tau_max_eval:>22.4f}{error:>12.4f}", flush=True)
+        if number > 1 and error <= job.tolerance:
             break
-        network.set_tau_max_eval(tau_max_for_mean(network.config, mean, wanted=job.mean_tau))
     else:
         raise CalibrationError(
-            f"after {job.max_rounds} rounds the mean temperature is {mean:.4f}, wanted is {job.mean_tau:g} within "
-            f"{job.tolerance:g}: generate more tokens (num_new_tokens, num_prompts), or allow more"
+            f"after {job.max_rounds} rounds the mean temperature is only known to ± {error:.4f}, wanted is "
+            f"{job.tolerance:g}: generate more (num_new_tokens, num_prompts), or allow a larger tolerance"
         )
+    print(f"τ_max = {network.config.tau_max_eval:.4f} gives a mean τ of {job.mean_tau:g} ± {error:.4f}")
     if job.dry_run:
         return
     directory = Path(job.tempnet) if job.tempnet else Path(job.model) / "tempnet"
     network.save_pretrained(directory)
-    print(f"tau_max_eval = {network.config.tau_max_eval or network.config.tau_max:.4f} is saved in {directory}")
+    print(f"tau_max_eval = {network.config.tau_max_eval:.4f} is saved in {directory}")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,7 +4,8 @@
 the ρ whose mean τ* is the wanted one is found by root finding, before anything is trained.
 
 τ_max at inference. τ = (τ_max − τ₀)·σ(s) + τ₀ is linear in τ_max, so over given contexts the τ_max of a wanted mean τ is
-exact; over *generated* contexts, which change with τ, the same step is repeated until it rests.
+exact; over *generated* contexts, which change with τ, the step is repeated with fresh texts, and the σ of all rounds but the
+first are pooled until the standard error of the mean is small enough.
 
 Shapes: N contexts (rows), V effective vocabulary.
 """
@@ -117,14 +118,40 @@ def calibrate_rho(
     )
 
 
-def tau_max_for_mean(config: TempNetConfig, tau_mean: float, *, wanted: float) -> float:
-    """The τ_max at which contexts whose mean τ is now `tau_mean` have the mean `wanted`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Where temperatures lie in their range, σ = (τ − τ₀)/(τ_max − τ₀), which does not depend on τ_max."""
+
+    mean: float
+    standard_error: float
+    """Of the mean, with tokens of one text taken as dependent."""
+
+    @classmethod
+    def of(cls, texts: Sequence[Tensor]) -> Share:
+        """From the σ of the tokens of every text: the ratio of sums, and the spread of its residuals over texts."""
+        sums = torch.tensor(
+            [[text.double().sum().item(), len(text)] for text in texts if len(text)], dtype=torch.float64
+        )
+        total, count = sums.sum(0).tolist()
+        mean = total / count
+        residuals = sums[:, 0] - mean * sums[:, 1]
+        num_texts = len(sums)
+        variance = residuals.square().sum().item() * num_texts / max(num_texts - 1, 1) / count**2
+        return cls(mean=mean, standard_error=math.sqrt(variance) if num_texts > 1 else math.inf)
+
+
+def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:
+    """σ of temperatures that a network in eval mode gave."""
+    tau_max = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+    return (tau - config.tau_min) / (tau_max - config.tau_min)
+
+
+def tau_max_for_mean(config: TempNetConfig, mean_share: float, *, wanted: float) -> float:
+    """The τ_max at which contexts of this mean σ have the mean temperature `wanted`: τ₀ + (wanted − τ₀)/σ.
 
     Raises:
         CalibrationError: if `wanted` is not above τ₀.
     """
     if not wanted > config.tau_min:
         raise CalibrationError(f"a mean temperature of {wanted:g} is not above tau_min = {config.tau_min:g}")
-    now = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
-    mean_sigmoid = (tau_mean - config.tau_min) / (now - config.tau_min)
-    return config.tau_min + (wanted - config.tau_min) / mean_sigmoid
+    return config.tau_min + (wanted - config.tau_min) / mean_share

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import brentq, minimize_scalar
 
 from tempnet import TempNet, TempNetConfig, robust_loss
-from tempnet.calibration import CalibrationError, calibrate_rho, tau_max_for_mean
+from tempnet.calibration import CalibrationError, Share, calibrate_rho, share_of_range, tau_max_for_mean
 
 VOCABULARY = 40
 
@@ -63,8 +63,20 @@ def test_tau_max_for_given_contexts_is_exact() -> None:
     torch.manual_seed(0)
     network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.0)).eval()
     for wanted in (0.7, 0.4, 1.7):
-        mean = network(logits).mean().item()
-        network.set_tau_max_eval(tau_max_for_mean(network.config, mean, wanted=wanted))
+        share = Share.of([share_of_range(network(logits), network.config)])
+        network.set_tau_max_eval(tau_max_for_mean(network.config, share.mean, wanted=wanted))
         assert network(logits).mean().item() == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(CalibrationError, match="not above tau_min"):
         tau_max_for_mean(network.config, 0.5, wanted=0.0005)
+
+
+def test_the_standard_error_of_a_share_covers_the_truth() -> None:
+    """Texts of unequal length with a level of their own: about 95 % of the means lie within 1.96 standard errors."""
+    generator = torch.Generator().manual_seed(1)
+    num_covered = 0
+    for _ in range(400):
+        levels = 0.3 + 0.1 * torch.randn(60, generator=generator)
+        lengths = torch.randint(5, 40, (60,), generator=generator).tolist()
+        found = Share.of([level.repeat(length) for level, length in zip(levels, lengths, strict=True)])
+        num_covered += abs(found.mean - 0.3) < 1.96 * found.standard_error
+    assert 0.91 < num_covered / 400 < 0.98
