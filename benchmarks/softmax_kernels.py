@@ -1,0 +1,139 @@
+"""Time and memory of the loss on a GPU, forward and backward from hidden states: the kernels against what is public.
+
+    .venv/bin/python -m benchmarks.softmax_kernels [--num-tokens 8192] [--hidden-size 2048] [--vocab-size 128256]
+
+All forms give the gradients of the mean loss for hidden states and weight, in bfloat16. The kernels do so for a temperature
+of every token (and with the statistics at τ = 1); the others know τ = 1 only. `liger` and `cut-cross-entropy` are measured
+where they can be imported. Every round times each form once, in turn; ratios are medians over rounds. Memory is the growth
+of the allocator's peak over the start of the step, gradients included.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+from jobs.command_line import fail
+from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Sizes."""
+
+    num_tokens: int = 8192
+    hidden_size: int = 2048
+    vocab_size: int = 128_256
+    num_rounds: int = 10
+
+
+def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Form → one forward and backward pass, which returns the loss and the gradients of hidden states and weight."""
+    generator = torch.Generator(device).manual_seed(0)
+    n, d, v = arguments.num_tokens, arguments.hidden_size, arguments.vocab_size
+    hidden = torch.randn(n, d, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+    weight = torch.randn(v, d, device=device, dtype=torch.bfloat16, generator=generator).mul_(d**-0.5).requires_grad_()
+    targets = torch.randint(v, (n,), device=device, generator=generator)
+    tau = torch.ones(n, device=device)
+
+    def differentiated(loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            value = loss()
+            return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+        return run
+
+    def kernels(with_unit: bool) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            found = softmax_statistics(hidden, weight, targets, tau, with_unit=with_unit)
+            hidden_grad, weight_grad, _ = softmax_gradients(
+                hidden, weight, targets, tau, found.log_partition, 1 / (n * tau)
+            )
+            assert hidden_grad is not None
+            assert weight_grad is not None
+            return found.cross_entropy.mean(), hidden_grad, weight_grad
+
+        return run
+
+    forms = {
+        "eager": differentiated(lambda: F.cross_entropy((hidden @ weight.T).float(), targets)),
+        "eager, bfloat16 softmax": differentiated(lambda: F.cross_entropy(hidden @ weight.T, targets)),
+        "kernels": kernels(with_unit=False),
+        "kernels, and at τ = 1": kernels(with_unit=True),
+        "torch linear_cross_entropy": differentiated(
+            lambda: F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+        ),
+    }
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss()
+        forms["liger"] = differentiated(lambda: liger(weight, hidden, targets))
+    if importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        forms["cut-cross-entropy"] = differentiated(lambda: linear_cross_entropy(hidden, weight, targets))
+    return forms
+
+
+def check(forms: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
+    """Compile and warm up every form, and see that all compute the same thing: the first one's."""
+    expected = [value.float() for value in next(iter(forms.values()))()]
+    for name, run in forms.items():
+        for value, reference in zip(run(), expected, strict=True):
+            error = ((value.float() - reference).norm() / reference.norm()).item()
+            if not error < 0.05:
+                fail(f"{name} is off by {error:.1%} of the eager result")
+
+
+def measure(run: Callable[[], tuple[Tensor, ...]]) -> tuple[float, float]:
+    """Milliseconds, and MiB of peak memory."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    run()
+    ended.record()
+    torch.cuda.synchronize()
+    return started.elapsed_time(ended), (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def main(arguments: Arguments) -> None:
+    """Measure and print."""
+    if not torch.cuda.is_available():
+        fail("this benchmark needs an NVIDIA GPU, and torch finds none")
+    if not is_available(torch.zeros(1, device="cuda")):
+        fail("the kernels need Triton and compute capability 8.0")
+    packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
+    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
+    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {', '.join(versions)}")
+    print(
+        f"N {arguments.num_tokens}, d {arguments.hidden_size}, V {arguments.vocab_size}, bfloat16, "
+        f"{arguments.num_rounds} rounds"
+    )
+    forms = make_forms(arguments, "cuda")
+    check(forms)
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for _ in range(arguments.num_rounds):
+        for name, run in forms.items():
+            figures[name].append(measure(run))
+    base = next(iter(figures.values()))
+    print(f"{'':<32}{'ms':>9}{'ratio':>8}{'MiB':>8}")
+    for name, values in figures.items():
+        milliseconds = statistics.median(time for time, _ in values)
+        ratio = statistics.median(time / other for (time, _), (other, _) in zip(values, base, strict=True))
+        print(f"{name:<32}{milliseconds:>9.2f}{ratio:>8.2f}{max(memory for _, memory in values):>8.0f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,217 @@
+"""The Triton kernels behind `tempnet.softmax.kernels`: what one program does with its tile of logits.
+
+Importing this file imports Triton, which reads TRITON_INTERPRET at that moment; `kernels.py` does so on first use.
+
+A program owns BLOCK_TOKENS rows and computes logits BLOCK_VOCAB columns at a time, in float32 and in registers; only sums
+over the vocabulary (statistics) or the gradient in the inputs' precision leave it. Programs are numbered so that those
+running at the same time share GROUP row blocks: the hidden states of one group and the weight tiles it is reading then
+fit the L2 cache together.
+
+Shapes: N tokens, d hidden size, V vocabulary; all matrices are contiguous. Sizes need not be multiples of the blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Stands for −∞ where a column lies beyond the vocabulary: exp gives exactly 0, and 0·FLOOR is 0, not NaN.
+FLOOR = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _grouped(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tuple:
+    """The (row, column) of a program: GROUP rows at a time, down a column before the next one."""
+    first_row = program // (GROUP * num_columns) * GROUP
+    num_rows_here = tl.minimum(num_rows - first_row, GROUP)
+    within = program % (GROUP * num_columns)
+    return first_row + within % num_rows_here, within // num_rows_here
+
+
+@triton.jit
+def _logits_tile(
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    soft_cap: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    num_tokens: tl.tensor,
+    vocab_size: tl.tensor,
+    num_hidden: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap; entries beyond the ends mean nothing."""
+    # N·d and V·d may pass 2³¹.
+    hidden_rows = hidden + rows.to(tl.int64)[:, None] * num_hidden
+    weight_columns = weight + columns.to(tl.int64)[None, :] * num_hidden
+    logits = tl.zeros((BLOCK_TOKENS, BLOCK_VOCAB), dtype=tl.float32)
+    for start in range(0, num_hidden, BLOCK_HIDDEN):
+        k = start + tl.arange(0, BLOCK_HIDDEN)
+        left_mask = (rows < num_tokens)[:, None] & (k < num_hidden)[None, :]
+        right_mask = (k < num_hidden)[:, None] & (columns < vocab_size)[None, :]
+        left = tl.load(hidden_rows + k[None, :], mask=left_mask, other=0.0)
+        right = tl.load(weight_columns + k[:, None], mask=right_mask, other=0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        logits = tl.dot(left, right, logits, input_precision=PRECISION)
+    if bias is not None:
+        logits += tl.load(bias + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
+    if soft_cap is not None:
+        # tanh(x) = 1 − 2/(e²ˣ + 1), right at both infinities; absolute error is that of float32 at 1.
+        logits = soft_cap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / soft_cap)) + 1.0))
+    return logits
+
+
+@triton.jit
+def statistics_kernel(
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    soft_cap: tl.tensor,
+    targets: tl.tensor,
+    tau: tl.tensor,
+    partials: tl.tensor,
+    num_tokens: tl.tensor,
+    vocab_size: tl.tensor,
+    num_hidden: tl.tensor,
+    num_splits: tl.tensor,
+    num_tiles_per_split: tl.tensor,
+    WITH_UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """Sums over one split of the vocabulary for one block of tokens, by running maximum.
+
+    Writes to partials (4 or 6, num_splits, N), with m the maximum of L over the split and x = (L − m)/τ:
+    m, Σ eˣ, Σ eˣ (L − m), L at the target (0 where the target lies elsewhere), and with WITH_UNIT the two sums at τ = 1.
+    The moment is taken about m because E_p[L] − m is what matters at small τ, and is lost in a sum of large L.
+    """
+    num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
+    row_block, split = _grouped(tl.program_id(0), num_row_blocks, num_splits, GROUP)
+    rows = row_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    in_rows = rows < num_tokens
+    target = tl.load(targets + rows, mask=in_rows, other=-1)
+    inverse_tau = 1.0 / tl.load(tau + rows, mask=in_rows, other=1.0)
+
+    maximum = tl.full((BLOCK_TOKENS,), FLOOR, dtype=tl.float32)
+    partition = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    moment = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    positive = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    partition_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    moment_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
+    first = split * num_tiles_per_split
+    last = tl.minimum(first + num_tiles_per_split, tl.cdiv(vocab_size, BLOCK_VOCAB))
+    for tile in range(first, last):
+        columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        logits = _logits_tile(
+            hidden,
+            weight,
+            bias,
+            soft_cap,
+            rows,
+            columns,
+            num_tokens,
+            vocab_size,
+            num_hidden,
+            BLOCK_TOKENS,
+            BLOCK_VOCAB,
+            BLOCK_HIDDEN,
+            PRECISION,
+            WIDEN,
+        )
+        logits = tl.where((columns < vocab_size)[None, :], logits, FLOOR)
+        positive += tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), 1)
+        raised = tl.maximum(maximum, tl.max(logits, 1))
+        shift = maximum - raised
+        maximum = raised
+        centred = logits - raised[:, None]
+        weights = tl.exp(centred * inverse_tau[:, None])
+        decay = tl.exp(shift * inverse_tau)
+        moment = decay * (moment + shift * partition) + tl.sum(weights * centred, 1)
+        partition = decay * partition + tl.sum(weights, 1)
+        if WITH_UNIT:
+            weights = tl.exp(centred)
+            decay = tl.exp(shift)
+            moment_unit = decay * (moment_unit + shift * partition_unit) + tl.sum(weights * centred, 1)
+            partition_unit = decay * partition_unit + tl.sum(weights, 1)
+
+    output = partials + split * num_tokens + rows
+    stride = num_splits * num_tokens
+    tl.store(output, maximum, mask=in_rows)
+    tl.store(output + stride, partition, mask=in_rows)
+    tl.store(output + 2 * stride, moment, mask=in_rows)
+    tl.store(output + 3 * stride, positive, mask=in_rows)
+    if WITH_UNIT:
+        tl.store(output + 4 * stride, partition_unit, mask=in_rows)
+        tl.store(output + 5 * stride, moment_unit, mask=in_rows)
+
+
+@triton.jit
+def logits_gradient_kernel(
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    soft_cap: tl.tensor,
+    targets: tl.tensor,
+    tau: tl.tensor,
+    log_partition: tl.tensor,
+    row_scale: tl.tensor,
+    gradient: tl.tensor,
+    num_tokens: tl.tensor,
+    vocab_size: tl.tensor,
+    num_hidden: tl.tensor,
+    gradient_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One tile of row_scale·(softmax(L/τ) − onehot)·slope, written in the precision of `gradient` (N, ≥ V).
+
+    `weight` and `bias` are those of a stretch of the vocabulary, of vocab_size rows, and `targets` count from its start.
+    """
+    num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
+    num_tiles = tl.cdiv(vocab_size, BLOCK_VOCAB)
+    row_block, tile = _grouped(tl.program_id(0), num_row_blocks, num_tiles, GROUP)
+    rows = row_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    logits = _logits_tile(
+        hidden,
+        weight,
+        bias,
+        soft_cap,
+        rows,
+        columns,
+        num_tokens,
+        vocab_size,
+        num_hidden,
+        BLOCK_TOKENS,
+        BLOCK_VOCAB,
+        BLOCK_HIDDEN,
+        PRECISION,
+        WIDEN,
+    )
+    in_rows = rows < num_tokens
+    target = tl.load(targets + rows, mask=in_rows, other=-1)
+    inverse_tau = 1.0 / tl.load(tau + rows, mask=in_rows, other=1.0)
+    offset = tl.load(log_partition + rows, mask=in_rows, other=0.0)
+    scale = tl.load(row_scale + rows, mask=in_rows, other=0.0)
+    values = tl.exp(logits * inverse_tau[:, None] - offset[:, None])
+    values -= tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
+    values *= scale[:, None]
+    if soft_cap is not None:
+        capped = logits / soft_cap
+        values *= 1.0 - capped * capped
+    pointers = gradient + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
+    tl.store(pointers, values.to(gradient.dtype.element_ty), mask=in_rows[:, None] & (columns < vocab_size)[None, :])

@@ -1,0 +1,260 @@
+"""The kernels against float64 autograd of the plain formula; run by test_kernels.py in a process of its own.
+
+With TRITON_INTERPRET=1 on the CPU, without it on a GPU: Triton reads the variable when it is imported, once for a process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.softmax.kernels import SoftmaxStatistics, Tile, is_available, softmax_gradients, softmax_statistics
+from tempnet.softmax.reference import IGNORE_INDEX
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# Small enough that the shapes below have several tiles in every direction.
+TILE = Tile(num_tokens=16, num_vocab=32, num_hidden=16, num_warps=4, num_stages=2)
+# Of statistics, of gradients: 16-bit inputs round dL and the results, not the statistics.
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2), torch.float16: (1e-5, 2e-3)}
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-12)).item()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Random inputs, and the exact answers."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    tau: Tensor
+    row_scale: Tensor
+    bias: Tensor | None
+    soft_cap: float | None
+
+    @classmethod
+    def random(
+        cls,
+        num_tokens: int,
+        num_hidden: int,
+        vocab_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        tau: tuple[float, float] = (0.3, 2.0),
+        bias: bool = False,
+        soft_cap: float | None = None,
+        num_ignored: int = 0,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(num_tokens + num_hidden + vocab_size)
+
+        def normal(*shape: int, scale: float) -> Tensor:
+            return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+        targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
+        targets[torch.randperm(num_tokens, generator=generator)[:num_ignored]] = IGNORE_INDEX
+        low, high = tau
+        return cls(
+            hidden=normal(num_tokens, num_hidden, scale=1.0),
+            weight=normal(vocab_size, num_hidden, scale=num_hidden**-0.5),
+            targets=targets.to(DEVICE),
+            tau=(low + (high - low) * torch.rand(num_tokens, generator=generator)).to(DEVICE),
+            row_scale=(0.5 + torch.rand(num_tokens, generator=generator)).to(DEVICE),
+            bias=normal(vocab_size, scale=0.5) if bias else None,
+            soft_cap=soft_cap,
+        )
+
+    def statistics(self, **options: object) -> SoftmaxStatistics:
+        return softmax_statistics(
+            self.hidden, self.weight, self.targets, self.tau, bias=self.bias, soft_cap=self.soft_cap, **options
+        )
+
+    def gradients(self, log_partition: Tensor, **options: object) -> tuple[Tensor | None, ...]:
+        return softmax_gradients(
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.tau,
+            log_partition,
+            self.row_scale,
+            bias=self.bias,
+            soft_cap=self.soft_cap,
+            **options,
+        )
+
+    def exact_logits(self, *leaves: Tensor) -> Tensor:
+        hidden, weight, *bias = leaves
+        logits = hidden @ weight.T + (bias[0] if bias else 0.0)
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    def leaves(self) -> list[Tensor]:
+        leaves = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
+        return [leaf.double().requires_grad_() for leaf in leaves]
+
+    def check(self, **options: object) -> None:
+        """Statistics and gradients against those of the formula."""
+        leaves = self.leaves()
+        logits = self.exact_logits(*leaves)
+        tau = self.tau.double()
+        is_valid = self.targets != IGNORE_INDEX
+        safe_targets = self.targets.where(is_valid, 0)
+        log_partition, mean = exact_statistics(logits, tau)
+        positive = logits.gather(1, safe_targets[:, None])[:, 0].where(is_valid, 0.0)
+        statistics_tolerance, gradient_tolerance = TOLERANCES[self.hidden.dtype]
+        # A float32 logit is off by 2⁻²⁴|L|, which p = exp(L/τ − …) sees divided by τ.
+        rounding = (logits.abs().max() / tau.min()).item() * 2**-24
+
+        statistics = self.statistics(tile=TILE, with_unit=True)
+        expected = {
+            "log_partition": log_partition,
+            "mean_logit": mean,
+            "positive": positive,
+            "log_partition_unit": logits.logsumexp(-1),
+            "mean_logit_unit": exact_statistics(logits, torch.ones_like(tau))[1],
+        }
+        errors = {name: relative_error(getattr(statistics, name), value) for name, value in expected.items()}
+        assert max(errors.values()) < statistics_tolerance, errors
+        # Entropies near 0 are differences of large numbers: an absolute error is what can be asked of them.
+        for value, reference in (
+            (statistics.entropy, log_partition - mean / tau),
+            (statistics.log_partition - statistics.mean_logit / self.tau, log_partition - mean / tau),
+            (statistics.cross_entropy[is_valid], (log_partition - positive / tau)[is_valid]),
+        ):
+            assert (value.dtype, value.shape) == (torch.float32, reference.shape)
+            torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=max(1e-5, 4 * rounding))
+
+        losses = F.cross_entropy(logits / tau[:, None], safe_targets, reduction="none") * tau * self.row_scale
+        theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
+        ours = self.gradients(statistics.log_partition, tile=TILE, **options)
+        assert (ours[2] is None) == (self.bias is None)
+        for name, value, reference in zip(("hidden", "weight", "bias"), ours, theirs, strict=False):
+            assert value is not None
+            assert (value.dtype, value.shape) == (self.hidden.dtype, reference.shape)
+            assert relative_error(value, reference) < max(gradient_tolerance, rounding), name
+
+
+def exact_statistics(logits: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(L/τ) and E_p[L]."""
+    scaled = logits / tau[:, None]
+    return scaled.logsumexp(-1), (scaled.softmax(-1) * logits).sum(-1)
+
+
+def test_the_device_can_run_them() -> None:
+    assert is_available(torch.zeros(1, device=DEVICE))
+    assert not is_available(torch.zeros(1, device=DEVICE, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 17])
+@pytest.mark.parametrize(("num_hidden", "vocab_size"), [(3, 5), (16, 32), (40, 107)])
+@pytest.mark.parametrize(("bias", "soft_cap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
+def test_any_shape(num_tokens: int, num_hidden: int, vocab_size: int, bias: bool, soft_cap: float | None) -> None:
+    case = Case.random(num_tokens, num_hidden, vocab_size, bias=bias, soft_cap=soft_cap, num_ignored=num_tokens // 4)
+    case.check(scratch_bytes=num_tokens * 4 * 70)  # stretches of two tiles
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("tau", [(0.005, 0.005), (0.005, 2.0), (2.0, 2.0)], ids=str)
+def test_any_precision_and_temperature(dtype: torch.dtype, tau: tuple[float, float]) -> None:
+    Case.random(17, 48, 170, dtype=dtype, tau=tau, bias=True, num_ignored=3).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
+    case = Case.random(17, 48, 300, dtype=dtype, bias=True, soft_cap=1.5)
+    statistics, reference = case.statistics(), case.statistics(tile=TILE)
+    torch.testing.assert_close(statistics.log_partition, reference.log_partition)
+    assert statistics.log_partition_unit is None
+    assert statistics.mean_logit_unit is None
+    ours, theirs = (case.gradients(statistics.log_partition, tile=tile) for tile in (None, TILE))
+    for value, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempnet.softmax.kernels._GROUP", 2)
+    for num_programs in (1, 6, 7):  # all tiles in one split; two splits and a half-empty last one; three
+        monkeypatch.setattr("tempnet.softmax.kernels._NUM_PROGRAMS", num_programs)
+        Case.random(40, 20, 110, num_ignored=5).check()
+
+
+def test_all_targets_ignored() -> None:
+    case = Case.random(7, 20, 50, bias=True, num_ignored=7)
+    statistics = case.statistics(tile=TILE)
+    assert statistics.positive.abs().sum() == 0
+    assert all(torch.isfinite(value).all() for value in (statistics.log_partition, statistics.mean_logit))
+    gradients = case.gradients(statistics.log_partition, tile=TILE)
+    assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
+
+
+def test_large_logits_overflow_nowhere() -> None:
+    """One token all but certain, L/τ near 10⁵: a softmax without its maximum would be inf/inf."""
+    case = Case.random(3, 16, 40, tau=(0.005, 0.005))
+    case.hidden.mul_(100.0)
+    statistics = case.statistics(tile=TILE, with_unit=True)
+    logits = case.exact_logits(*case.leaves())
+    assert (logits.topk(2).values.diff().abs() > 1).all()  # certain to within e⁻²⁰⁰
+    log_partition, mean = exact_statistics(logits, case.tau.double())
+    assert relative_error(statistics.log_partition, log_partition) < 1e-6
+    assert relative_error(statistics.mean_logit, mean) < 1e-6
+    assert statistics.entropy.tolist() == [0.0] * 3
+
+
+def test_small_entropies_keep_their_digits() -> None:
+    """log_partition − mean_logit/τ would be a difference of two numbers near 6 000, whose last digit is 5·10⁻⁴."""
+    weight = torch.tensor([30.03, 29.98, 29.0, 1.0], device=DEVICE)[:, None]
+    case = replace(Case.random(1, 1, 4, tau=(0.005, 0.005)), hidden=torch.ones(1, 1, device=DEVICE), weight=weight)
+    case = replace(case, targets=torch.zeros_like(case.targets))
+    scaled = case.exact_logits(*case.leaves()) / case.tau.double()[:, None]
+    statistics = case.statistics(tile=TILE)
+    log_probability = scaled.log_softmax(-1)
+    entropy = -(log_probability.exp() * log_probability).sum(-1)
+    assert 4e-4 < entropy < 6e-4
+    torch.testing.assert_close(statistics.entropy.double(), entropy, rtol=0, atol=1e-6)
+    torch.testing.assert_close(statistics.cross_entropy.double(), -log_probability[:, 0], rtol=0, atol=1e-6)
+
+
+def test_only_what_is_needed() -> None:
+    case = Case.random(7, 20, 50, bias=True)
+    log_partition = case.statistics(tile=TILE).log_partition
+    full = case.gradients(log_partition, tile=TILE)
+    for index in range(3):
+        needs = tuple(number == index for number in range(3))
+        gradients = case.gradients(log_partition, tile=TILE, needs=needs)
+        assert [gradient is not None for gradient in gradients] == list(needs)
+        assert torch.equal(gradients[index], full[index])
+
+
+def test_views_are_read_right_and_bits_repeat() -> None:
+    """Tensors of any strides, and an output weight cut to the effective vocabulary."""
+    case = Case.random(14, 20, 50)
+    padded = torch.cat([case.weight, torch.full_like(case.weight[:3], 1e4)])
+    view = replace(case, hidden=case.hidden.T.contiguous().T, weight=padded[:50])
+    log_partition = case.statistics(tile=TILE).log_partition
+    assert torch.equal(log_partition, view.statistics(tile=TILE).log_partition)
+    ours, theirs = (one.gradients(log_partition, tile=TILE) for one in (case, view))
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
+def test_sizes_of_a_language_model() -> None:
+    """GPT-2's vocabulary in bfloat16, several stretches, against the formula in float32 on the same rounded inputs."""
+    case = Case.random(2048, 768, 50257, dtype=torch.bfloat16, num_ignored=100)
+    statistics = case.statistics(with_unit=True)
+    leaves = [leaf.detach().float().requires_grad_() for leaf in case.leaves()]
+    logits = case.exact_logits(*leaves)
+    is_valid = case.targets != IGNORE_INDEX
+    losses = F.cross_entropy(logits / case.tau[:, None], case.targets, reduction="none") * case.tau * case.row_scale
+    assert relative_error(statistics.log_partition, (logits / case.tau[:, None]).logsumexp(-1).double()) < 1e-5
+    assert relative_error(statistics.log_partition_unit, logits.logsumexp(-1).double()) < 1e-5
+    theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
+    ours = case.gradients(statistics.log_partition, scratch_bytes=64 << 20)
+    for value, reference in zip(ours, theirs, strict=False):
+        assert relative_error(value, reference.double()) < 1e-2

@@ -1,0 +1,104 @@
+"""The Triton kernels: their answers (kernel_cases.py, in Triton's interpreter or on a GPU) and their machine code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tempnet.softmax.kernels import Tile, is_available
+
+CASES = Path(__file__).with_name("kernel_cases.py")
+
+
+def run_cases(interpreted: bool) -> str:
+    """Run them in a process of their own, and return what pytest printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    done = subprocess.run(command, cwd=CASES.parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    summary = run_cases(interpreted=True)
+    assert re.search(r"^\d{2,} passed, 1 skipped", summary, re.MULTILINE), summary
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    assert "skipped" not in run_cases(interpreted=False)
+
+
+def test_import_without_triton() -> None:
+    """The file is imported everywhere; where there is no Triton it says so."""
+    program = (
+        "import sys; sys.modules['triton'] = None; import torch; from tempnet.softmax.kernels import is_available; "
+        "assert not is_available(torch.zeros(1))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+
+
+def test_a_cpu_tensor_has_no_kernels() -> None:
+    assert not is_available(torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["statistics_kernel", "logits_gradient_kernel"])
+def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute capability 8.0, bfloat16, every option on: tensor cores, no spilled registers, little enough shared memory.
+
+    Triton compiles without a GPU; only the launch needs one.
+    """
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tempnet.softmax import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    tile = Tile.for_dtype(torch.bfloat16)
+    constants = {
+        "GROUP": 8,
+        "BLOCK_TOKENS": tile.num_tokens,
+        "BLOCK_VOCAB": tile.num_vocab,
+        "BLOCK_HIDDEN": tile.num_hidden,
+        "PRECISION": "ieee",
+        "WIDEN": False,
+    }
+    if name == "statistics_kernel":
+        constants["WITH_UNIT"] = True
+    types = dict.fromkeys(["hidden", "weight", "bias", "gradient"], "*bf16")
+    types |= dict.fromkeys(["tau", "partials", "log_partition", "row_scale"], "*fp32")
+    types |= {"targets": "*i64", "soft_cap": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    # As a launch finds it: PyTorch's allocations are aligned, and the hidden size is a multiple of 16.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (argument, type_name) in enumerate(signature.items())
+        if type_name.startswith("*") or argument in ("num_hidden", "gradient_stride")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 80, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True},
+    )
+    assert "mma.sync" in compiled.asm["ptx"]
+    assert "cp.async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 99 << 10  # of capability 8.6 and 8.9
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary], capture_output=True, text=True, check=True
+    )
+    assert "STACK:0" in usage.stdout, usage.stdout
