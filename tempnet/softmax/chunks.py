@@ -185,7 +185,7 @@ class ChunkSums:
             else:
                 total += gradient.T @ hidden
 
-    def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, _NetworkGraph | None]:
+    def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, NetworkGraph | None]:
         """τ (c,), and where a TempNet predicts it, the small graph behind it."""
         source, config = self.config.kind.temperature, self.config
         if source == "oracle":
@@ -201,12 +201,17 @@ class ChunkSums:
         else:
             unit = logits * inverse_norm.unsqueeze(-1)
             product = unit @ self.first.weight.to(self.exact).T
-        with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
+        return self._network_graph(product, inverse_norm, unit)
+
+    def _network_graph(self, product: Tensor, inverse_norm: Tensor, unit: Tensor | None) -> tuple[Tensor, NetworkGraph]:
+        """τ (c,) from W1 x, with the graph from there."""
+        assert self.tempnet is not None
+        with torch.enable_grad(), torch.autocast(product.device.type, enabled=False):
             product = product.to(self.first.weight.dtype).detach().requires_grad_()
             tau = self.tempnet.from_first_product(product)
-        return tau.detach().to(self.exact), _NetworkGraph(product, tau, inverse_norm, unit)
+        return tau.detach().to(self.exact), NetworkGraph(product, tau, inverse_norm, unit)
 
-    def _add_network_grad(self, hidden: Tensor, network: _NetworkGraph, tau_grad: Tensor) -> None:
+    def _add_network_grad(self, hidden: Tensor, network: NetworkGraph, tau_grad: Tensor) -> None:
         """Add the gradients of the TempNet's parameters for ∂loss/∂τ (c,)."""
         delta, *tail = torch.autograd.grad(
             network.tau, [network.product, *self.tail], tau_grad.to(network.tau.dtype), allow_unused=True
@@ -228,7 +233,7 @@ class ChunkSums:
 
 
 @dataclass(frozen=True, slots=True)
-class _NetworkGraph:
+class NetworkGraph:
     """The graph from W1 x to τ of one chunk, and what leads from there to the hidden states."""
 
     product: Tensor

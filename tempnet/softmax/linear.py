@@ -4,6 +4,8 @@
 A scalar loss gets its gradients in the forward pass, while a chunk's logits are there, so nothing is computed twice;
 losses per token (`reduction="none"`) are differentiated by a second pass once their upstream gradients are known.
 
+On a GPU the Triton kernels of `kernels.py` do the same without chunks (`fused.py`).
+
 What makes TempNet nearly free (method §3) is in `fold.py`; which path is taken is a count of FLOPs. Both agree to rounding.
 
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
@@ -11,6 +13,7 @@ Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import ChunkSettings, ChunkSums
 from tempnet.softmax.fold import FoldCache, fold_pays
+from tempnet.softmax.fused import FusedSums, can_fuse
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
 
@@ -142,6 +146,19 @@ def whole_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
     )
 
 
+def make_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ChunkSettings,
+    parameters: tuple[Tensor, ...],
+    needs: Sequence[bool],
+) -> ChunkSums:
+    """By the Triton kernels where they can, in chunks elsewhere."""
+    kind = FusedSums if can_fuse(hidden, settings) else ChunkSums
+    return kind(hidden, weight, bias, settings, parameters, needs)
+
+
 class _LossSum(torch.autograd.Function):
     """Sum of the token losses; the gradients are made in the forward pass and scaled in the backward pass."""
 
@@ -155,7 +172,7 @@ class _LossSum(torch.autograd.Function):
         settings: ChunkSettings,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        sums = ChunkSums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
+        sums = make_sums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
         sums.add(targets)
         ctx.save_for_backward(*sums.gradients())
         outputs = (sums.losses.sum(), sums.tau, *sums.values)
@@ -184,7 +201,7 @@ class _TokenLosses(torch.autograd.Function):
         settings: ChunkSettings,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        sums = ChunkSums(hidden, weight, bias, settings, parameters, (False,) * len(ctx.needs_input_grad))
+        sums = make_sums(hidden, weight, bias, settings, parameters, (False,) * len(ctx.needs_input_grad))
         sums.add(targets)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings, ctx.parameters = settings, parameters
@@ -196,7 +213,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            sums = ChunkSums(hidden, weight, bias, ctx.settings, ctx.parameters, ctx.needs_input_grad)
+            sums = make_sums(hidden, weight, bias, ctx.settings, ctx.parameters, ctx.needs_input_grad)
             sums.add(targets, grad_outputs[0])
         hidden_grad, weight_grad, bias_grad, *parameter_grads = sums.gradients()
         return hidden_grad, weight_grad, bias_grad, None, None, *parameter_grads

@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tempnet import TempNet, TempNetConfig
+from tempnet.softmax import linear
+from tempnet.softmax.fused import can_fuse
 from tempnet.softmax.kernels import SoftmaxStatistics, Tile, is_available, softmax_gradients, softmax_statistics
-from tempnet.softmax.reference import IGNORE_INDEX
+from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Small enough that the shapes below have several tiles in every direction.
@@ -258,3 +261,37 @@ def test_sizes_of_a_language_model() -> None:
     ours = case.gradients(statistics.log_partition, scratch_bytes=64 << 20)
     for value, reference in zip(ours, theirs, strict=False):
         assert relative_error(value, reference.double()) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tempnet.softmax.fused` against `tempnet.softmax.chunks`: loss, τ, values and every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(17, 24, generator=generator).to(DEVICE).requires_grad_()
+    weight = (0.4 * torch.randn(83, 24, generator=generator)).to(DEVICE).requires_grad_()
+    targets = torch.randint(80, (17,), generator=generator).to(DEVICE)
+    targets[3] = IGNORE_INDEX
+    upstream = torch.randn(17, generator=generator).to(DEVICE)
+    torch.manual_seed(0)
+    network = TempNet(TempNetConfig.for_logits(80, rho=1.0, hidden_size=8, num_prototypes=6)).to(DEVICE)
+    config = TemperatureLossConfig(name=name, rho=1.0, tau=0.7)
+    parameters = list(network.parameters()) if config.kind.temperature == "tempnet" else []
+
+    def run() -> list[Tensor]:
+        loss, tau, values = linear.linear_language_model_loss(
+            hidden, weight, targets, config, network,
+            vocab_size=80, fold=True, reduction=reduction, with_values=True,
+        )  # fmt: skip
+        assert values is not None
+        gradients = torch.autograd.grad((loss * upstream).sum(), [hidden, weight, *parameters])
+        return [loss, tau, *values, *gradients]
+
+    is_fused = []
+    monkeypatch.setattr(linear, "can_fuse", lambda *call: is_fused.append(can_fuse(*call)) or is_fused[-1])
+    fused = run()
+    assert all(is_fused)
+    assert is_fused
+    monkeypatch.setattr(linear, "can_fuse", lambda hidden, settings: False)
+    for value, reference in zip(fused, run(), strict=True):
+        assert relative_error(value, reference.double()) < 2e-6
