@@ -1,19 +1,19 @@
 """Using a TempNet in `generate()`: the logits of every step are divided by the temperature that it predicts for them.
 
-    generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, takes the faster way
+    generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, takes the fastest way
 
-    processor = TemperatureLogitsProcessor(tempnet)                       reads the logits: V·d1 products a token
-    with CachedFold.attach(base, tempnet) as fold:                        reads the hidden state: (d + d1)·d products
-        base.generate(…, do_sample=True, logits_processor=[fold.processor()])
+    processor = TemperatureLogitsProcessor(tempnet)                       reads the scores it is given
+    with attach(base, tempnet) as attached:                               listens to the model
+        base.generate(…, do_sample=True, logits_processor=[attached.processor()])
 
-Both give the same τ. The second also sees the logits as the model made them when processors that ban tokens come first.
+All give the same τ. What listens sees the logits as the model made them even when processors that ban or penalise tokens
+come first, and reads the hidden state (`CachedFold`, (d + d1)·d products a token instead of V·d1) where the logits are W h.
 
-Shapes: B sequences (times beams), T tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+Shapes: B sequences, T tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
@@ -36,28 +38,32 @@ class TemperatureLogitsProcessor(LogitsProcessor):
 
     Args:
         tempnet: the network; `tau_max_eval` applies, as it is put into eval mode.
-        temperatures: where τ (B,) of a step comes from; default: the TempNet on the scores.
+        temperatures: where τ (B,) of a step comes from; default: the TempNet on the scores, which must then be the
+            logits as the model made them.
     """
 
-    def __init__(self, tempnet: TempNet, temperatures: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, tempnet: TempNet, temperatures: Callable[[], Tensor] | None = None) -> None:
         self.tempnet = tempnet.eval()
         self.vocab_size = tempnet.config.input_size
         self.steps: list[Tensor] = []
-        self._temperatures = temperatures or self.tempnet
+        self._temperatures = temperatures
 
+    @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, T) tokens so far, (B, V or more) scores → scores/τ; scores of padding beyond V become −inf."""
-        with torch.no_grad():
-            tau = self._temperatures(scores[:, : self.vocab_size])
-        if not bool(torch.isfinite(tau).all()):
-            raise ValueError(
-                "a TempNet reads the logits as the model made them, but an earlier logits processor has put −inf into "
-                "them: use CachedFold, or place this processor first"
-            )
+        tau = self._read(scores[:, : self.vocab_size]) if self._temperatures is None else self._temperatures()
         self.steps.append(tau)
         scores = scores / tau.to(scores.dtype).unsqueeze(-1)
         scores[:, self.vocab_size :] = -math.inf
         return scores
+
+    def _read(self, scores: Tensor) -> Tensor:
+        if bool(scores.amin().isneginf()):
+            raise ValueError(
+                "a TempNet reads the logits as the model made them, but an earlier logits processor has put −inf into "
+                "them: place this processor first, or use attach(base, tempnet), which listens to the model"
+            )
+        return self.tempnet(scores)
 
     @property
     def temperatures(self) -> Tensor:
@@ -65,7 +71,7 @@ class TemperatureLogitsProcessor(LogitsProcessor):
         return torch.stack(self.steps, dim=-1)
 
 
-def check_generation(config: GenerationConfig) -> None:
+def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> None:
     """Refuse settings of `generate()` under which a TempNet does nothing, or something else than it says.
 
     Raises:
@@ -73,22 +79,43 @@ def check_generation(config: GenerationConfig) -> None:
     """
     if not config.do_sample:
         raise ValueError(
-            "do_sample = False: greedy decoding takes the largest logit whatever τ is, a TempNet changes nothing. "
-            "Set do_sample=True, or leave the TempNet out"
+            f"do_sample = {config.do_sample}: greedy decoding takes the largest logit whatever τ is, a TempNet changes "
+            "nothing. Set do_sample=True, or leave the TempNet out"
         )
     if config.temperature not in (None, 1.0):
         raise ValueError(
             f"temperature = {config.temperature:g} would divide the logits a second time, after the TempNet. "
             "Set temperature=1.0; to sharpen or soften all temperatures, set tau_max_eval of the TempNet"
         )
+    if (mode := config.get_generation_mode(assistant_model)) != GenerationMode.SAMPLE:
+        raise ValueError(
+            f"generation mode {mode.value!r}: its scores are not the logits of one step of one sequence, which is what τ is "
+            "predicted for. Use plain sampling: one beam, no assistant model, no prompt lookup"
+        )
+    if config.guidance_scale not in (None, 1.0):
+        raise ValueError(
+            f"guidance_scale = {config.guidance_scale:g} mixes the logits of two contexts, and a TempNet predicts τ for one. "
+            "Set guidance_scale=1.0"
+        )
 
 
+@torch.no_grad()
 def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
-    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a transform to fold into."""
-    head, config = base.get_output_embeddings(), base.config
-    changes = [getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")]
-    is_linear = getattr(head, "bias", None) is None and all(change in (None, 1.0) for change in changes)
-    return is_linear and tempnet.transform is not None
+    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a transform to fold into.
+
+    The model is asked, with its first tokens (one alone may be padding, whose logits are 0): a soft-cap or a scale shows in
+    logits that differ from what its output layer gave.
+    """
+    head = base.get_output_embeddings()
+    if tempnet.transform is None or getattr(head, "bias", None) is not None:
+        return False
+    given: list[Tensor] = []
+    handle = head.register_forward_hook(lambda head, inputs, output: given.append(output.float().clone()))
+    try:
+        logits = base(input_ids=torch.arange(8, device=base.device).unsqueeze(0)).logits
+    finally:
+        handle.remove()
+    return bool(given) and torch.equal(given[-1], logits.float())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,23 +134,27 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 
     Args:
         base: the model.
-        tempnet: its network.
+        tempnet: its network, on the device of the model's output weight.
         fold: made once by `CachedFold.of(base, tempnet)` for many calls. Default: made in this call where possible.
-        options: as of `base.generate`; `do_sample` is on unless turned off. Prompts of a batch are padded on the left.
+        options: as of `base.generate`, but by default tokens are drawn, at temperature 1, and top_k = 50, Transformers' own
+            default, is off (a top_k or top_p of the model's generation configuration stays). Prompts of a batch are
+            padded on the left.
 
     Raises:
         ValueError: for greedy decoding, a `temperature` other than 1, and the like (:func:`check_generation`).
     """
-    config: GenerationConfig = copy.deepcopy(options.pop("generation_config", None) or base.generation_config)
-    rest = config.update(**{"do_sample": True, "temperature": 1.0, **options})
-    check_generation(config)
-    with contextlib.ExitStack() as stack:
-        if fold is None and can_fold(base, tempnet):
-            fold = CachedFold.of(base, tempnet)
-        if fold is None:
-            processor = TemperatureLogitsProcessor(tempnet)
-        else:
-            processor = stack.enter_context(AttachedFold(fold, base.get_output_embeddings())).processor()
+    given: GenerationConfig | None = options.pop("generation_config", None)
+    config = copy.deepcopy(base.generation_config if given is None else given)
+    defaults: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    for name, value in defaults.items():
+        # What a model is shipped with for decoding without a TempNet does not bind; what the caller says does.
+        overridden = given is None and name != "top_k"
+        if overridden or getattr(config, name) is None:
+            setattr(config, name, value)
+    rest = config.update(**options)
+    check_generation(config, rest.get("assistant_model"))
+    with attach(base, tempnet, fold) as attached:
+        processor = attached.processor()
         processors = [*rest.pop("logits_processor", []), processor]
         output = base.generate(generation_config=config, logits_processor=processors, **rest)  # type: ignore[operator]
     sequences = output if isinstance(output, Tensor) else output.sequences
@@ -136,7 +167,7 @@ class CachedFold:
     With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (method §3). Built in float32 from weights of any dtype.
 
     Raises:
-        ValueError: if the model's logits are not W h (an output bias, a soft-cap), or the TempNet has no transform.
+        ValueError: if the TempNet has no transform. That the model's logits are W h is the caller's to know (`can_fold`).
     """
 
     def __init__(self, weight: Tensor, tempnet: TempNet) -> None:
@@ -145,56 +176,89 @@ class CachedFold:
             raise ValueError("this TempNet has no transform layer, so nothing folds: use TemperatureLogitsProcessor")
         self.tempnet = tempnet.eval()
         folds, weight = FoldCache(), weight[: tempnet.config.input_size]
-        self.first = folds.first(tempnet.first_layer.weight, weight)
-        self.gram = folds.gram(weight)
+        first = folds.first(tempnet.first_layer.weight, weight)
+        # One below the other: a step is one product.
+        self.weight = torch.cat([first, folds.gram(weight)]) if tempnet.config.normalize_input else first
+        self.num_first = len(first)
 
     @torch.no_grad()
     def temperatures(self, hidden: Tensor) -> Tensor:
         """(…, d) hidden states before the output weight → (…,) τ."""
         hidden = hidden.float()
-        product = hidden @ self.first.T
+        product = hidden @ self.weight.T
         if self.tempnet.config.normalize_input:
-            square = torch.linalg.vecdot(hidden @ self.gram, hidden).clamp(min=0.0)
-            product = product / square.sqrt().clamp(min=1e-12).unsqueeze(-1)
+            product, gram = product.tensor_split([self.num_first], dim=-1)
+            square = torch.linalg.vecdot(gram, hidden).unsqueeze(-1)
+            product = product / square.clamp(min=1e-24).sqrt()
         return self.tempnet.from_first_product(product)
 
     @classmethod
     def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold:
-        """The fold of a model's output weight."""
+        """The fold of a model's output weight.
+
+        Raises:
+            ValueError: if it does not fold (:func:`can_fold`).
+        """
+        if not can_fold(base, tempnet):
+            raise ValueError(
+                "τ cannot be had from the hidden state: the logits of this model are not W h (an output bias, a soft-cap, a "
+                "scale), or the TempNet has no transform. Use TemperatureLogitsProcessor, or attach(base, tempnet)"
+            )
         return cls(base.get_output_embeddings().weight, tempnet)
 
     @classmethod
-    def attach(cls, base: PreTrainedModel, tempnet: TempNet) -> AttachedFold:
+    def attach(cls, base: PreTrainedModel, tempnet: TempNet) -> Attached:
         """A fold that listens to the model's output layer; a context manager that lets go at its end."""
-        head = base.get_output_embeddings()
-        if not can_fold(base, tempnet):
-            raise ValueError(
-                "the logits of this model are not W h (output bias or soft-cap): use TemperatureLogitsProcessor"
-            )
-        return AttachedFold(cls(head.weight, tempnet), head)
+        return attach(base, tempnet, cls.of(base, tempnet))
 
 
-class AttachedFold:
-    """A `CachedFold` that remembers the τ of the last position that went through the model's output layer."""
+class Attached:
+    """A TempNet that listens to a model and remembers the τ of the last position that went through it."""
 
-    def __init__(self, fold: CachedFold, head: nn.Module) -> None:
-        self.fold = fold
+    def __init__(self, tempnet: TempNet) -> None:
+        self.tempnet = tempnet
         self.last: Tensor | None = None
-        self._handle = head.register_forward_pre_hook(self._listen)
-
-    def _listen(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.last = self.fold.temperatures(inputs[0][:, -1])
+        self.handle: RemovableHandle | None = None
 
     def processor(self) -> TemperatureLogitsProcessor:
         """For one call of `generate()`."""
-        return TemperatureLogitsProcessor(self.fold.tempnet, self._take)
+        return TemperatureLogitsProcessor(self.tempnet, self._take)
 
-    def _take(self, scores: Tensor) -> Tensor:
-        assert self.last is not None, "the logits did not come through the model's output layer"
+    def _take(self) -> Tensor:
+        assert self.last is not None, "nothing went through the model that the TempNet is attached to"
         return self.last
 
-    def __enter__(self) -> AttachedFold:
+    def __enter__(self) -> Attached:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
+        assert self.handle is not None
+        self.handle.remove()
+
+
+def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Attached:
+    """The TempNet listening to the model: to its hidden state where τ can be had from it, else to its logits.
+
+    Args:
+        base: the model.
+        tempnet: its network.
+        fold: one that was made before. Default: made here where possible.
+    """
+    if fold is None and can_fold(base, tempnet):
+        fold = CachedFold(base.get_output_embeddings().weight, tempnet)
+    attached = Attached(tempnet)
+
+    def hear_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert fold is not None
+        attached.last = fold.temperatures(inputs[0][:, -1])
+
+    @torch.no_grad()
+    def hear_logits(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        attached.last = tempnet(output.logits[:, -1, : tempnet.config.input_size])
+
+    if fold is not None:
+        attached.handle = base.get_output_embeddings().register_forward_pre_hook(hear_hidden)
+    else:
+        tempnet.eval()
+        attached.handle = base.register_forward_hook(hear_logits)
+    return attached

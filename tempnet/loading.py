@@ -7,7 +7,7 @@ LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, TempNetConfig
 
 # Where the published networks may lie: a file of their own, or among the weights of the whole model.
-_RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin", "model.safetensors", "pytorch_model.bin")
-_RELEASED_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
+_WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
+_WHOLE_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RELEASED_PREFIX = "tempnet."
 # Key of the published files → our parameter. `last` is w3 and −b of the pooling; `scaler` is log φ.
 _RELEASED_KEYS = {
@@ -52,7 +53,7 @@ def load_tempnet(source: str | Path) -> TempNet:
         if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
             return TempNet.from_pretrained(directory)
     if path.is_file():
-        return released_tempnet(_read(path))
+        return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path))
     if path.is_dir():
         state = _released_state(lambda name: path / name if (path / name).is_file() else None)
     elif path.is_absolute() or str(source).startswith("."):
@@ -85,7 +86,10 @@ def released_tempnet(state: Mapping[str, Tensor]) -> TempNet:
     ours["pool_weight"] = ours["pool_weight"].flatten()
     ours["pool_bias"] = -ours["pool_bias"].flatten()
     ours["log_phi"] = ours["log_phi"].flatten()
-    network.load_state_dict(ours)
+    try:
+        network.load_state_dict(ours)
+    except RuntimeError as error:  # what PyTorch raises for sizes that do not belong together
+        raise ValueError(f"no published TempNet: {error}") from error
     return network.eval()
 
 
@@ -97,7 +101,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, TempNet]:
-    """A base model and its TempNet, both in eval mode, that fit each other.
+    """A base model and its TempNet, both in eval mode, that fit each other, on the device of the output weight.
 
     Args:
         model: local directory or hub name of a Transformers causal LM.
@@ -112,7 +116,7 @@ def load_causal_lm(
     network = load_tempnet(model if tempnet is None else tempnet)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     check_vocabulary(base, network)
-    return base.eval(), network
+    return base.eval(), network.to(base.get_output_embeddings().weight.device)
 
 
 def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
@@ -132,32 +136,41 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and "input_size" in json.loads(path.read_text())
 
 
-def _released_state(find: Any) -> dict[str, Tensor]:
+def _released_state(find: Callable[[str], Path | None]) -> dict[str, Tensor]:
     """The tensors of a published network among the files that `find(name)` gives a path for."""
     for name in _RELEASED_FILES:
         if (path := find(name)) is not None:
-            state = _read(path)
-            if name.startswith("tempnet.") or any(key.startswith(_RELEASED_PREFIX) for key in state):
-                return state
-    for name in _RELEASED_INDEXES:
+            return _read(path)
+    for name in _WHOLE_MODELS:
+        if (path := find(name)) is not None and (state := _read(path, prefix=_RELEASED_PREFIX)):
+            return state
+    for name in _WHOLE_INDEXES:
         if (path := find(name)) is not None:
-            where: dict[str, str] = json.loads(Path(path).read_text())["weight_map"]
-            wanted = {key: shard for key, shard in where.items() if key.startswith(_RELEASED_PREFIX)}
-            parts = [_read(find(shard), wanted) for shard in sorted(set(wanted.values()))]
-            return {key: value for part in parts for key, value in part.items()}
+            where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+            state = {}
+            for shard in sorted({shard for key, shard in where.items() if key.startswith(_RELEASED_PREFIX)}):
+                if (part := find(shard)) is None:
+                    raise FileNotFoundError(f"{path} names {shard}, which is not there")
+                state |= _read(part, prefix=_RELEASED_PREFIX)
+            if state:
+                return state
     return {}
 
 
-def _read(path: Path, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of a file; of a file that holds a whole model, the TempNet's only."""
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            chosen = [name for name in names if name.startswith(_RELEASED_PREFIX)] or names
-            return {name: file.get_tensor(name) for name in chosen if wanted is None or name in wanted}
-    values = torch.load(path, map_location="cpu", weights_only=True)
-    chosen = [name for name in values if name.startswith(_RELEASED_PREFIX)] or list(values)
-    return {name: values[name] for name in chosen if wanted is None or name in wanted}
+def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a file whose names begin with the prefix.
+
+    Raises:
+        ValueError: if it is no file of tensors.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+        values = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: value for name, value in values.items() if name.startswith(prefix)}
+    except Exception as error:  # a damaged file raises whatever its first bytes happen to mean to the reader
+        raise ValueError(f"{path} holds no tensors by name: {error!r:.200}") from error
 
 
 def _download(repository: str, name: str) -> Path | None:

@@ -1,0 +1,108 @@
+"""Generate texts with a model and its TempNet (or at a fixed temperature, or greedily), for prompts in a file.
+
+python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts.txt --output texts.jsonl --max-new-tokens 64
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from jobs.command_line import fail
+from jobs.generation.config import GenerateConfig
+from jobs.generation.gsm8k import divisors, majority_score
+from jobs.generation.job import Outcome, run
+
+# A page of more texts is slow to open.
+MAX_SECTIONS = 200
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job."""
+    try:
+        config = tyro.cli(GenerateConfig, args=arguments, prog="python -m jobs.generate", description=__doc__)
+        outcome = run(config)
+        print(describe(outcome, config))
+        if config.html:
+            Path(config.html).write_text(page(outcome, config), encoding="utf-8")
+            print(f"{config.html} shows every token coloured by its τ")
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    return 0
+
+
+def describe(outcome: Outcome, config: GenerateConfig) -> str:
+    """What was generated, what was lost, and the scores, for a person."""
+    records = [outcome.file.records[key] for key in _keys(outcome, config)]
+    lines = [f"{len(records)} texts in {outcome.file.path}, {outcome.num_kept} of them from before"]
+    if outcome.seconds:
+        speed = outcome.num_tokens / outcome.seconds
+        lines.append(f"{outcome.num_tokens} tokens in {outcome.seconds:.1f} s, {speed:.1f} a second")
+    if tau := [value for record in records for value in record["tau"] or []]:
+        low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
+        lines.append(f"mean τ {np.mean(tau):.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
+    if outcome.lost:
+        ids = list(dict.fromkeys(str(identity) for identity, _, _ in outcome.lost))
+        named = ", ".join(ids[:10]) + (", …" if len(ids) > 10 else "")
+        lines.append(
+            f"LOST: {len(outcome.lost)} texts of {len(ids)} prompts, which are longer than the {outcome.room} tokens "
+            f"that the context leaves beside max_new_tokens = {config.max_new_tokens}; ids {named}"
+        )
+    if config.format == "gsm8k":
+        lines += _scores(outcome, config)
+    elif outcome.file.path != Path(config.output):
+        lines.append(f"{config.output} holds them as {config.format} wants them")
+    return "\n".join(lines)
+
+
+def _keys(outcome: Outcome, config: GenerateConfig) -> list[tuple[int | str, int, int]]:
+    """The keys of all records that this call asks for, as far as they are there."""
+    return [
+        (prompt.id, sample, turn)
+        for prompt in outcome.prompts
+        for sample in range(config.num_samples)
+        for turn in range(len(prompt.turns))
+        if (prompt.id, sample, turn) in outcome.file.records
+    ]
+
+
+def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
+    """maj@k over the questions that were not lost."""
+    records, lines = outcome.file.records, []
+    answered = [prompt for prompt in outcome.prompts if outcome.texts(prompt, config.num_samples) is not None]
+    for k in divisors(config.num_samples):
+        scores = [
+            majority_score(
+                [records[prompt.id, sample, 0]["answer"] for sample in range(config.num_samples)],
+                prompt.fields["gold"],
+                k,
+            )
+            for prompt in answered
+        ]
+        lines.append(f"maj@{k}: {np.mean(scores):.2%} of {len(scores)} questions")
+    return lines
+
+
+def page(outcome: Outcome, config: GenerateConfig) -> str:
+    """A page of the generated tokens, coloured by τ, with the entropy beside it."""
+    from jobs.training.report import coloured_page
+
+    sections, keys = {}, _keys(outcome, config)
+    for key in keys[:MAX_SECTIONS]:
+        record = outcome.file.records[key]
+        prompt = record["prompt"] if len(record["prompt"]) <= 120 else f"… {record['prompt'][-120:]}"
+        heading = f"{key[0]} (sample {key[1]}, turn {key[2] + 1}): {prompt}"
+        sections[heading] = (record["tokens"], record["tau"], record["entropy"])
+    return coloured_page(
+        title=f"Texts of {config.generator or config.model}",
+        sections=sections,
+        summary=f"{len(sections)} of {len(keys)} texts of {outcome.file.path}\n{describe(outcome, config)}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

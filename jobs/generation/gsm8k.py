@@ -1,0 +1,70 @@
+"""GSM8K with a chain of thought: eight worked examples before the question, the number in the answer, and maj@k.
+
+The examples are those of Wei et al. 2022 (arXiv 2201.11903, Table 20); a majority is taken over several samples as in
+Wang et al. 2022 (arXiv 2203.11171).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+
+_EXAMPLES = Path(__file__).with_name("gsm8k_examples.txt")
+# A minus sign belongs to the number unless it stands between two: 21-15.
+_NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?\d[\d,]*(?:\.\d+)?")
+_ANNOUNCEMENT = re.compile(r"the answer is", re.IGNORECASE)
+
+STOP_STRINGS = ("\n\n", "Q:")
+
+
+def few_shot_prompt(question: str) -> str:
+    """The examples, then the question, open for an answer."""
+    return f"{_EXAMPLES.read_text(encoding='utf-8').strip()}\n\nQ: {question.strip()}\nA:"
+
+
+def extract_answer(text: str) -> str | None:
+    """The last number after the last "The answer is"; without one there, the last number of the text; None if it has none.
+
+    Written plainly: `1,450.00` and `$1450` are `1450`.
+    """
+    announced = _ANNOUNCEMENT.split(text)[1:]
+    numbers = (_NUMBER.findall(announced[-1]) if announced else []) or _NUMBER.findall(text)
+    return canonical(numbers[-1]) if numbers else None
+
+
+def gold_answer(answer: str) -> str:
+    """The number after `####` of a reference solution.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    _, mark, number = answer.rpartition("####")
+    if not mark or not (found := _NUMBER.fullmatch(number.strip())):
+        raise ValueError("`answer` does not end in #### and a number")
+    return canonical(found.group())
+
+
+def canonical(number: str) -> str:
+    """A number without signs of currency, thousands or trailing zeros."""
+    digits = f"{Decimal(re.sub(r'[$,]', '', number)):f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def majority_score(answers: Sequence[str | None], gold: str, k: int) -> float:
+    """maj@k of one question: the share of its groups of k samples whose most frequent answer is right.
+
+    A sample without a number has no vote; of answers that are equally frequent the first seen counts. maj@1 is the share of
+    right samples. k must divide the number of samples.
+    """
+    assert len(answers) % k == 0
+    groups = [answers[start : start + k] for start in range(0, len(answers), k)]
+    votes = [Counter(answer for answer in group if answer is not None).most_common(1) for group in groups]
+    return sum(bool(vote) and vote[0][0] == gold for vote in votes) / len(groups)
+
+
+def divisors(number: int) -> list[int]:
+    """1 … number."""
+    return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,0 +1,97 @@
+"""The file of generated texts: JSON lines that are appended batch by batch, and found again when the job is repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+# The prompt's id, the number of the sample, the number of the turn.
+Key = tuple[int | str, int, int]
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """16 hex digits that name settings."""
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """16 hex digits that change with the weights of a model: sizes, and 32 blocks of 64 KiB spread over each file."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for block in range(32):
+                file.seek(size * block // 32)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """16 hex digits that change with any value of tensors in memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(value.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class RecordFile:
+    """The records of one group of settings; what is appended is whole lines.
+
+    Beside the file lies `<file>.settings.json`, which says what the hash in every record stands for.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Read what is there; a last line that was cut is dropped from the file.
+
+        Raises:
+            OSError: if the file cannot be read or written.
+            ValueError: if it holds something else, or records of other settings.
+        """
+        self.path = path
+        self.settings_path = path.with_name(f"{path.name}.settings.json")
+        self.settings = settings_hash(settings)
+        self.records: dict[Key, dict[str, Any]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
+            self._take(line, number, settings)
+        if len(whole) < len(content):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        self.settings_path.write_text(json.dumps({"hash": self.settings, "settings": settings}, indent=2) + "\n")
+
+    def _take(self, line: str, number: int, settings: Mapping[str, Any]) -> None:
+        try:
+            record = json.loads(line)
+            key, found = (record["id"], record["sample"], record["turn"]), record["settings"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} line {number} is no record of this job: give another output") from error
+        if found != self.settings:
+            raise ValueError(
+                f"{self.path} holds texts of other settings ({self._difference(settings)}): one file holds texts of one "
+                "kind; give another output, or delete it"
+            )
+        self.records[key] = record
+
+    def _difference(self, settings: Mapping[str, Any]) -> str:
+        if not self.settings_path.is_file():
+            return f"{self.settings_path.name} is missing"
+        before = json.loads(self.settings_path.read_text())["settings"]
+        names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
+        return "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in names)
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write records behind the others."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for record in records:
+                record = {**record, "settings": self.settings}
+                self.records[record["id"], record["sample"], record["turn"]] = record
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")

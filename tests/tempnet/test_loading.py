@@ -1,0 +1,192 @@
+"""Loading: our own directories, the published LLaMA-2-Chat heads in every file they may lie in, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.loading import load_causal_lm, load_tempnet, released_tempnet
+
+# The published networks are for 32 000 tokens; ρ = 10 is only possible above e¹⁰ of them.
+VOCABULARY, WIDTH, PROTOTYPES = 32_000, 6, 5
+
+
+def published_state() -> dict[str, Tensor]:
+    """Tensors of the published names and shapes."""
+    torch.manual_seed(0)
+    return {
+        "proj.0.weight": torch.randn(WIDTH, VOCABULARY),
+        "proj.0.bias": torch.randn(WIDTH),
+        "proj.3.weight": torch.randn(PROTOTYPES, WIDTH),
+        "proj.3.bias": torch.randn(PROTOTYPES),
+        "scaler": torch.tensor(math.log(0.6)),
+        "last.weight": torch.randn(1, PROTOTYPES) * 2,
+        "last.bias": torch.tensor([0.4]),
+    }
+
+
+def published_tau(state: dict[str, Tensor], logits: Tensor) -> Tensor:
+    """The published formula (method §2), in float64: τ = (τ_max − τ₀)·σ(last((softmax(u/φ) − 1/d2) ∘ u)) + τ₀."""
+    state = {name: value.double() for name, value in state.items()}
+    x = logits.double() / logits.double().norm(dim=-1, keepdim=True)
+    v = 1 / (1 + torch.exp(-(x @ state["proj.0.weight"].T + state["proj.0.bias"])))
+    u = v @ state["proj.3.weight"].T + state["proj.3.bias"]
+    phi = state["scaler"].exp()
+    weights = (u / phi).exp() / (u / phi).exp().sum(-1, keepdim=True) - 1 / PROTOTYPES
+    score = ((weights * u) @ state["last.weight"].T + state["last.bias"]).squeeze(-1)
+    return (1.2 - 0.01) / (1 + torch.exp(-score)) + 0.01
+
+
+def prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"tempnet.{name}": value for name, value in state.items()}
+
+
+def write_sharded(directory: Path, extension: str) -> None:
+    """A whole model in two shards whose index also names the network, split between them."""
+    state = prefixed(published_state())
+    names = list(state)
+    stem = "model" if extension == "safetensors" else "pytorch_model"
+    shards = {
+        f"{stem}-00001-of-00002.{extension}": {"model.norm.weight": torch.ones(4)} | {n: state[n] for n in names[:3]},
+        f"{stem}-00002-of-00002.{extension}": {"lm_head.weight": torch.ones(4, 4)} | {n: state[n] for n in names[3:]},
+    }
+    for file, tensors in shards.items():
+        if extension == "safetensors":
+            save_file(tensors, directory / file)
+        else:
+            torch.save(tensors, directory / file)
+    where = {name: file for file, tensors in shards.items() for name in tensors}
+    (directory / f"{stem}.{extension}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def write(directory: Path, layout: str) -> Path:
+    """Lay the network out; returns what to load it from."""
+    state = published_state()
+    model = {"lm_head.weight": torch.ones(4, 4)}
+    if layout == "tempnet.safetensors":
+        save_file(state, directory / layout)
+    elif layout == "tempnet.bin":
+        torch.save(state, directory / layout)
+    elif layout == "a file":
+        save_file(prefixed(state), directory / "anything.safetensors")
+        return directory / "anything.safetensors"
+    elif layout == "model.safetensors":
+        save_file(model | prefixed(state), directory / layout)
+    elif layout == "pytorch_model.bin":
+        torch.save(model | prefixed(state), directory / layout)
+    else:
+        write_sharded(directory, layout.rsplit(".", 1)[1])
+    return directory
+
+
+LAYOUTS = [
+    "tempnet.safetensors",
+    "tempnet.bin",
+    "a file",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "shards.safetensors",
+    "shards.bin",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_published_head_gives_the_published_tau(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    network = load_tempnet(write(tmp_path, layout))
+    assert not network.training
+    assert (network.config.input_size, network.config.hidden_size) == (VOCABULARY, WIDTH)
+    assert (network.config.tau_min, network.config.tau_max) == (0.01, 1.2)
+    logits = torch.randn(7, VOCABULARY) * torch.tensor([0.1, 1, 2, 3, 4, 5, 6]).unsqueeze(-1)
+    expected = published_tau(published_state(), logits).float()
+    assert expected.std() > 0.01
+    with torch.no_grad():
+        torch.testing.assert_close(network(logits), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(network(logits), network(logits), rtol=0, atol=0)
+        network.train()
+        assert not torch.equal(network(logits), network(logits)), "dropout belongs to training"
+
+
+def test_half_precision_files_become_float32() -> None:
+    state = {name: value.bfloat16() for name, value in published_state().items()}
+    network = released_tempnet(state)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    logits = torch.randn(3, VOCABULARY)
+    torch.testing.assert_close(network(logits), published_tau(state, logits).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_released_network_survives_our_own_format(tmp_path: Path) -> None:
+    network = released_tempnet(published_state())
+    network.save_pretrained(tmp_path / "tempnet")
+    logits = torch.randn(3, VOCABULARY)
+    for source in (tmp_path, tmp_path / "tempnet", str(tmp_path)):
+        torch.testing.assert_close(load_tempnet(source)(logits), network(logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scaler": None}, r"missing keys \['scaler'\], unknown keys \[\]"),
+        ({"proj.9.weight": torch.ones(2)}, r"unknown keys \['proj\.9\.weight'\]"),
+        ({"last.weight": torch.ones(1, PROTOTYPES + 1)}, "size mismatch for pool_weight"),
+    ],
+    ids=["missing", "unknown", "size"],
+)
+def test_wrong_keys_and_sizes_are_named(changes: dict, message: str, tmp_path: Path) -> None:
+    state = {name: value for name, value in (published_state() | changes).items() if value is not None}
+    save_file(state, tmp_path / "tempnet.safetensors")
+    for source in (tmp_path, tmp_path / "tempnet.safetensors"):
+        with pytest.raises(ValueError, match=message):
+            load_tempnet(source)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_tempnet(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="holds no TempNet"):
+        load_tempnet(tmp_path)
+    with pytest.raises(FileNotFoundError, match="holds no TempNet"):
+        load_tempnet("nobody/nothing-of-this-name")
+    save_file({"lm_head.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match="holds no TempNet"):
+        load_tempnet(tmp_path)
+    write_sharded(tmp_path, "bin")
+    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"index\.json names pytorch_model-00002-of-00002\.bin"):
+        load_tempnet(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tempnet.safetensors", "tempnet.bin"])
+def test_files_that_hold_no_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    for content in (b"", b"hello, I am a text", b"\x80\x02cos\nsystem\n."):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="holds no tensors by name"):
+            load_tempnet(tmp_path)
+    if name.endswith("bin"):
+        torch.save([1, 2], tmp_path / name)
+        with pytest.raises(ValueError, match="holds no tensors by name"):
+            load_tempnet(tmp_path)
+
+
+def test_a_model_and_its_network(tmp_path: Path) -> None:
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    base.save_pretrained(tmp_path)
+    network = TempNet(TempNetConfig.for_logits(61, rho=1.5, hidden_size=8, num_prototypes=4))
+    network.save_pretrained(tmp_path / "tempnet")
+    loaded, tempnet = load_causal_lm(tmp_path, dtype=torch.bfloat16)
+    assert (loaded.training, tempnet.training) == (False, False)
+    assert loaded.dtype == torch.bfloat16
+    assert next(tempnet.parameters()).dtype == torch.float32
+    assert tempnet.config == network.config
+    big = TempNet(TempNetConfig.for_logits(65, rho=1.5, hidden_size=8, num_prototypes=4))
+    big.save_pretrained(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="vocabulary of 65, the base model has 64 logits"):
+        load_causal_lm(tmp_path, tmp_path / "elsewhere")
