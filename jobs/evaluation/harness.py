@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -102,8 +101,7 @@ class TemperedLM(HFLM):
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         logits = super()._model_call(inps)[..., : self._num_logits].float()
-        with torch.no_grad():
-            return divide_(logits, self._function)
+        return divide_(logits, self._function)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         if generation_kwargs.get("do_sample"):

@@ -78,6 +78,7 @@ def num_rows_a_chunk(vocab_size: int) -> int:
     return max(1, _CHUNK_ELEMENTS // vocab_size)
 
 
+@torch.no_grad()
 def divide_(logits: Tensor, function: TemperatureFunction) -> Tensor:
     """logits/τ in place, (B, T, V) float32; τ is computed for a chunk of tokens at a time."""
     rows = logits.view(-1, logits.shape[-1])

@@ -50,7 +50,7 @@ def make_export(directory: Path, *, seed: int = 0, with_tempnet: bool = True) ->
     if with_tempnet:
         network = TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.0, hidden_size=16, num_prototypes=8))
         for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=1.5)
+            torch.nn.init.normal_(parameter, std=0.7)
         network.save_pretrained(directory / "tempnet")
     return str(directory)
 
@@ -69,6 +69,11 @@ class BruteForce:
         has_tempnet = (Path(export) / "tempnet").is_dir()
         self.network = TempNet.from_pretrained(Path(export) / "tempnet") if has_tempnet else None
         self.start = document_start_id(self.tokenizer)
+
+    def reset(self) -> None:
+        """Undo what :meth:`tau` did to the network."""
+        if self.network:
+            self.network.set_tau_max_eval(None)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
