@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 
@@ -99,23 +100,10 @@ def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel 
         )
 
 
-@torch.no_grad()
 def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
-    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a transform to fold into.
-
-    The model is asked, with its first tokens (one alone may be padding, whose logits are 0): a soft-cap or a scale shows in
-    logits that differ from what its output layer gave.
-    """
-    head = base.get_output_embeddings()
-    if tempnet.transform is None or getattr(head, "bias", None) is not None:
-        return False
-    given: list[Tensor] = []
-    handle = head.register_forward_hook(lambda head, inputs, output: given.append(output.float().clone()))
-    try:
-        logits = base(input_ids=torch.arange(8, device=base.device).unsqueeze(0)).logits
-    finally:
-        handle.remove()
-    return bool(given) and torch.equal(given[-1], logits.float())
+    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a transform to fold into."""
+    head = find_output_head(base) if tempnet.transform is not None else None
+    return head is not None and head.is_product(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# Tokens of the check; their logits may differ by rounding of the model's dtype.
-_NUM_PROBES = 4
+# Tokens of the check (one alone may be padding, whose logits are 0); they may differ by rounding of the model's dtype.
+_NUM_PROBES = 8
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
 _MAX_RELATIVE_ERROR_HALF = 2e-2
 
@@ -34,6 +34,10 @@ class OutputHead:
         hidden = self.scaled(hidden).to(weight.dtype)
         logits = F.linear(hidden, weight[:vocab_size], None if bias is None else self.scale * bias[:vocab_size])
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    def is_product(self, base: PreTrainedModel) -> bool:
+        """Whether the logits are W h and nothing else, so that TempNet's first layer folds into the weight."""
+        return self.scale == 1.0 and self.soft_cap is None and output_weight(base)[1] is None
 
     def scaled(self, hidden: Tensor) -> Tensor:
         """The hidden states with the scale in them."""

@@ -1,0 +1,35 @@
+"""Evaluate language models at several temperatures, side by side: perplexities and tasks of lm-evaluation-harness.
+
+python -m jobs.evaluate_lm --models runs/a/export --temperatures one tempnet fixed:0.7 --wikitext wikitext2_valid.txt
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.command_line import fail
+from jobs.evaluation.config import EvaluateConfig
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    try:
+        config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m jobs.evaluate_lm", description=__doc__)
+        # Imported late: a misspelt field should not wait for Ray and the harness.
+        from jobs.evaluation.launch import EvaluationFailedError, evaluate
+        from jobs.evaluation.table import markdown
+    except ValueError as error:
+        fail(str(error))
+    try:
+        columns = evaluate(config)
+    except (ValueError, OSError, EvaluationFailedError) as error:
+        fail(str(error))
+    print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

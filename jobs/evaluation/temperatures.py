@@ -1,0 +1,87 @@
+"""The temperatures that a model is evaluated at: a constant, or what its TempNet predicts for every token.
+
+Shapes: V vocabulary, "…" any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tempnet.network import TempNet
+
+# (…, V) float32 logits → (…,) τ.
+TemperatureFunction = Callable[[Tensor], Tensor]
+
+# Elements of a float32 chunk of logits: 64 MiB.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """One column of the results."""
+
+    name: str
+    """As it is written: `one`, `fixed:0.7`, `tempnet`, `tempnet:1.5`."""
+    needs_tempnet: bool
+    value: float | None
+    """The constant; or τ_max at inference, None being the network's own."""
+
+    @classmethod
+    def parse(cls, text: str) -> Temperature:
+        """Read what a person wrote.
+
+        Raises:
+            ValueError: naming what would be legal.
+        """
+        kind, _, number = text.partition(":")
+        try:
+            value = float(number) if number else None
+        except ValueError:
+            value = -1.0
+        is_legal = value is None if kind == "one" else kind == "tempnet" or (kind == "fixed" and value is not None)
+        if not is_legal or (value is not None and not 0.0 < value < float("inf")):
+            raise ValueError(
+                f"temperature {text!r} is none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX, with positive numbers"
+            )
+        if kind == "one":
+            value = 1.0
+        name = kind if not number else f"{kind}:{value:g}"
+        return cls(name=name, needs_tempnet=kind == "tempnet", value=value)
+
+    def function(self, network: TempNet | None) -> TemperatureFunction:
+        """What gives τ for logits.
+
+        Args:
+            network: the model's TempNet, which must be there for a column that needs it; its parameters are shared.
+
+        Raises:
+            ValueError: for a τ_max that is not above τ₀.
+        """
+        if not self.needs_tempnet:
+            value = self.value
+            assert value is not None
+            return lambda logits: torch.full(logits.shape[:-1], value, device=logits.device)
+        assert network is not None
+        variant = copy.copy(network)  # the same parameters under another configuration
+        if self.value is not None:
+            variant.set_tau_max_eval(self.value)
+        return variant
+
+
+def num_rows_a_chunk(vocab_size: int) -> int:
+    """Rows of logits that are held in float32 at a time."""
+    return max(1, _CHUNK_ELEMENTS // vocab_size)
+
+
+@torch.no_grad()
+def divide_(logits: Tensor, function: TemperatureFunction) -> Tensor:
+    """logits/τ in place, (B, T, V) float32; τ is computed for a chunk of tokens at a time."""
+    rows = logits.view(-1, logits.shape[-1])
+    for chunk in rows.split(num_rows_a_chunk(rows.shape[-1])):
+        chunk.div_(function(chunk).unsqueeze(-1))
+    return logits

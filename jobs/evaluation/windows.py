@@ -1,0 +1,153 @@
+"""Texts → windows of tokens to be scored: the rolling windows of a document, or a context with its last word.
+
+A window is what the model reads, and the targets of its last positions. The document-start token (the one that opened
+every document in training) stands in front of a document and, unless it is turned off, of every context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from lm_eval.utils import get_rolling_token_windows
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.tokenization import document_start_id
+
+# Tokens in one unit of work. It decides where texts are cut, so that no figure depends on the number of workers.
+NUM_TOKENS_PER_SLICE = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens that are read, and the targets of the last `len(targets)` of them."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+def read_text(path: str) -> str:
+    """The content of a UTF-8 file.
+
+    Raises:
+        ValueError: if it is not UTF-8, or empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return text
+
+
+def wikitext_pages(text: str) -> list[str]:
+    """The documents of a WikiText file, each from its heading `= Title =` on; a text without headings is one document.
+
+    These are the pages of the data set that lm-evaluation-harness scores (62 in the test split, 60 in the validation split).
+    """
+    pages: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if re.fullmatch(r"=\s(?!=).*(?<!=)\s=", line.strip()):
+            pages.append([])
+        pages[-1].append(line)
+    joined = ["\n".join(page) for page in pages]
+    return [page for page in joined if page.strip()]
+
+
+def num_words(page: str) -> int:
+    """Words as lm-evaluation-harness counts them: the pieces between runs of whitespace, empty ones at the ends included."""
+    return len(re.split(r"\s+", page))
+
+
+def document_windows(
+    tokenizer: PreTrainedTokenizerFast, page: str, *, max_length: int, detokenize: bool
+) -> list[Window]:
+    """The rolling windows of a document: every token is a target exactly once, the first one after the document start.
+
+    The windows do not overlap, except that the last one is filled up with context, as lm-evaluation-harness does it.
+    """
+    text = wikitext_detokenizer({"page": page}) if detokenize else page
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    windows = get_rolling_token_windows(
+        ids, prefix_token=document_start_id(tokenizer), max_seq_len=max_length, context_len=1
+    )
+    return [Window(tuple(inputs), tuple(targets)) for inputs, targets in windows]
+
+
+def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
+    """(context, last word) of every line of a JSONL file with `text`.
+
+    Raises:
+        ValueError: naming the line that cannot be read.
+    """
+    pairs: list[tuple[str, str]] = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        if limit and len(pairs) == limit:
+            break
+        try:
+            text = json.loads(line)["text"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no JSON object with a string `text`") from error
+        if not text:
+            raise ValueError(f"{path}, line {number}: `text` is empty")
+        *context, word = text.rsplit(maxsplit=1)
+        pairs.append((context[0] if context else "", word))
+    return pairs
+
+
+def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_start: bool) -> list[int]:
+    """Tokens of a text that opens a context: with the document-start token in front, or as the tokenizer does it."""
+    if not document_start:
+        return tokenizer.encode(text)
+    start = document_start_id(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if ids[:1] == [start] else [start, *ids]
+
+
+def pair_window(
+    tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, *, max_length: int, document_start: bool
+) -> Window:
+    """A context and the continuation to be scored; what is too long loses its beginning.
+
+    As in lm-evaluation-harness the two are tokenised together and parted where the context alone would end.
+    """
+    if context:
+        whole = encode_context(tokenizer, context + continuation, document_start=document_start)
+        num_context = len(encode_context(tokenizer, context, document_start=document_start))
+    else:
+        whole = [document_start_id(tokenizer), *tokenizer.encode(continuation, add_special_tokens=False)]
+        num_context = 1
+    targets = whole[num_context:]
+    return Window(tuple(whole[:-1][-max_length:]), tuple(targets[-max_length:]))
+
+
+def slices(windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Consecutive windows with NUM_TOKENS_PER_SLICE tokens at most (or a single window)."""
+    part: list[Window] = []
+    num_tokens = 0
+    for window in windows:
+        if part and num_tokens + len(window.inputs) > NUM_TOKENS_PER_SLICE:
+            yield part
+            part, num_tokens = [], 0
+        part.append(window)
+        num_tokens += len(window.inputs)
+    if part:
+        yield part
+
+
+def windows_digest(windows: Sequence[Window]) -> str:
+    """32 hex digits of the tokens of windows."""
+    digest = hashlib.blake2b(digest_size=16)
+    for window in windows:
+        for part in (window.inputs, window.targets):
+            digest.update(np.array([len(part), *part], dtype=np.int64).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,164 @@
+"""Evaluation on Ray: figures that do not depend on the workers, units that are done once, MLflow, and the table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluation_support import LAMBADA, QUESTIONS, TEXT, BruteForce, make_export, write_lines
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from mlflow import MlflowClient
+from scipy.stats import spearmanr
+
+from jobs import evaluate_lm
+from jobs.evaluation import launch
+from jobs.evaluation.config import EvaluateConfig, EvaluationWorkersSection
+from jobs.evaluation.launch import evaluate
+from jobs.evaluation.table import Column
+from jobs.evaluation.windows import num_words, wikitext_pages
+from jobs.training.config import TrackingSection
+
+pytestmark = pytest.mark.cluster
+
+TEMPERATURES = ("one", "tempnet", "fixed:0.7")
+EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "tasks"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("evaluation")
+    (directory / "text.txt").write_text(TEXT)
+    write_lines(directory / "arc_easy_test.jsonl", QUESTIONS)
+    return {
+        "a": make_export(directory / "a" / "export"),
+        "b": make_export(directory / "b" / "export", seed=1),
+        "wikitext": str(directory / "text.txt"),
+        "lambada": write_lines(directory / "lambada.jsonl", LAMBADA),
+        "data_dir": str(directory),
+    }
+
+
+@pytest.fixture
+def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two models, three temperatures, three tasks, many slices; `config(name, num_workers, **changes)`."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr("jobs.evaluation.windows.NUM_TOKENS_PER_SLICE", 48)
+
+    def make(name: str, num_workers: int, **changes: Any) -> EvaluateConfig:
+        defaults: dict[str, Any] = {
+            "models": (files["a"], files["b"]),
+            "temperatures": TEMPERATURES,
+            "wikitext": files["wikitext"],
+            "lambada": files["lambada"],
+            "tasks": ("local_arc_easy",),
+            "include_path": str(EXAMPLES),
+            "data_dir": files["data_dir"],
+            "storage": str(tmp_path / "runs"),
+            "tracking": TrackingSection(enabled=False),
+            "workers": EvaluationWorkersSection(num_workers=num_workers),
+            "batch_size": 3,
+        }
+        return EvaluateConfig(name=name, **{**defaults, **changes})
+
+    return make
+
+
+def figures(columns: list[Column]) -> dict[tuple[str, str], float]:
+    return {(column.title, name): value for column in columns for name, value in column.metrics.items()}
+
+
+def test_one_worker_two_workers_and_a_resumed_run_agree(
+    cluster: dict[str, str], config: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    one = figures(evaluate(config("one-worker", 1)))
+    two = figures(evaluate(config("two-workers", 2, temperatures=TEMPERATURES[::-1])))
+    assert one.keys() == two.keys()
+    assert two == pytest.approx(one, rel=1e-9)
+
+    # The figures are those of brute force.
+    brute = BruteForce(files["a"])
+    pages = wikitext_pages(TEXT)
+    rows = [row for page in pages for row in brute.document(wikitext_detokenizer({"page": page}), "tempnet")]
+    nll, tau, entropy, _ = (np.array(values) for values in zip(*rows, strict=True))
+    expected = {
+        "wikitext/word_perplexity": math.exp(nll.sum() / sum(map(num_words, pages))),
+        "wikitext/token_perplexity": math.exp(nll.mean()),
+        "wikitext/tau_mean": tau.mean(),
+        "wikitext/tau_std": tau.std(),
+        "wikitext/tau_entropy_spearman": spearmanr(tau, entropy).statistic,
+    }
+    for name, value in expected.items():
+        assert one["a · tempnet", name] == pytest.approx(value, rel=1e-3), name
+    assert ("a · one", "wikitext/tau_mean") not in one
+
+    # A part of the units is lost: only these are done again, in whatever order the temperatures are named.
+    capsys.readouterr()
+    units = tmp_path / "runs" / "one-worker" / "units"
+    lost = [path for path in sorted(units.glob("*.json")) if json.loads(path.read_text())["task"] == "lambada"]
+    times = {path: path.stat().st_mtime_ns for path in units.glob("*.json")}
+    for path in lost:
+        path.unlink()
+    again = figures(evaluate(config("one-worker", 2, temperatures=("fixed:0.7", "one", "tempnet"))))
+    assert again == pytest.approx(one, rel=1e-9)
+    assert {path for path in times if path.stat().st_mtime_ns != times[path]} == set(lost)
+    assert len(lost) == 2 * 2 * len(TEMPERATURES)  # models × slices × temperatures
+    assert f"{len(times) - len(lost)} of them finished before" in capsys.readouterr().out
+
+    # Nothing is lost: nothing is done.
+    def no_work(*arguments: Any) -> None:
+        raise AssertionError("work was given out")
+
+    monkeypatch.setattr(launch, "_work_off", no_work)
+    assert figures(evaluate(config("one-worker", 1, batch_size=7))) == again
+
+
+def test_a_command_prints_the_table_and_logs_a_run_for_every_column(
+    cluster: dict[str, str], config: Any, files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = tmp_path / "runs"
+    arguments = [
+        "--models", files["a"], files["b"], "--temperatures", "one", "tempnet:1.2", "--wikitext", files["wikitext"],
+        "--limit", "1", "--storage", str(storage), "--name", "ours", "--workers.num-workers", "2",
+    ]  # fmt: skip
+    for _ in range(2):  # the second finds its units and its MLflow runs
+        assert evaluate_lm.main(arguments) == 0
+    printed = capsys.readouterr().out
+    table = (storage / "ours" / "results.md").read_text()
+    assert table in printed
+    for title in ("a · one", "a · tempnet:1.2", "b · one", "b · tempnet:1.2", "wikitext word perplexity", "mean τ"):
+        assert title in table
+    results = json.loads((storage / "ours" / "results.json").read_text())
+
+    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    experiment = client.get_experiment_by_name("evaluation")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = {run.info.run_name: run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    assert len(runs) == 1 + len(children) == 5
+    assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} == {"results.md", "results.json"}
+    for column in results["columns"]:
+        run = children[column["title"]]
+        assert run.info.status == "FINISHED"
+        assert run.data.params["temperature"] == column["temperature"]
+        assert run.data.metrics == pytest.approx(column["metrics"])
+
+
+def test_a_unit_that_fails_is_named_and_what_was_finished_stays(
+    cluster: dict[str, str], config: Any, files: dict[str, str], tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "own.yaml").write_text((EXAMPLES / "local_arc_easy.yaml").read_text().replace("choices\n", "no_field\n"))
+    settings = config(
+        "failing", 1, models=(files["a"],), temperatures=("one",), include_path=str(tasks), tasks=("local_arc_easy",)
+    )
+    with pytest.raises(launch.EvaluationFailedError, match=r"a · local_arc_easy · one: .*"):
+        evaluate(settings)
+    done = [json.loads(path.read_text())["task"] for path in (tmp_path / "runs" / "failing" / "units").glob("*.json")]
+    assert set(done) == {"wikitext", "lambada"}
