@@ -24,7 +24,8 @@ def start_ray() -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
         return
-    ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ def ray_head() -> Iterator[dict[str, str]]:
         ray.shutdown()
         head.terminate()
         head.wait(timeout=60)
+        # Where Ray notes the cluster that was started last; `ray stop` would remove it.
+        note = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+        if note.is_file() and note.read_text().strip().endswith(f":{port}"):
+            note.unlink()
 
 
 @pytest.fixture
