@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Only for comparison, and not in the lock.
+PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-fast lint format lock mlflow bench clean
@@ -41,11 +43,16 @@ format: setup  ## Format the code
 mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
 	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
 
-bench: setup  ## Training throughput against a bare PyTorch loop
+bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, the training job (half an hour)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
+	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
+	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
+	$(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.decoding
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 
 lock: setup  ## Write requirements.lock from what is installed in .venv
-	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock.new
+	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v cut-cross-entropy | sed 's/+cpu$$//' ) > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:  ## Remove the sample data and all runs (not the environment)

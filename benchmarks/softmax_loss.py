@@ -4,7 +4,7 @@
 
 `eager` forms materialise the logits (N, V) and let autograd differentiate; `chunked` ones are `tempnet.softmax.linear`.
 Peers have no temperature: torch's `linear_cross_entropy`, and Cut Cross-Entropy's torch path where it is installed
-(`pip install .[bench]`; Liger runs on CUDA only: `benchmarks.softmax_kernels`). Every round times each form once, in turn;
+(`make bench` does it; Liger runs on CUDA only: `benchmarks.softmax_kernels`). Every round times each form once, in turn;
 ratios are medians over rounds. Memory is the growth of the peak resident size over the start of the step, each form in a
 process of its own.
 """

@@ -40,7 +40,7 @@ def test_training_commands_parse(command: str) -> None:
 
 def test_every_job_that_is_shown_is_there() -> None:
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert shown == {"train_lm", "prepare_text", "predict_temperatures"}
+    assert shown == {"train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm"}
     for job in shown:
         assert (ROOT / "jobs" / f"{job}.py").is_file()
 

@@ -43,7 +43,7 @@ def default_uri(storage: str) -> str:
     if "://" in storage:
         raise ValueError(
             f"tracking.uri is not given, and run.storage = {storage!r} is no local directory to keep a database in: "
-            "give the URI of an MLflow server, or --no-tracking.enabled"
+            "give the URI of an MLflow server, or --tracking.no-enabled"
         )
     return f"sqlite:///{storage}/mlflow.db"
 
