@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from support import BIN, free_port, tiny_config, write_jsonl_zst
+from support import BIN, free_port, tiny_config, wait_for_ports, write_jsonl_zst
 
 from jobs.training.config import LanguageModelConfig
 from pipelines.tokenization import train_bpe
@@ -24,7 +24,7 @@ def ray_head() -> Iterator[dict[str, str]]:
     # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
     command = [
-        str(BIN / "ray"), "start", "--head", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
+        str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
     ]  # fmt: skip
     if not (Path.home() / ".ray" / "auth_token").exists():
@@ -35,13 +35,16 @@ def ray_head() -> Iterator[dict[str, str]]:
             timeout=60,
             capture_output=True,
         )
-    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    # A process of our own, ended by its own signal: `ray stop` would end every Ray of this machine.
+    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
+        wait_for_ports(head, port, dashboard_port, timeout=120)
         yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}"}
     finally:
         ray.shutdown()
-        subprocess.run([str(BIN / "ray"), "stop", "--force"], env=environment, timeout=60, capture_output=True)
+        head.terminate()
+        head.wait(timeout=60)
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,19 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def wait_for_ports(process: subprocess.Popen[bytes], *ports: int, timeout: float) -> None:
+    """Until the process listens on all ports."""
+    deadline = time.monotonic() + timeout
+    for port in ports:
+        while True:
+            assert process.poll() is None, f"it ended with {process.returncode}"
+            assert time.monotonic() < deadline, f"nothing listens on port {port} after {timeout:g} s"
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
 
 
 def write_jsonl_zst(path: Path, texts: list[str]) -> None:
