@@ -1,73 +1,25 @@
-"""Predict the temperature of every token of one's own text with a trained model, and show it as a coloured page.
+r"""Predict the temperature of every token of one's own text with a trained model.
 
-python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md
+python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text data/sample/text/validation \
+    --output temperatures
+python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md --html temperatures.html
+
+The first writes tables, with Ray, and goes on where it was interrupted; the second shows the first tokens as a coloured page.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 import tyro
-from transformers import AutoModelForCausalLM
 
 from jobs.command_line import fail
-from jobs.training.report import coloured_page
-from pipelines.tokenization import document_start_id, load_tokenizer, token_texts
-from tempnet.network import PAIRED_DIRECTORY, TempNet
+from jobs.prediction.config import PredictTemperaturesConfig
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictTemperaturesConfig:
-    """A model, a text, and where the page goes."""
-
-    model: str
-    """An exported directory: a Transformers model with `tempnet/` beside it."""
-    text: str
-    """A UTF-8 text file."""
-    output: str = "temperatures.html"
-    """The page to write."""
-    max_tokens: int = 4096
-    """Tokens of the text that are read, at most."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be positive")
-
-
-@torch.no_grad()
-def predict(config: PredictTemperaturesConfig) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """(tokens, τ, entropy at τ = 1) of the text; τ and entropy belong to the prediction of the token.
-
-    A text longer than the model's context is read in windows that do not see each other.
-    """
-    network = TempNet.from_pretrained(Path(config.model) / PAIRED_DIRECTORY)
-    tokenizer = load_tokenizer(config.model)
-    if len(tokenizer) != network.config.input_size:
-        raise ValueError(
-            f"the tokenizer of {config.model} has {len(tokenizer)} tokens, its TempNet was built for a vocabulary of "
-            f"{network.config.input_size}"
-        )
-    base = AutoModelForCausalLM.from_pretrained(config.model).eval()
-    try:
-        content = Path(config.text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{config.text} is not UTF-8: {error}") from error
-    ids = tokenizer.backend_tokenizer.encode(content, add_special_tokens=False).ids[: config.max_tokens]
-    if not ids:
-        raise ValueError(f"{config.text} holds no text")
-    stream = torch.tensor([document_start_id(tokenizer), *ids])
-    taus, entropies = [], []
-    for window in stream[:-1].split(base.config.max_position_embeddings):
-        logits = base(window.unsqueeze(0)).logits[0, :, : network.config.input_size].float()
-        log_probs = torch.log_softmax(logits, dim=-1)
-        taus.append(network(logits))
-        entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    return token_texts(tokenizer, ids), torch.cat(taus).numpy(), torch.cat(entropies).numpy()
+DEFAULT_PAGE = "temperatures.html"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,17 +28,59 @@ def main(arguments: Sequence[str]) -> int:
         config = tyro.cli(
             PredictTemperaturesConfig, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__
         )
-        tokens, tau, entropy = predict(config)
-        page = coloured_page(
-            title=f"Temperatures of {config.text}", sections={config.text: (tokens, tau.tolist(), entropy.tolist())}
-        )
-        Path(config.output).write_text(page, encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         fail(str(error))
+    from jobs.prediction.page import check_page, first_documents, write_page
+    from jobs.prediction.settings import claim_output, resolve_settings
+    from pipelines.archives import resolve
+    from pipelines.prepare import TooManyProblemsError
+
+    html = config.html or ("" if config.output else DEFAULT_PAGE)
+    try:
+        settings, archives = resolve_settings(config)
+        if html:
+            check_page(html)
+        if config.output:
+            output = config.output if "://" in config.output else resolve(config.output)[1]
+            claim_output(output, settings.record(archives))
+            from jobs.prediction.job import on_worker, predict_archives
+
+            summary = predict_archives(settings, archives, output, config.workers, max_bad_share=config.max_bad_share)
+            _print_summary(summary, output)
+        if html:
+            predict = on_worker(first_documents, config.workers) if config.output else first_documents
+            sections = predict(settings, archives, config.html_tokens, use_gpu=config.workers.use_gpu)
+            write_page(html, config.text, sections)
+            _print_page(html, np.concatenate([tau for _, tau, _ in sections.values()]))
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    return 0
+
+
+def _print_summary(summary: dict[str, Any], output: str) -> None:
+    """Totals, and where things are."""
+    lost = ", ".join(f"{count} {kind}" for kind, count in sorted(summary["problems"].items())) or "none"
+    now, seconds = summary["num_tokens_now"], summary["seconds_now"]
+    print(
+        f"{summary['num_documents']} documents, {summary['num_tokens']} tokens in {summary['num_parts']} parts; "
+        f"unreadable: {lost}"
+    )
+    if now:
+        print(
+            f"{now} tokens predicted in {seconds:.0f} s, starting Ray and the models included: {now / seconds:,.0f} tokens/s"
+        )
+    if summary["num_tokens"]:
+        quantiles = ", ".join(f"{summary[f'tau_q{share:02d}']:.3f}" for share in (5, 25, 50, 75, 95))
+        entropy = "" if summary["entropy_mean"] is None else f"; mean entropy {summary['entropy_mean']:.3f} nats"
+        print(f"mean τ {summary['tau_mean']:.3f}; 5 %, 25 %, 50 %, 75 %, 95 %: {quantiles}{entropy}")
+    print(f"tables  {output}/part-*.parquet, one row a document\ntotals  {output}/_summary.json")
+
+
+def _print_page(html: str, tau: np.ndarray) -> None:
+    """Figures of the page's tokens, and where it is."""
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
     print(f"{len(tau)} tokens: mean τ {tau.mean():.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
-    print(f"{config.output} shows every token coloured by its τ")
-    return 0
+    print(f"{html} shows every token coloured by its τ")
 
 
 if __name__ == "__main__":

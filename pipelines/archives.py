@@ -21,6 +21,8 @@ class ArchiveFormat(StrEnum):
     JSONL_ZST = "jsonl.zst"
     TAR = "tar"
     PARQUET = "parquet"
+    PLAIN = "plain"
+    """The file is one document."""
 
 
 SUFFIXES = {
@@ -31,6 +33,9 @@ SUFFIXES = {
     ".parquet": ArchiveFormat.PARQUET,
 }
 """File suffix -> format. `.jsonl.zst.tar`, the name OpenWebText2 is published under, is a `.tar`."""
+
+PLAIN_SUFFIXES = dict.fromkeys((".txt", ".md", ".rst"), ArchiveFormat.PLAIN)
+"""Files that hold one document each. Nothing lists them unasked: beside archives lies many a README."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +67,8 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     return filesystem, path.rstrip("/") or path
 
 
-def list_archives(uri: str) -> list[Archive]:
-    """The archives at a URI, by path: the file itself, or all below a directory.
+def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
+    """The archives at a URI, by path: the file itself, or all below a directory that end in one of the suffixes.
 
     Below a directory, files with another suffix are passed over, and so is everything whose name, or whose directory's
     name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
@@ -73,11 +78,11 @@ def list_archives(uri: str) -> list[Archive]:
     """
     filesystem, root = resolve(uri)
     info = filesystem.get_file_info(root)
-    legal = ", ".join(SUFFIXES)
+    legal = ", ".join(suffixes)
     if info.type == fs.FileType.NotFound:
         raise FileNotFoundError(f"uri {uri!r}: no such file or directory")
     if info.type != fs.FileType.Directory:
-        archive_format = format_of(root, SUFFIXES)
+        archive_format = format_of(root, suffixes)
         if archive_format is None:
             raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
         return [Archive(path=root, format=archive_format, num_bytes=info.size)]
@@ -87,7 +92,7 @@ def list_archives(uri: str) -> list[Archive]:
         name = relative(file.path, root)
         if file.type == fs.FileType.Directory or any(part.startswith((".", "_")) for part in name.split("/")):
             continue
-        archive_format = format_of(name, SUFFIXES)
+        archive_format = format_of(name, suffixes)
         if archive_format is None:
             others.append(name)
         else:

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from pipelines.manifest import (
     write_json,
 )
 from pipelines.packing import PackingConfig, pack_documents
-from pipelines.text import Problem, read_documents
+from pipelines.text import Document, Problem, read_documents
 from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 
 NUM_BLOCKS_PER_SHARD = 4096
@@ -86,7 +86,7 @@ def prepare_text(config: PrepareConfig, root: str) -> Manifest:
             directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), packing=packing, archives=entries
         )
         manifest.save()
-    check_problems(manifest, config)
+    check_problems(config.source, manifest.archives, config.max_bad_share)
     return manifest
 
 
@@ -100,22 +100,33 @@ def packing_config(tokenizer: PreTrainedTokenizerFast, context_length: int) -> P
     )
 
 
-def check_problems(manifest: Manifest, config: PrepareConfig) -> None:
-    """Refuse a data set in which too much was unreadable, or nothing readable was left."""
-    num_bad = manifest.problems.total()
-    num_seen = num_bad + manifest.num_documents
-    worst = sorted(manifest.archives, key=lambda entry: -sum(entry.problems.values()))[:3]
+def check_problems(
+    source: str, archives: Sequence[ArchiveEntry], max_bad_share: float, *, field: str = "data.max_bad_share"
+) -> None:
+    """Refuse a source in which too much was unreadable, or nothing readable was left.
+
+    Args:
+        source: what was read, for the message.
+        field: how the person who gave `max_bad_share` knows it.
+
+    Raises:
+        TooManyProblemsError: naming the share, the kinds and the archives.
+    """
+    num_bad = sum(sum(entry.problems.values()) for entry in archives)
+    num_documents = sum(entry.num_documents for entry in archives)
+    num_seen = num_bad + num_documents
+    worst = sorted(archives, key=lambda entry: -sum(entry.problems.values()))[:3]
     where = "; ".join(
         f"{entry.path}: {entry.problems}, for example {', '.join(entry.examples[:2])}"
         for entry in worst
         if entry.problems
     )
-    if manifest.num_blocks == 0:
-        raise TooManyProblemsError(f"{config.source} holds no readable document. {where}")
-    if num_bad > config.max_bad_share * num_seen:
+    if num_documents == 0:
+        raise TooManyProblemsError(f"{source} holds no readable document. {where}")
+    if num_bad > max_bad_share * num_seen:
         raise TooManyProblemsError(
-            f"{num_bad} of {num_seen} records of {config.source} are unreadable ({num_bad / num_seen:.2%}), more than "
-            f"data.max_bad_share = {config.max_bad_share:.2%}. {where}"
+            f"{num_bad} of {num_seen} records of {source} are unreadable ({num_bad / num_seen:.2%}), more than "
+            f"{field} = {max_bad_share:.2%}. {where}"
         )
 
 
@@ -165,8 +176,8 @@ def _prepare_archive(
 
     def documents() -> Iterator[np.ndarray]:
         nonlocal num_documents
-        texts = _texts(archive, config, problems, examples)
-        while chunk := list(itertools.islice(texts, _NUM_DOCUMENTS_PER_ENCODE)):
+        readable = readable_documents(config.source, archive, config.text_field, problems, examples)
+        while chunk := [document.text for document in itertools.islice(readable, _NUM_DOCUMENTS_PER_ENCODE)]:
             num_documents += len(chunk)
             for encoding in tokenizer.backend_tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                 yield np.asarray(encoding.ids, dtype=np.int64)
@@ -200,15 +211,17 @@ def _prepare_archive(
     )
 
 
-def _texts(archive: Archive, config: PrepareConfig, problems: Counter[str], examples: list[str]) -> Iterator[str]:
-    """The texts of an archive; what cannot be read is counted, and the first few are remembered."""
-    for item in read_documents(config.source, archive, text_field=config.text_field):
+def readable_documents(
+    source: str, archive: Archive, text_field: str, problems: Counter[str], examples: list[str]
+) -> Iterator[Document]:
+    """The documents of an archive; what cannot be read is counted by kind, and the first few are remembered."""
+    for item in read_documents(source, archive, text_field=text_field):
         if isinstance(item, Problem):
             problems[item.kind] += 1
             if len(examples) < _NUM_EXAMPLES:
                 examples.append(f"{item.where} ({item.kind}: {item.detail})")
         else:
-            yield item.text
+            yield item
 
 
 def describe(manifest: Manifest, seconds: float | None = None) -> str:

@@ -1,9 +1,9 @@
 """Reading documents out of text archives, record by record.
 
-An archive is one file: JSON lines (plain, gzip or zstandard), a tar of such files (the layout of OpenWebText2), or
-Parquet. Real downloads are cut short and hold broken records, so whatever is wrong with the *content* comes out of the
-same iterator as a `Problem` and costs as little as it can: a record, or the rest of a damaged stream. What is wrong
-with the *request* (no such path, no permission, an unknown suffix) raises.
+An archive is one file: JSON lines (plain, gzip or zstandard), a tar of such files (the layout of OpenWebText2), Parquet,
+or plain text, which is one document. Real downloads are cut short and hold broken records, so whatever is wrong with the
+*content* comes out of the same iterator as a `Problem` and costs as little as it can: a record, or the rest of a damaged
+stream. What is wrong with the *request* (no such path, no permission, an unknown suffix) raises.
 
 Nothing is extracted to disk or unpickled, and memory holds one record and one read buffer (for Parquet: one column
 chunk's pages), whatever the size of the archive.
@@ -107,7 +107,9 @@ def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Docum
         return
     # Without `compression=None` pyarrow would itself undo what the suffix suggests.
     with filesystem.open_input_stream(archive.path, compression=None) as stream:
-        if archive.format is ArchiveFormat.TAR:
+        if archive.format is ArchiveFormat.PLAIN:
+            yield _read_plain(stream, f"{name}:0")
+        elif archive.format is ArchiveFormat.TAR:
             yield from _read_tar(stream, name, text_field)
         else:
             yield from _read_lines(stream, archive.num_bytes, archive.format, name, text_field, itertools.count())
@@ -154,6 +156,16 @@ def _document_of_value(value: object, where: str, label: str) -> Document | Prob
 def _oversized(where: str) -> Problem:
     detail = f"the record is longer than {MAX_RECORD_BYTES} bytes"
     return Problem(kind=ProblemKind.OVERSIZED_RECORD, where=where, detail=detail)
+
+
+def _read_plain(stream: Readable, where: str) -> Document | Problem:
+    data = stream.read(MAX_RECORD_BYTES + 1)
+    if len(data) > MAX_RECORD_BYTES:
+        return _oversized(where)
+    try:
+        return _document_of_value(data.decode("utf-8"), where, "the file")
+    except UnicodeDecodeError as error:
+        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
 
 
 # ---- JSON lines ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""Totals of τ that add up over parts: counts, sums and a fine histogram, and what is read off them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+NUM_BINS = 10_000
+
+
+def quantile_name(share: float) -> str:
+    """The name of a quantile's column, as tau_q05."""
+    return f"tau_q{round(100 * share):02d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over the tokens of some documents."""
+
+    num_documents: int
+    num_tokens: int
+    tau: float
+    tau_squared: float
+    entropy: float | None
+    """None if it was not predicted."""
+    bins: dict[int, int]
+    """Bin of τ → tokens, for NUM_BINS equal bins between the ends of τ's range; empty ones are left out."""
+
+    @classmethod
+    def of(
+        cls, tau: np.ndarray, entropy: np.ndarray | None, *, num_documents: int, tau_range: tuple[float, float]
+    ) -> Totals:
+        """The totals of (N,) temperatures and entropies."""
+        low, high = tau_range
+        places = np.clip((tau.astype(np.float64) - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1).astype(np.int64)
+        bins, counts = np.unique(places, return_counts=True)
+        return cls(
+            num_documents=num_documents,
+            num_tokens=len(tau),
+            tau=float(tau.sum(dtype=np.float64)),
+            tau_squared=float(np.square(tau, dtype=np.float64).sum()),
+            entropy=None if entropy is None else float(entropy.sum(dtype=np.float64)),
+            bins=dict(zip(bins.tolist(), counts.tolist(), strict=True)),
+        )
+
+    @classmethod
+    def sum(cls, parts: list[Totals]) -> Totals:
+        """The totals of all of them together; there must be one at least."""
+        bins: dict[int, int] = {}
+        for part in parts:
+            for place, count in part.bins.items():
+                bins[place] = bins.get(place, 0) + count
+        entropies = [part.entropy for part in parts]
+        return cls(
+            num_documents=sum(part.num_documents for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            tau=math.fsum(part.tau for part in parts),
+            tau_squared=math.fsum(part.tau_squared for part in parts),
+            entropy=None if None in entropies else math.fsum(value for value in entropies if value is not None),
+            bins=dict(sorted(bins.items())),
+        )
+
+    def figures(self, tau_range: tuple[float, float]) -> dict[str, Any]:
+        """Mean, standard deviation and quantiles of τ (to within a bin: the range / NUM_BINS), and the mean entropy.
+
+        Figures of no token are None.
+        """
+        count = self.num_tokens
+        mean = self.tau / count if count else None
+        return {
+            "tau_mean": mean,
+            "tau_std": math.sqrt(max(self.tau_squared / count - mean**2, 0.0)) if mean is not None else None,
+            **{quantile_name(share): self._quantile(share, tau_range) for share in QUANTILES},
+            "entropy_mean": self.entropy / count if count and self.entropy is not None else None,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of `from_json`."""
+        return asdict(self) | {"bins": [list(item) for item in self.bins.items()]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Totals:
+        """From what `to_json` gave."""
+        return cls(**{**values, "bins": dict(values["bins"])})
+
+    def _quantile(self, share: float, tau_range: tuple[float, float]) -> float | None:
+        """The τ below which this share of the tokens lies, interpolated inside its bin."""
+        if not self.bins:
+            return None
+        low, high = tau_range
+        places, counts = np.array(list(self.bins)), np.array(list(self.bins.values()))
+        ends = counts.cumsum()
+        rank = share * ends[-1]
+        index = min(int(np.searchsorted(ends, rank)), len(ends) - 1)
+        within = (rank - (ends[index] - counts[index])) / counts[index]
+        return float(low + (high - low) * (places[index] + within) / NUM_BINS)
