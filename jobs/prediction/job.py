@@ -6,10 +6,11 @@ them as one row, so the tables depend neither on the number of workers nor on th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -88,10 +89,12 @@ def predict_archives(
             use_gpu=workers.use_gpu,
             data_cpus=_READ_CPUS + _WRITE_CPUS,
         )
-        for row in _finished_parts(settings, archives, missing, done, output, workers):
-            totals = Totals.from_json(json.loads(row["totals"]))
-            num_tokens += totals.num_tokens
-            say(_line(settings, archives[row["archive"]], row["part"], totals, row["seconds"]))
+        # Closing stops Ray Data's executor when this loop is left early.
+        with contextlib.closing(_finished_parts(settings, archives, missing, done, output, workers)) as rows:
+            for row in rows:
+                totals = Totals.from_json(json.loads(row["totals"]))
+                num_tokens += totals.num_tokens
+                say(_line(settings, archives[row["archive"]], row["part"], totals, row["seconds"]))
     reads = [ReadArchive.load(output, number) for number in range(len(archives))]
     read = [record for record in reads if record is not None]
     check_problems(settings.source, [record.entry for record in read], max_bad_share, field="max_bad_share")
@@ -124,7 +127,7 @@ def _finished_parts(
     done: frozenset[str],
     output: str,
     workers: PredictionWorkers,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Rows of archive, part, totals (JSON) and the model's seconds, as parts are finished."""
     root = resolve(settings.source)[1]
 
