@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import text
-from pipelines.archives import SUFFIXES, Archive, ArchiveFormat, list_archives, resolve
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, resolve
 from pipelines.text import Document, Problem, ProblemKind, read_documents
 
 TEXTS = [f"document {i}: " + "all work and no play \u2603 " * (i + 1) for i in range(8)]
@@ -104,6 +104,21 @@ def test_every_format_gives_back_the_same_texts_under_distinct_keys(texts: list[
             assert [d.text for d in documents if isinstance(d, Document)] == texts == [d.text for d in documents]
             keys += [d.key for d in documents]
         assert len(set(keys)) == len(keys) == len(texts) * len(WRITERS)
+
+
+def test_a_plain_text_file_is_one_document_and_is_listed_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes("one\n\ntwo \u2603\n".encode())
+    (tmp_path / "b.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "c.rst").write_bytes(b" \n")
+    with pytest.raises(FileNotFoundError):
+        list_archives(str(tmp_path))
+    archives = list_archives(str(tmp_path), PLAIN_SUFFIXES)
+    document, *problems = (item for archive in archives for item in read_documents(str(tmp_path), archive))
+    assert document == Document(key="a.md:0", text="one\n\ntwo \u2603\n")
+    assert [(p.where, p.kind) for p in problems if isinstance(p, Problem)] == [
+        ("b.txt:0", ProblemKind.INVALID_UTF8),
+        ("c.rst:0", ProblemKind.EMPTY_DOCUMENT),
+    ]
 
 
 def test_keys_name_archive_member_and_record(tmp_path: Path) -> None:
