@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from jobs.cluster import check_resources, start_ray
+from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.evaluation.config import EvaluateConfig
 from jobs.evaluation.plan import Plan, make_plan
 from jobs.evaluation.table import Column, make_columns, markdown
@@ -73,6 +73,7 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> None:
         num_gpus=1 if config.workers.use_gpu else 0,
         max_restarts=2,  # a worker whose machine goes away starts again, and so does its job
         max_task_retries=2,
+        runtime_env={"env_vars": CPU_ENVIRONMENT},
     )
     waiting = deque(jobs)
     idle: list[Any] = [actor.remote(settings) for _ in range(min(config.workers.num_workers, len(jobs)))]

@@ -18,7 +18,7 @@ import ray
 import ray.data
 from pyarrow.fs import FileSelector, FileType
 
-from jobs.cluster import check_resources, start_ray
+from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.prediction.config import PredictionWorkers
 from jobs.prediction.parts import ReadArchive, from_bytes, part_file, read_parts, to_bytes, token_arrays
 from jobs.prediction.predictor import Predictor
@@ -156,6 +156,7 @@ def _finished_parts(
             compute=ray.data.ActorPoolStrategy(size=workers.num_workers),
             num_cpus=workers.cpus_per_worker,
             num_gpus=1 if workers.use_gpu else None,
+            runtime_env={"env_vars": CPU_ENVIRONMENT},
         )
         .map(write, num_cpus=_WRITE_CPUS)
         .iter_rows()

@@ -23,7 +23,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from transformers import AutoModelForCausalLM
 
 from jobs.calibration import calibrated, describe_calibration
-from jobs.cluster import check_resources, start_ray
+from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
 from jobs.training.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.training.hardware import state_bytes_per_worker
@@ -39,16 +39,6 @@ from pipelines.stream import READ_CPUS
 from pipelines.tokenization import load_tokenizer
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
-
-# Ray Train runs the training function in a thread, where glibc gives every freed megabyte back to the kernel and takes
-# it again as zeroed pages: a quarter of a small step (docs/log.md). One arena that keeps its memory avoids that.
-_CPU_ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +273,7 @@ def _trainer(config: LanguageModelConfig, job: WorkerJob) -> TorchTrainer:
     # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     if not workers.use_gpu:
-        environment |= _CPU_ENVIRONMENT
+        environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
     filesystem, path = resolve(f"{config.run.resolved_storage}")
     return TorchTrainer(
         _train_worker,  # type: ignore[arg-type]
