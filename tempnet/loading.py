@@ -7,6 +7,7 @@ LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose h
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
 _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
 _WHOLE_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _RELEASED_PREFIX = "tempnet."
 # Key of the published files → our parameter. `last` is w3 and −b of the pooling; `scaler` is log φ.
 _RELEASED_KEYS = {
@@ -56,9 +58,14 @@ def load_tempnet(source: str | Path) -> TempNet:
         return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path))
     if path.is_dir():
         state = _released_state(lambda name: path / name if (path / name).is_file() else None)
-    elif path.is_absolute() or str(source).startswith("."):
-        raise FileNotFoundError(f"{source} does not exist")
+    elif not _HUB_NAME.fullmatch(str(source)):
+        raise FileNotFoundError(
+            f"{source} is neither a directory, nor a file, nor the hub name of a model (owner/name)"
+        )
     else:
+        files = [_download(str(source), f"{PAIRED_DIRECTORY}/{name}") for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        if files[0] is not None and files[1] is not None:
+            return TempNet.from_pretrained(files[1].parent)
         state = _released_state(lambda name: _download(str(source), name))
     if not state:
         raise FileNotFoundError(
