@@ -149,7 +149,7 @@ def test_wrong_keys_and_sizes_are_named(changes: dict, message: str, tmp_path: P
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="neither a directory, nor a file, nor the hub name"):
         load_tempnet(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="holds no TempNet"):
         load_tempnet(tmp_path)
