@@ -72,12 +72,16 @@ class ChunkSums:
         self.tau = torch.zeros_like(self.losses)
         self.values = [torch.zeros_like(self.losses) for _ in range(3)] if settings.with_values else []
         self.hidden_grad = torch.empty_like(hidden) if needs[0] else None
-        self.weight_grad = torch.zeros_like(weight, dtype=self.exact) if needs[1] else None
+        self.weight_grad = torch.empty_like(weight, dtype=self.exact) if needs[1] else None
+        if self.weight_grad is not None:
+            # The first chunk writes, the others add: a pass over a large matrix less.
+            self.weight_grad[settings.vocab_size if len(hidden) else 0 :] = 0.0
         self.bias_grad = torch.zeros_like(bias, dtype=self.exact) if bias is not None and needs[2] else None
         self.needs_logits_grad = any(needs[:3])
         self.needs_network_grad = any(needs[5:])
         self.parameters = parameters
         self.parameter_grads = [torch.zeros_like(parameter) for parameter in parameters]
+        self.buffers: Tensor | None = None
         self.folded: Tensor | None = None
         self.folded_grad: Tensor | None = None
         if self.tempnet is not None:
@@ -97,8 +101,12 @@ class ChunkSums:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """For hidden, weight, bias and the parameters of the TempNet."""
         if self.folded_grad is not None and self.needs_network_grad:
-            gradient = self.folded_grad @ self.weight.to(self.exact).T
-            self._first_weight_grad().add_(gradient.to(self.first.weight.dtype))
+            # Nothing else has a part in this gradient: it is written, not added.
+            total, weight = self._first_weight_grad(), self.weight.to(self.exact)
+            if total.dtype == weight.dtype:
+                torch.mm(self.folded_grad, weight.T, out=total)
+            else:
+                total.copy_(self.folded_grad @ weight.T)
         weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
         bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.dtypes[1])
         parameter_grads = self.parameter_grads if self.needs_network_grad else [None] * len(self.parameters)
@@ -106,45 +114,47 @@ class ChunkSums:
 
     def _add_chunk(self, part: slice, targets: Tensor, row_weights: Tensor | None) -> None:
         hidden = self.hidden[part]
-        logits = F.linear(hidden, self.weight, self.bias).to(self.exact)
+        logits, work = self._logits(hidden)
         slope = None
         if self.settings.soft_cap is not None:
-            capped = torch.tanh(logits / self.settings.soft_cap)
-            slope = 1 - capped.square()  # of the cap, for the chain rule
-            logits = capped * self.settings.soft_cap
+            logits.div_(self.settings.soft_cap).tanh_()
+            slope = 1 - logits.square()  # of the cap, for the chain rule
+            logits.mul_(self.settings.soft_cap)
         is_valid = targets != IGNORE_INDEX
         safe_targets = targets.where(is_valid, 0).unsqueeze(-1)
         tau, network = self._temperatures(hidden, logits)
         self.tau[part] = tau
 
-        positive = logits.gather(-1, safe_targets).squeeze(-1)
-        maximum = logits.amax(-1)
-        shifted = logits.sub_(maximum.unsqueeze(-1))
-        positive_shifted = positive - maximum
+        # The maximum goes first: L/τ alone would lose the digits of small differences at small τ.
+        shifted = logits.sub_(logits.amax(-1, keepdim=True))
         if self.settings.with_values:
-            weights = torch.exp(shifted)
-            partition = weights.sum(-1)
-            log_partition = partition.log()
-            self.values[0][part] = (log_partition - positive_shifted).where(is_valid, 0.0)
-            self.values[2][part] = log_partition - torch.linalg.vecdot(weights, shifted) / partition
-            del weights
-        scaled = shifted.div_(tau.unsqueeze(-1))
-        positive_scaled = positive_shifted / tau
-        weights = torch.exp(scaled)
-        partition = weights.sum(-1)
-        log_partition = partition.log()
-        mean = torch.linalg.vecdot(weights, scaled) / partition
-        logits_scale, tau_grad = self._finish(
-            part, targets, tau, log_partition - positive_scaled, log_partition - mean, row_weights
-        )
+            cross_entropy, entropy, _ = _softmax(shifted.clone(), safe_targets, work)
+            self.values[0][part] = cross_entropy.where(is_valid, 0.0)
+            self.values[2][part] = entropy
+        cross_entropy, entropy, weights = _softmax(shifted.div_(tau.unsqueeze(-1)), safe_targets, work)
+        logits_scale, tau_grad = self._finish(part, targets, tau, cross_entropy, entropy, row_weights)
         if network is not None and self.needs_network_grad:
             self._add_network_grad(hidden, network, tau_grad)
         if self.needs_logits_grad:
-            gradient = weights.mul_((logits_scale / partition).unsqueeze(-1))
-            gradient.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
+            if not bool((logits_scale == 1).all()):
+                weights.mul_(logits_scale.unsqueeze(-1))
+            gradient = weights.scatter_add_(-1, safe_targets, -logits_scale.unsqueeze(-1))
             if slope is not None:
                 gradient.mul_(slope)
             self._add_logits_grad(part, hidden, gradient)
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The chunk's logits (c, V), and room for as many numbers. Both are used again for the next chunk: fresh memory costs
+        page faults."""
+        if self.buffers is None:
+            size = min(self.settings.chunk_size, len(self.hidden))
+            self.buffers = self.losses.new_empty(2, size, self.settings.vocab_size)
+        logits, work = self.buffers[:, : len(hidden)]
+        if hidden.dtype == self.exact and self.bias is None:
+            torch.mm(hidden, self.weight.T, out=logits)
+        else:
+            logits.copy_(F.linear(hidden, self.weight, self.bias))
+        return logits, work
 
     def _finish(
         self,
@@ -180,8 +190,11 @@ class ChunkSums:
                 self.hidden_grad[part] = gradient @ self.weight
         if self.weight_grad is not None:
             total = self.weight_grad[: self.settings.vocab_size]
+            is_first = part.start == 0
             if gradient.dtype == total.dtype:
-                total.addmm_(gradient.T, hidden)
+                total.addmm_(gradient.T, hidden, beta=0.0 if is_first else 1.0)
+            elif is_first:
+                total.copy_(gradient.T @ hidden)
             else:
                 total += gradient.T @ hidden
 
@@ -230,6 +243,19 @@ class ChunkSums:
     def _first_weight_grad(self) -> Tensor:
         index = next(i for i, parameter in enumerate(self.parameters) if parameter is self.first.weight)
         return self.parameter_grads[index]
+
+
+def _softmax(scores: Tensor, targets: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of scores (c, V) whose row maxima are 0, and targets (c, 1): cross-entropy, entropy (c,), and p in `out` (c, V).
+
+    The scores are overwritten. The largest p is 1/Σ exp(s): the partition, without another pass. A product in place and its
+    sum is several times faster than `vecdot` on CPUs.
+    """
+    positive = scores.gather(-1, targets).squeeze(-1)
+    weights = torch.softmax(scores, dim=-1, out=out)
+    log_partition = -weights.amax(-1).log()
+    mean = scores.mul_(weights).sum(-1)
+    return log_partition - positive, log_partition - mean, weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ from tempnet.softmax.fused import FusedSums, can_fuse
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
 
-# Logits of a chunk: 16 MiB in float32, so that the few passes over them stay near the cache.
-_NUM_LOGITS_PER_CHUNK = 1 << 22
+# Logits of a chunk: 32 MiB in float32. Fewer, and the output weight's gradient is read and written too often; more, and
+# the passes over them leave the cache.
+_NUM_LOGITS_PER_CHUNK = 1 << 23
 
 
 class LinearLoss(NamedTuple):
@@ -79,7 +80,7 @@ def linear_language_model_loss(
         matmul_dtype: the dtype of the products with the output weight, as autocast would have it. Default: the inputs'.
         fold: use W1·W (True), the chunk's logits (False), or whichever needs fewer FLOPs (None).
         fold_cache: keeps W1·W between calls; its owner clears it when the weights change. Default: made in every call.
-        chunk_size: tokens a chunk. Default: about 4 million logits.
+        chunk_size: tokens a chunk. Default: about 8 million logits.
 
     Returns:
         The loss with gradients for hidden, weight, bias and every parameter of the TempNet; τ; and the values.
@@ -160,7 +161,7 @@ def make_sums(
 
 
 class _LossSum(torch.autograd.Function):
-    """Sum of the token losses; the gradients are made in the forward pass and scaled in the backward pass."""
+    """Sum of the token losses; the gradients are made in the forward pass and scaled, in place, in the backward pass."""
 
     @staticmethod
     def forward(
@@ -174,17 +175,23 @@ class _LossSum(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         sums = make_sums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
         sums.add(targets)
-        ctx.save_for_backward(*sums.gradients())
+        ctx.gradients = sums.gradients()
         outputs = (sums.losses.sum(), sums.tau, *sums.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grad_outputs[0]
-        hidden, weight, bias, *parameters = (
-            None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors
-        )
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the loss was differentiated before, and its gradients are gone: compute it again, or use reduction='none', "
+                "which can be differentiated as often as one likes"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(grad_outputs[0])
+        hidden, weight, bias, *parameters = gradients
         return hidden, weight, bias, None, None, *parameters
 
 
