@@ -115,8 +115,9 @@ def print_table(arguments: Arguments, num_tokens: int) -> None:
             run()
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - started)
-    del forms, run
-    memory = {name: measure_memory(name, arguments, num_tokens) for name in seconds}
+    names = list(forms)
+    forms.clear()  # their tensors need not be there while others are measured
+    memory = {name: measure_memory(name, arguments, num_tokens) for name in names}
 
     def ratio(name: str, base: str) -> str:
         if not arguments.time:
