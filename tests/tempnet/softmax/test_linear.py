@@ -122,13 +122,30 @@ def test_float64_equals_the_reference(name: str, fold: bool, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("name", ["ce", "ts_ce", "dro"])
+@pytest.mark.parametrize("shape", [(300, 32, 203), (1, 16, 50), (77, 24, 1001)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "loss_tolerance", "tolerance"), [(torch.float32, 1e-6, 5e-6), (torch.bfloat16, 1e-2, 1.5e-2)], ids=str
+    # A float32 loss is itself rounded to 6e-8.
+    ("dtype", "loss_tolerance", "tolerance"),
+    [(torch.float32, 2e-7, 1e-6), (torch.bfloat16, 1e-3, 1e-2)],
+    ids=str,
 )
-def test_lower_precisions_stay_near(name: str, dtype: torch.dtype, loss_tolerance: float, tolerance: float) -> None:
-    errors = compare(name, num_tokens=300, num_hidden=32, vocabulary=203, dtype=dtype, fold=True, chunk_size=64)
-    assert errors["loss"] < loss_tolerance, errors
-    assert max(errors.values()) < tolerance, errors
+def test_lower_precisions_stay_near(
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype, loss_tolerance: float, tolerance: float
+) -> None:
+    num_tokens, num_hidden, vocabulary = shape
+    for seed in range(3):
+        errors = compare(
+            name,
+            num_tokens=num_tokens,
+            num_hidden=num_hidden,
+            vocabulary=vocabulary,
+            dtype=dtype,
+            fold=True,
+            chunk_size=64,
+            seed=seed,
+        )
+        assert errors["loss"] < loss_tolerance, errors
+        assert max(errors.values()) < tolerance, errors
 
 
 @settings(max_examples=60, deadline=None)
