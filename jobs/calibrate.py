@@ -10,13 +10,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
 from jobs.command_line import fail
+
+_DEFAULT_CONTEXT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class Rho:
     """τ_max."""
     num_tokens: int = 4096
     """Contexts in the sample."""
-    context_length: int = 256
-    """Tokens a block."""
+    context_length: int = 0
+    """Tokens a block. 0: 256, or as many as the model has positions."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the model."""
     use_gpu: bool = False
@@ -105,7 +107,7 @@ def calibrate_rho(job: Rho) -> None:
     config = LanguageModelConfig(
         run=RunSection(name="calibration", storage=job.storage),
         data=DataSection(
-            train=job.text, validation=job.text, tokenizer=job.tokenizer, context_length=job.context_length
+            train=job.text, validation=job.text, tokenizer=job.tokenizer, context_length=job.context_length or 1
         ),
         model=ModelSection(path=job.model, trust_remote_code=job.trust_remote_code),
         temperature=TemperatureSection(
@@ -118,11 +120,16 @@ def calibrate_rho(job: Rho) -> None:
         workers=WorkersSection(precision=job.precision, use_gpu=job.use_gpu),
     )
     list_archives(job.text)
-    base_config(config, load_tokenizer(config.tokenizer))
+    base = base_config(config, load_tokenizer(config.tokenizer))
+    if not job.context_length:
+        length = min(_DEFAULT_CONTEXT_LENGTH, getattr(base, "max_position_embeddings", None) or _DEFAULT_CONTEXT_LENGTH)
+        config = replace(config, data=replace(config.data, context_length=length))
     config = with_absolute_paths(config)
     start_ray()
     started = time.monotonic()
-    source = PrepareConfig(source=config.data.train, tokenizer=config.tokenizer, context_length=job.context_length)
+    source = PrepareConfig(
+        source=config.data.train, tokenizer=config.tokenizer, context_length=config.data.context_length
+    )
     values = calibration_of(config, prepare_text(source, f"{config.run.resolved_storage}/prepared"))
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
