@@ -175,8 +175,15 @@ def calibrate_tau_max(job: TauMax) -> None:
     from pipelines.tokenization import load_tokenizer
     from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
     from tempnet.inference import CachedFold, can_fold, generate
-    from tempnet.loading import load_causal_lm
+    from tempnet.loading import find_tempnet, load_causal_lm
 
+    source = job.tempnet or job.model
+    directory = find_tempnet(source)
+    if directory is None and not job.dry_run:
+        raise ValueError(
+            f"{source} is no local directory of a TempNet that was saved by this project, so there is nowhere to save "
+            "tau_max_eval: add --dry-run to see the figure only"
+        )
     prompts = [line for line in Path(job.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"{job.prompts} holds no prompt")
@@ -228,9 +235,8 @@ def calibrate_tau_max(job: TauMax) -> None:
             f"{job.tolerance:g}: generate more (num_new_tokens, num_prompts), or allow a larger tolerance"
         )
     print(f"τ_max = {network.config.tau_max_eval:.4f} gives a mean τ of {job.mean_tau:g} ± {error:.4f}")
-    if job.dry_run:
+    if job.dry_run or directory is None:
         return
-    directory = Path(job.tempnet) if job.tempnet else Path(job.model) / "tempnet"
     network.save_pretrained(directory)
     print(f"tau_max_eval = {network.config.tau_max_eval:.4f} is saved in {directory}")
 

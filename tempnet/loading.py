@@ -51,9 +51,8 @@ def load_tempnet(source: str | Path) -> TempNet:
         ValueError: if the files hold something else.
     """
     path = Path(source)
-    for directory in (path, path / PAIRED_DIRECTORY):
-        if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
-            return TempNet.from_pretrained(directory)
+    if (directory := find_tempnet(source)) is not None:
+        return TempNet.from_pretrained(directory)
     if path.is_file():
         return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path))
     if path.is_dir():
@@ -73,6 +72,14 @@ def load_tempnet(source: str | Path) -> TempNet:
             "nor a published one"
         )
     return released_tempnet(state)
+
+
+def find_tempnet(source: str | Path) -> Path | None:
+    """The local directory that `TempNet.save_pretrained` wrote: the source itself or `tempnet/` in it; else None."""
+    for directory in (Path(source), Path(source) / PAIRED_DIRECTORY):
+        if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
+            return directory
+    return None
 
 
 def released_tempnet(state: Mapping[str, Tensor]) -> TempNet:
