@@ -5,7 +5,6 @@ Everything that can be refused is refused here.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from jobs.evaluation.config import NO_TEMPNET, EvaluateConfig
 from jobs.evaluation.harness import Tasks
 from jobs.evaluation.temperatures import Temperature
-from jobs.evaluation.units import Job, ModelSpec, Unit, files_digest, tempnet_digest, unit_key
+from jobs.evaluation.units import Job, ModelSpec, Unit, unit_key
 from jobs.evaluation.windows import (
     Window,
     document_windows,
@@ -30,6 +29,7 @@ from jobs.evaluation.windows import (
     wikitext_pages,
     windows_digest,
 )
+from jobs.fingerprints import files_digest, model_digest, tempnet_digest
 from jobs.training.tracking import default_uri
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
@@ -201,7 +201,7 @@ def _model_spec(
         tempnet=_absolute(tempnet),
         vocab_size=network.config.input_size if network else None,
         max_length=config.max_length or max_length,
-        digest=_model_digest(path, base),
+        digest=model_digest(path, trust_remote_code=config.trust_remote_code),
         tempnet_digest=tempnet_digest(network) if network else "",
     )
     return spec, tokenizer
@@ -213,14 +213,6 @@ def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"models: {path!r} is no Transformers model directory or hub name: {reason}") from error
-
-
-def _model_digest(path: str, base: PretrainedConfig) -> str:
-    """Of the files of a local model; of name and revision of one on the hub."""
-    if Path(path).is_dir():
-        return files_digest(sorted(file for file in Path(path).iterdir() if file.is_file()))
-    name = f"{path}@{getattr(base, '_commit_hash', None)}"
-    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def _absolute(path: str) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,9 @@ from jobs.evaluation.temperatures import Temperature
 from jobs.evaluation.windows import Window
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
-from tempnet.network import TempNet
 
 # Goes up whenever this program would compute something else from the same input.
 _VERSION = 1
-# Files up to this size are told apart by their content, larger ones by size and time.
-_MAX_HASHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +125,3 @@ class Ledger:
             "result": result,
         }
         write_json(f"{self._directory}/{unit.key}.json", record)
-
-
-def files_digest(paths: list[Path]) -> str:
-    """24 hex digits of files: the content of small ones, name, size and time of change of large ones."""
-    digest = hashlib.blake2b(digest_size=12)
-    for path in paths:
-        status = path.stat()
-        digest.update(f"{path.name}|{status.st_size}|".encode())
-        is_small = status.st_size <= _MAX_HASHED_BYTES
-        digest.update(path.read_bytes() if is_small else str(status.st_mtime_ns).encode())
-    return digest.hexdigest()
-
-
-def tempnet_digest(network: TempNet) -> str:
-    """24 hex digits of a network's configuration and weights."""
-    digest = hashlib.blake2b(json.dumps(asdict(network.config), sort_keys=True).encode(), digest_size=12)
-    for name, value in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from jobs.fingerprints import model_digest, tempnet_digest
 from jobs.generation.config import GenerateConfig
 from jobs.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
-from jobs.generation.records import Key, RecordFile, settings_hash, tensors_digest, weights_digest
+from jobs.generation.records import Key, RecordFile, settings_hash
 from jobs.generation.sampling import Generated, Request, Sampler
 from pipelines.tokenization import document_start_id, load_tokenizer, token_texts
 from tempnet.loading import load_tempnet
@@ -155,9 +156,10 @@ def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_
     settings = {name: getattr(config, name) for name in GenerateConfig.__slots__ if name not in _NOT_SETTINGS}
     local = Path(config.model)
     if local.is_dir():
-        settings |= {"model": str(local.resolve()), "weights": weights_digest(local)}
+        settings["model"] = str(local.resolve())
+    settings["weights"] = model_digest(config.model, trust_remote_code=config.trust_remote_code)
     if isinstance(temperature, TempNet):
-        settings |= {"temperature": "tempnet", "tempnet": tensors_digest(temperature.state_dict())}
+        settings |= {"temperature": "tempnet", "tempnet": tempnet_digest(temperature)}
         settings["tau_max_eval"] = temperature.config.tau_max_eval
     else:
         settings["temperature"] = "greedy" if temperature is None else temperature

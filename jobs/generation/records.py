@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 # The prompt's id, the number of the sample, the number of the turn.
 Key = tuple[int | str, int, int]
 
@@ -17,28 +15,6 @@ Key = tuple[int | str, int, int]
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """16 hex digits that name settings."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def weights_digest(directory: Path) -> str:
-    """16 hex digits that change with the weights of a model: sizes, and 32 blocks of 64 KiB spread over each file."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for block in range(32):
-                file.seek(size * block // 32)
-                digest.update(file.read(1 << 16))
-    return digest.hexdigest()
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """16 hex digits that change with any value of tensors in memory."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(value.cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class RecordFile:

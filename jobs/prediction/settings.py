@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyarrow.fs import FileType
-from safetensors.torch import save
 from transformers import AutoConfig
 
+from jobs.fingerprints import model_digest, tempnet_digest
 from jobs.prediction.config import PredictTemperaturesConfig
 from jobs.training.identity import differences
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives, relative, resolve
@@ -26,8 +26,6 @@ from tempnet.network import TempNet
 FORMAT_VERSION = 1
 SETTINGS_FILE = "_settings.json"
 _NUM_DIFFERENCES_SHOWN = 8
-# Of a file of weights these many bytes at either end are compared: enough to tell two trainings apart.
-_SAMPLED_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +101,8 @@ def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSetti
         bos_id=document_start_id(tokenizer),
         tau_min=network.config.tau_min,
         tau_max=network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval,
-        model_digest=_model_digest(config.model),
-        tempnet_digest=_digest(json.dumps(asdict(network.config)).encode(), save(network.state_dict())),
+        model_digest=model_digest(config.model),
+        tempnet_digest=tempnet_digest(network),
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
     return settings, archives
@@ -165,23 +163,6 @@ def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logi
 def _absolute(name: str) -> str:
     """A local path as an absolute one; a URI or a hub name as it is."""
     return str(Path(name).absolute()) if Path(name).exists() else name
-
-
-def _model_digest(model: str) -> str:
-    """Of the configuration and the weights: the commit of a hub model; sizes and both ends of the files of a local one."""
-    config = AutoConfig.from_pretrained(model)
-    values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    parts = [json.dumps(values, sort_keys=True, default=str).encode()]
-    if not Path(model).is_dir():
-        return _digest(*parts, str(getattr(config, "_commit_hash", None)).encode())
-    for path in sorted(Path(model).iterdir()):
-        if path.suffix in (".safetensors", ".bin"):
-            with path.open("rb") as file:
-                parts += [path.name.encode(), file.read(_SAMPLED_BYTES)]
-                size = file.seek(0, 2)
-                file.seek(max(0, size - _SAMPLED_BYTES))
-                parts += [str(size).encode(), file.read()]
-    return _digest(*parts)
 
 
 def _digest(*parts: bytes) -> str:
