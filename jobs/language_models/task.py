@@ -54,7 +54,7 @@ class LanguageModelTask:
             world_size=world_size,
         )
 
-    def build(self) -> None:
+    def build(self, *, is_fresh: bool) -> None:
         """The module, and this rank's part of the validation blocks."""
         self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
@@ -64,9 +64,6 @@ class LanguageModelTask:
             rank=self.rank,
             world_size=self.world_size,
         )
-
-    def start(self, engine: DeepSpeedEngine) -> None:
-        """Nothing to do."""
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Base and TempNet."""

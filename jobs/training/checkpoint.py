@@ -85,8 +85,8 @@ def read_state(checkpoint: Checkpoint, *, world_size: int, zero_stage: int) -> R
     """Where the checkpoint stands: all that is needed to start reading data.
 
     Raises:
-        FatalTrainingError: if it was written by another number of workers under ZeRO 3, whose shards of the weights themselves
-            belong to that number.
+        FatalTrainingError: if it was written by another number of workers under ZeRO 3, which divides the
+            weights themselves.
     """
     with checkpoint.as_directory() as directory:
         state = RunState(**json.loads((Path(directory) / _STATE_FILE).read_text()))

@@ -109,13 +109,11 @@ class TrainingLoop:
         # Reading starts before the model is built, so that the first step does not wait for it.
         size = config.optimizer.batch_size
         self.batches = _Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
-        self.task.build()
+        self.task.build(is_fresh=checkpoint is None)
         self.flops_per_unit = self.task.flops_per_unit()
         self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
         if checkpoint:
             load_checkpoint(self.engine, checkpoint, self.task.load, is_resharded=state.world_size != self.world_size)
-        else:
-            self.task.start(self.engine)
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None

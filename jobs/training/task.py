@@ -61,12 +61,12 @@ class Task(Protocol):
         """What is counted for speed: `tokens`, `pairs`."""
         ...
 
-    def build(self) -> None:
-        """Make the module, the same on every rank, and read what validation needs. Reading data has begun by then."""
-        ...
+    def build(self, *, is_fresh: bool) -> None:
+        """Make the module, the same on every rank, and read what validation needs. Reading data has begun by then.
 
-    def start(self, engine: DeepSpeedEngine) -> None:
-        """Whatever a fresh run needs the engine for, before the first step; a continued run does not call it."""
+        Args:
+            is_fresh: whether the run begins; a continued run's weights come from its checkpoint.
+        """
         ...
 
     def parameter_groups(self) -> list[ParameterGroup]:
