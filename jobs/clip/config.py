@@ -23,7 +23,7 @@ class PairDataSection:
     validation: str
     """Validation images, each with one or several captions, for mean recall."""
     train_captions: str = ""
-    """A JSON file with captions for `train`, in Karpathy's form or a list of {"image", "caption"}. Empty: those in the tars."""
+    """JSON with captions for `train`, in Karpathy's form or a list of {"image", "caption"}. Empty: those in the tars."""
     validation_captions: str = ""
     """Likewise for `validation`."""
     train_split: str = ""
@@ -113,7 +113,9 @@ class DualEncoderSection:
                 f"text_num_heads = {self.text_num_heads}"
             )
         if self.freeze and not self.path:
-            raise ValueError("model.freeze = True needs model.path: random towers have nothing to learn temperatures from")
+            raise ValueError(
+                "model.freeze = True needs model.path: random towers have nothing to learn temperatures from"
+            )
         if self.path and (self.image_path or self.text_path):
             raise ValueError("model.path names both towers: leave model.image_path and model.text_path empty")
 

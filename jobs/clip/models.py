@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from transformers import PreTrainedTokenizerFast
 
 from jobs.clip.config import ClipConfig
@@ -11,7 +12,6 @@ from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.dual_encoder_config import DualEncoderConfig
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.models.towers import load_tower, random_tower
 from tempnet.network import TempNet
 
@@ -74,7 +74,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
             ),
             autocast_dtype=autocast,
         )
-    num_embeddings = encoder.text_encoder.get_input_embeddings().weight.shape[0]
+    num_embeddings = next(encoder.text_encoder.get_input_embeddings().parameters()).shape[0]
     if len(tokenizer) > num_embeddings:
         raise ValueError(
             f"data.tokenizer = {config.tokenizer!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the text "
@@ -98,9 +98,7 @@ def build_model(
     encoder = build_encoder(config, tokenizer)
     image_tempnet, text_tempnet = build_tempnets(config)
     loss, world = config.temperature.loss_config, World.current()
-    state = (
-        SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None
-    )
+    state = SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None
     module = TemperatureDualEncoder(
         encoder,
         ContrastiveLoss(loss, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state, world=world),

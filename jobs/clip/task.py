@@ -10,6 +10,7 @@ import numpy as np
 import ray.train.torch
 import torch
 from deepspeed import DeepSpeedEngine
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from torch import Tensor
 
 from jobs.clip.config import ClipConfig
@@ -23,7 +24,6 @@ from pipelines.plan import StreamPlan
 from pipelines.stream import Batch, RankStream
 from tempnet.contrastive.losses import gamma_at
 from tempnet.contrastive.statistics import PairStatistics
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.statistics import histogram_of
 
 _FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
@@ -71,9 +71,7 @@ class ClipTask:
     def build(self, *, is_fresh: bool) -> None:
         """The module with its per-sample state, prototypes from training samples, and the validation set."""
         device = ray.train.torch.get_device()
-        self.module = build_model(
-            self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device
-        )
+        self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
         if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
             self._init_prototypes(device)
         if self.given_tau is not None:
@@ -86,8 +84,7 @@ class ClipTask:
         """From random training samples, each modality from its own; every rank computes the same."""
         count = self.config.temperature.num_prototypes
         ids = random_pairs(self.train.num_pairs, count, self.config.run.seed)
-        shards = np.searchsorted(self.train.first_pairs, ids, side="right") - 1
-        batch = self._tensors(self.source.read(shards, ids - self.train.first_pairs[shards], 0), device)
+        batch = self._tensors(self.source.read(*self.source.locate(ids), 0), device)
         self.module.eval()
         encoder = self.module.encoder
         image = encoder.encode_images(batch["images"])
@@ -124,7 +121,9 @@ class ClipTask:
         statistics = PairStatistics.of(output, *self._tau_range()) if with_statistics else None
         return StepResult(output["loss"].detach() / self.world_size, statistics)
 
-    def validate(self, engine: DeepSpeedEngine, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Recalls; histograms of τ with the details."""
         image, text = self.retrieval.embeddings(self.module, engine.device)
         tau = None

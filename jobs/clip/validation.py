@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tempnet.contrastive.retrieval import recall
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from torch import Tensor
 
 from jobs.clip.config import ClipConfig
 from pipelines.pairs import PairSource
-from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.world import World
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class RetrievalSet:
             return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
 
         def encode_texts(numbers: np.ndarray) -> Tensor:
-            tokens = self.source.encode_captions([self.captions[number] for number in numbers])
+            tokens = self.source.encoder.encode([self.captions[number] for number in numbers])
             return encoder.encode_texts(
                 *(torch.from_numpy(tokens[name]).to(device) for name in ("input_ids", "attention_mask"))
             )

@@ -21,7 +21,7 @@ def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run:
 
     from jobs.training.job import FatalTrainingError
     from jobs.training.launch import train
-    from pipelines.prepare import TooManyProblemsError
+    from pipelines.problems import TooManyProblemsError
 
     try:
         plan = make_plan(config)

@@ -27,7 +27,10 @@ ParameterGroup: TypeAlias = dict[str, Any]
 class Statistics(Protocol):
     """Sums of a step, which are added over the ranks."""
 
-    sums: Tensor
+    @property
+    def sums(self) -> Tensor:
+        """May be changed in place."""
+        ...
 
     def summary(self) -> dict[str, float]:
         """Means and the like; `tau_mean` is shown with the progress."""
