@@ -1,0 +1,1 @@
+"""Contrastive learning of images and texts with learned temperatures."""
