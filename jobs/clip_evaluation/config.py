@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,8 +93,8 @@ def pairs(field_name: str, values: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in split}
 
 
-def _twice(names: Sequence[str] | object) -> str:
-    return next((name for name, count in Counter(names).items() if count > 1), "")  # type: ignore[call-overload]
+def _twice(names: Iterable[str]) -> str:
+    return next((name for name, count in Counter(names).items() if count > 1), "")
 
 
 def _check_known(field_name: str, named: dict[str, str], data: dict[str, str]) -> None:
