@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.training.job import FatalTrainingError
     from jobs.training.launch import make_plan, train
     from jobs.training.report import has_constant_temperature, summary_table
-    from pipelines.prepare import TooManyProblemsError
+    from pipelines.problems import TooManyProblemsError
 
     try:
         if dry_run:

@@ -13,7 +13,8 @@ from support import write_jsonl_zst
 
 from pipelines.manifest import Manifest
 from pipelines.plan import StreamPlan
-from pipelines.prepare import PrepareConfig, TooManyProblemsError, prepare_text
+from pipelines.prepare import PrepareConfig, prepare_text
+from pipelines.problems import TooManyProblemsError
 from pipelines.stream import RankStream, read_range
 from pipelines.tokenization import load_tokenizer
 
