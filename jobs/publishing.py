@@ -114,5 +114,7 @@ def _track(
         child = opened(
             column.title, [*identity, column.title], column.parameters, {"mlflow.parentRunId": parent.run_id}
         )
-        finish_run(child, status="FINISHED", artifacts=None, metrics=column.metrics, tags={})
+        # MLflow knows no @ in names.
+        metrics = {name.replace("@", "_at_"): value for name, value in column.metrics.items()}
+        finish_run(child, status="FINISHED", artifacts=None, metrics=metrics, tags={})
     finish_run(parent, status="FINISHED", artifacts=artifacts, metrics={}, tags={})

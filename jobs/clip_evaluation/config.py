@@ -9,6 +9,7 @@ from typing import Literal
 
 from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.training.config import RunSection, TrackingSection
+from pipelines.image_decoding import MAX_PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class EvaluateClipConfig:
     the folders' names, with spaces for underscores."""
     max_bad_share: float = 0.01
     """Share of the images of a set that may be unreadable before the job fails; they are counted in the table."""
+    max_pixels: int = MAX_PIXELS
+    """Larger images are refused unread."""
     batch_size: int = 64
     """Images, or texts, in a forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -58,8 +61,9 @@ class EvaluateClipConfig:
         _check_known("templates", pairs("templates", [text for text in self.templates if "=" in text]), zero_shot)
         if sum("=" not in text for text in self.templates) > 1:
             raise ValueError(f"templates = {' '.join(self.templates)}: only one is for all sets, others are NAME=…")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size = {self.batch_size} must be at least 1")
+        for name in ("max_pixels", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if not 0.0 <= self.max_bad_share <= 1.0:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
         _ = self.run  # refuses names and storage that cannot be used

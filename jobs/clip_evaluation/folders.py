@@ -7,7 +7,8 @@ where the bytes of every image are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -16,9 +17,12 @@ import numpy as np
 from pyarrow import fs
 
 from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
+from pipelines.image_archives import IMAGE_SUFFIXES
+from pipelines.prepare_images import absolute
+from pipelines.ranges import ByteRange, range_reader
 from pipelines.tars import tar_members
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 class _Entry(NamedTuple):
@@ -58,8 +62,7 @@ class ClassFolders:
 
         Raises:
             FileNotFoundError: if there is nothing.
-            ValueError: for an image outside any folder, a folder without images, or no image at all.
-            tarfile.TarError: for an archive that is cut or corrupt.
+            ValueError: for an archive that is cut, an image outside any folder, a folder without images, no image at all.
         """
         files, entries = _archives(source) if _is_archive(source) else _directory(source)
         images = sorted(entry for entry in entries if not entry.is_folder and entry.name.lower().endswith(_SUFFIXES))
@@ -72,7 +75,7 @@ class ClassFolders:
         folders = sorted(set(classes))
         numbers = {folder: number for number, folder in enumerate(folders)}
         return cls(
-            source=source,
+            source=absolute(source),
             files=files,
             names=tuple(entry.name for entry in images),
             places=np.array([(entry.archive, entry.offset, entry.num_bytes) for entry in images], dtype=np.int64),
@@ -86,15 +89,10 @@ class ClassFolders:
         """n."""
         return len(self.names)
 
-    def read_bytes(self, numbers: Iterable[int]) -> Iterator[bytes]:
+    def read_bytes(self, numbers: Sequence[int]) -> list[bytes]:
         """The files of the images, as they are."""
-        filesystem, _ = resolve(self.source)
-        opened: tuple[int, fs.NativeFile] | None = None
-        for number in numbers:
-            archive, offset, num_bytes = self.places[number].tolist()
-            if opened is None or opened[0] != archive:
-                opened = (archive, filesystem.open_input_file(self.files[archive]))
-            yield opened[1].read_at(num_bytes, offset)
+        places = self.places[np.asarray(numbers, dtype=np.int64)].tolist()
+        return range_reader(self.source).read([ByteRange(self.files[at], offset, size) for at, offset, size in places])
 
 
 def _is_archive(source: str) -> bool:
@@ -113,11 +111,14 @@ def _archives(source: str) -> tuple[tuple[str, ...], list[_Entry]]:
     archives = list_archives(source, {".tar": ArchiveFormat.TAR})
     entries = []
     for number, archive in enumerate(archives):
-        with filesystem.open_input_stream(archive.path) as stream:
-            for info, _ in tar_members(stream):
-                name = str(PurePosixPath(info.name))
-                if (info.isfile() or info.isdir()) and not _is_hidden(name):
-                    entries.append(_Entry(name, info.isdir(), number, info.offset_data, info.size, info.mtime))
+        with filesystem.open_input_stream(archive.path, compression=None) as stream:
+            try:
+                for info, _ in tar_members(stream):
+                    name = str(PurePosixPath(info.name))
+                    if (info.isfile() or info.isdir()) and not _is_hidden(name):
+                        entries.append(_Entry(name, info.isdir(), number, info.offset_data, info.size, info.mtime))
+            except tarfile.TarError as error:
+                raise ValueError(f"{archive.path} is cut or corrupt: {error}") from error
     return tuple(archive.path for archive in archives), entries
 
 
