@@ -86,7 +86,9 @@ class Retrieval:
 
     def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
         """Recalls; what could not be read was found when the set was prepared."""
-        figures = recall(torch.from_numpy(image.rows), torch.from_numpy(text.rows), torch.from_numpy(self.image_of_text))
+        figures = recall(
+            torch.from_numpy(image.rows), torch.from_numpy(text.rows), torch.from_numpy(self.image_of_text)
+        )
         return {
             **figures,
             "num_images": len(image.rows),

@@ -20,11 +20,11 @@ import ray.data
 import torch
 from ray.exceptions import RayError
 
-from jobs.cluster import CPU_ENVIRONMENT
 from jobs.clip_evaluation.config import EvaluateClipConfig
 from jobs.clip_evaluation.encoder import Encoder
 from jobs.clip_evaluation.images import ImageSet, read_images
 from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, Unit
+from jobs.cluster import CPU_ENVIRONMENT
 
 READ_CPUS = 0.5
 
@@ -107,7 +107,13 @@ def _rows(
         unit = units[row["unit"]]
         if unit.modality == "text":
             numbers = np.arange(unit.start, unit.stop)
-            return {**row, "images": b"", "texts": json.dumps(unit.texts), "numbers": numbers.tobytes(), "problems": "[]"}
+            return {
+                **row,
+                "images": b"",
+                "texts": json.dumps(unit.texts),
+                "numbers": numbers.tobytes(),
+                "problems": "[]",
+            }
         images, numbers, problems = read_images(sets[unit.data], range(unit.start, unit.stop), size)
         return {
             **row,

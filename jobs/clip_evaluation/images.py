@@ -87,9 +87,7 @@ class PairImages:
         yield from self.source(image_size).read_images(numbers)
 
 
-def read_images(
-    images: ImageSet, numbers: Sequence[int], image_size: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """(n, S, S, 3) uint8 of the images that can be used, their numbers (n,), and what is wrong with the others."""
     kept, views, problems = [], [], []
     for number, view in zip(numbers, images.read(numbers, image_size), strict=True):

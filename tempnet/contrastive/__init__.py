@@ -1,1 +1,1 @@
-"""Contrastive learning of images and texts with learned temperatures."""
+"""Contrastive losses with personalised temperatures, exact on any number of ranks."""

@@ -63,7 +63,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             assert self.running_var is not None
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            momentum = self.num_batches_tracked.reciprocal().to(mean) if self.momentum is None else self.momentum
+            momentum = self.num_batches_tracked.to(mean).reciprocal() if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, momentum)
             self.running_var.lerp_(var * (num_values / (num_values - 1.0)).to(var), momentum)
         return output

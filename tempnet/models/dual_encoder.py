@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -154,11 +155,11 @@ class DualEncoder(nn.Module):
             DualEncoderConfig.load(directory / CONFIG_FILE),
             autocast_dtype=autocast_dtype,
         )
-        state = load_file(directory / WEIGHTS_FILE)
-        if sorted(state) != encoder._projection_names():
-            raise ValueError(
-                f"{directory / WEIGHTS_FILE} holds {sorted(state)}, not the projections {encoder._projection_names()}"
-            )
+        state = _read_tensors(directory / WEIGHTS_FILE)
+        shapes = {name: tuple(value.shape) for name, value in sorted(state.items())}
+        expected = {name: tuple(encoder.get_parameter(name).shape) for name in encoder._projection_names()}
+        if shapes != expected:
+            raise ValueError(f"{directory / WEIGHTS_FILE} holds {shapes}, not the projections {expected}")
         encoder.load_state_dict(state, strict=False)
         return encoder.eval()
 
@@ -200,3 +201,10 @@ def _projection(encoder: nn.Module, width: int, config: DualEncoderConfig) -> nn
             f"DualEncoderConfig.embedding_size = {config.embedding_size}, but {type(encoder).__name__} projects to {width}"
         )
     return nn.Identity()
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no tensors that can be read: {error}") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -184,7 +185,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 def _read(source: Any, path: str | Path) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         return source.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path} holds no weights that can be read: {_first_line(error)}") from error
 
 

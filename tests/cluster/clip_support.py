@@ -19,7 +19,7 @@ from tempnet.models.towers import random_tower
 
 SIDE = 16
 CLASSES = ("cat", "maple_tree", "truck")
-WORDS = "a photo of the small big red green dog cat truck maple tree beside under house and".split()
+WORDS = ("photo", "small", "big", "red", "green", "dog", "cat", "truck", "maple", "tree", "beside", "under", "house")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -109,9 +109,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     results = json.loads((storage / "both" / "results.json").read_text())
     columns = {column["title"]: column["metrics"] for column in results["columns"]}
     assert list(columns) == ["ours", "clip"]
-    prompts = [
-        template.format(name.replace("_", " ")) for name in CLASSES for template in read_templates("cifar")
-    ]
+    prompts = [template.format(name.replace("_", " ")) for name in CLASSES for template in read_templates("cifar")]
     of_text = np.array([number for _, number in captions])
     for title, (path, load) in models.items():
         embed_image, embed_text = load(path)
