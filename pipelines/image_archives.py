@@ -105,8 +105,8 @@ def read_samples(
     """Stream the samples of one archive, in the order they are stored in.
 
     Without a caption file, a sample is WebDataset's: consecutive members of a tar with the same name up to its first dot,
-    an image beside a `.txt` or a `.json` with the field "caption". A list there is several captions of the image and is
-    preferred; otherwise the `.txt` is. With a caption file, samples are the images that it names, and nothing else is
+    an image beside a `.txt` or a `.json` with a field "captions" or "caption". A list there is several captions of the image and
+    is preferred; otherwise the `.txt` is. With a caption file, samples are the images that it names, and nothing else is
     looked at.
 
     Raises OSError if the archive cannot be opened or the filesystem fails.
@@ -196,7 +196,7 @@ def _caption_texts(parts: dict[str, _Part], where: str) -> Sequence[str] | Probl
     if "json" in parts:
         try:
             record = json.loads(parts["json"].data)
-            caption = record.get("caption") if isinstance(record, dict) else None
+            caption = (record.get("captions") or record.get("caption")) if isinstance(record, dict) else None
         except (ValueError, RecursionError):  # bytes that are no UTF-8, too
             pass
     if isinstance(caption, list) and all(isinstance(text, str) for text in caption) and caption:

@@ -124,7 +124,7 @@ def _noise(percent: int) -> Preset:
         )
 
     preset.__doc__ = (
-        f"TempNet with noise in {percent} % of the captions; give --temperature.loss isogclr for the rival (Figure 5)."
+        f"TempNet with noise in {percent} % of the captions (Figure 5); the rival: --temperature.loss isogclr."
     )
     return preset
 
