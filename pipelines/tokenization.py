@@ -1,12 +1,14 @@
-"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small byte-level BPE."""
+"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small one (BPE or WordPiece)."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import string
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -70,3 +72,40 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A WordPiece tokenizer of BERT's kind, lower-casing, with at most this vocabulary; `[PAD]` is token 0.
+
+    Every ASCII letter and digit is in the vocabulary, also as the continuation of a word, so that no plain word is
+    unknown, whether or not it is in the texts.
+    """
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    alphabet = string.ascii_lowercase + string.digits
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=[*alphabet, *string.punctuation],
+        show_progress=False,
+    )
+    # The doubled characters bring in the continuing forms.
+    tokenizer.train_from_iterator(itertools.chain(texts, (2 * character for character in alphabet)), trainer)
+    ids = {token: tokenizer.token_to_id(token) for token in special_tokens}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
+    )
