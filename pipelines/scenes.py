@@ -27,7 +27,7 @@ RADII = {"small": (0.085, 0.115), "medium": (0.13, 0.16), "large": (0.20, 0.25)}
 """The range of a figure's radius for every word of size; they do not touch, so that a size can be told."""
 
 _MAIN_SIZES = {1: ("large",), 2: ("large", "medium"), 3: ("medium",)}  # By the number of figures.
-_OTHER_SIZES = ("small", "small", "small", "medium")
+_OTHER_SIZES = {1: ("small", "small", "medium"), 2: ("small",)}  # Less to be seen than the main group, in any case.
 _MAIN_COUNTS = ((1, 2, 3), (6, 3, 2))
 _OTHER_COUNTS = ((1, 2), (4, 1))
 _NUM_OTHERS = ((1, 2, 3), (4, 3, 1))
@@ -110,7 +110,7 @@ def draw_scene(concept: Concept, generator: random.Random) -> Scene:
         count = min(_weighted(generator, _OTHER_COUNTS), MAX_FIGURES - len(taken))
         other = Concept(shape=generator.choice(SHAPES), colour=generator.choice(COLOURS))
         if count and all((group.shape, group.colour) != (other.shape, other.colour) for group in groups):
-            group = _draw_group(other, generator.choice(_OTHER_SIZES), count, taken, generator)
+            group = _draw_group(other, generator.choice(_OTHER_SIZES[count]), count, taken, generator)
             if group.figures:
                 groups.append(group)
     return Scene(

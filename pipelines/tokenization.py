@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import string
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -77,28 +77,36 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A WordPiece tokenizer of BERT's kind, lower-casing, with at most this vocabulary; `[PAD]` is token 0.
 
-    Every ASCII letter and digit is in the vocabulary, also as the continuation of a word, so that no plain word is
-    unknown, whether or not it is in the texts.
+    The vocabulary is the special tokens, every ASCII letter and digit, also as the continuation of a word (so that no
+    plain word is unknown), punctuation, and the most frequent words. It is made here, as `WordPieceTrainer` numbers the
+    tokens differently each time.
     """
-    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    alphabet = string.ascii_lowercase + string.digits
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens,
-        initial_alphabet=[*alphabet, *string.punctuation],
-        show_progress=False,
-    )
-    # The doubled characters bring in the continuing forms.
-    tokenizer.train_from_iterator(itertools.chain(texts, (2 * character for character in alphabet)), trainer)
-    ids = {token: tokenizer.token_to_id(token) for token in special_tokens}
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(
+            word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
+        )
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    characters = string.ascii_lowercase + string.digits
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [
+        *special_tokens,
+        *string.punctuation,
+        *characters,
+        *(f"##{character}" for character in characters),
+        *words,
+    ]
+    vocabulary = {token: number for number, token in enumerate(list(dict.fromkeys(tokens))[:vocab_size])}
+    tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])],
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
