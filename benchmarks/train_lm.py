@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 import tyro
 
+from jobs.language_models.config import LanguageModelConfig
 from jobs.presets.language_models import PRESETS
-from jobs.training.config import LanguageModelConfig
 
 Variant = Literal["bare", "bare + statistics", "DeepSpeed + statistics", "job"]
 
@@ -63,10 +63,11 @@ def configuration(arguments: Arguments) -> LanguageModelConfig:
 
 def run_job(config: LanguageModelConfig) -> dict[str, float]:
     """The job itself; its own log gives the speeds."""
+    from jobs.language_models.plan import make_plan
     from jobs.training.launch import train
     from jobs.training.tracking import TrackedRun, metric_history
 
-    outcome = train(config)
+    outcome = train(make_plan(config))
     history = metric_history(
         TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), "train/tokens_per_second"
     )
@@ -78,12 +79,14 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     """A single process; the blocks are read into memory beforehand."""
     import torch.distributed as dist
 
-    from jobs.training.engine import parameter_groups, start_engine
-    from jobs.training.models import build_model
+    from jobs.language_models.models import build_model
+    from jobs.language_models.task import language_model_groups
+    from jobs.language_models.validation import to_tensors
+    from jobs.training.engine import start_engine
     from jobs.training.schedules import cosine_with_warmup
-    from jobs.training.validation import to_tensors
+    from jobs.training.task import with_and_without_decay
+    from pipelines.blocks import read_range
     from pipelines.manifest import Manifest
-    from pipelines.stream import read_range
     from pipelines.tokenization import load_tokenizer
 
     torch.set_num_threads(config.workers.num_threads)
@@ -91,11 +94,12 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     size = config.optimizer.batch_size
     blocks = read_range(Manifest.load(str(prepared)), 0, config.run.num_steps * size)
     module = build_model(config, load_tokenizer(config.tokenizer))
+    groups = language_model_groups(module, config)
     if variant.startswith("DeepSpeed"):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29571", rank=0, world_size=1)
-        engine = start_engine(module, config)
+        engine = start_engine(module, groups, config)
     else:
-        optimizer = torch.optim.AdamW(parameter_groups(module, config), betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
         factor = cosine_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
     speeds = []

@@ -88,18 +88,17 @@ class TauMax:
 
 def calibrate_rho(job: Rho) -> None:
     """Run `rho`: prepare the text, calibrate as a Ray task, print and plot."""
-    from jobs.calibration import calibration_of
     from jobs.cluster import start_ray
-    from jobs.training.config import (
+    from jobs.language_models.calibration import calibration_of
+    from jobs.language_models.config import (
         DataSection,
         LanguageModelConfig,
         ModelSection,
-        RunSection,
         TemperatureSection,
-        WorkersSection,
         with_absolute_paths,
     )
-    from jobs.training.models import base_config
+    from jobs.language_models.models import base_config
+    from jobs.training.config import RunSection, WorkersSection
     from pipelines.archives import list_archives
     from pipelines.prepare import PrepareConfig, prepare_text
     from pipelines.tokenization import load_tokenizer

@@ -76,21 +76,22 @@ class Console:
 
 
 class Progress:
-    """A worker's end: step, loss, mean τ, tokens a second and the time that is left."""
+    """A worker's end: step, loss, mean τ, tokens (pairs) a second and the time that is left."""
 
-    def __init__(self, mailbox: ActorHandle, *, num_steps: int, first_step: int, with_lines: bool) -> None:
+    def __init__(self, mailbox: ActorHandle, *, num_steps: int, first_step: int, unit: str, with_lines: bool) -> None:
         self._mailbox = mailbox
         self._num_steps = num_steps
         self._first_step = first_step
         self._started = time.monotonic()
+        self._unit = unit
         self._with_lines = with_lines
         if first_step:
             self.say(f"continuing after step {first_step}")
 
-    def show(self, step: int, loss: float, tau_mean: float | None, tokens_per_second: float) -> None:
+    def show(self, step: int, loss: float, tau_mean: float | None, units_per_second: float) -> None:
         """Show the state after `step` steps."""
-        tau = "" if tau_mean is None else f"  mean τ {tau_mean:.3f}"
-        text = f"loss {loss:.4f}{tau}  {tokens_per_second:,.0f} tokens/s"
+        tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
+        text = f"loss {loss:.4f}{tau}  {units_per_second:,.0f} {self._unit}/s"
         self._mailbox.show.remote(step, text)
         if self._with_lines:
             left = (time.monotonic() - self._started) / (step - self._first_step) * (self._num_steps - step)

@@ -89,7 +89,7 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
 
 def page(outcome: Outcome, config: GenerateConfig) -> str:
     """A page of the generated tokens, coloured by τ, with the entropy beside it."""
-    from jobs.training.report import coloured_page
+    from jobs.language_models.report import coloured_page
 
     sections, keys = {}, _keys(outcome, config)
     for key in keys[:MAX_SECTIONS]:

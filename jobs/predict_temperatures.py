@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.prediction.page import check_page, first_documents, write_page
     from jobs.prediction.settings import claim_output, resolve_settings
     from pipelines.archives import resolve
-    from pipelines.prepare import TooManyProblemsError
+    from pipelines.problems import TooManyProblemsError
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
     try:

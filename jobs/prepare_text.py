@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
     from jobs.cluster import start_ray
     from pipelines.archives import list_archives
-    from pipelines.prepare import TooManyProblemsError, describe, prepare_text
+    from pipelines.prepare import describe, prepare_text
+    from pipelines.problems import TooManyProblemsError
     from pipelines.tokenization import load_tokenizer
 
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jobs.command_line import fail, parse_preset
+from jobs.command_line import parse_preset
 from jobs.presets.language_models import PRESETS
 
 
@@ -17,27 +17,18 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_lm", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
-    from ray.train import TrainingFailedError
+    from jobs.language_models.plan import make_plan
+    from jobs.language_models.report import has_constant_temperature
+    from jobs.training.command import print_where_to_look, run_command
 
-    from jobs.training.job import FatalTrainingError
-    from jobs.training.launch import make_plan, train
-    from jobs.training.report import has_constant_temperature, summary_table
-    from pipelines.prepare import TooManyProblemsError
-
-    try:
-        if dry_run:
-            print(make_plan(config).describe())
-            return 0
-        outcome = train(config)
-    except (ValueError, OSError, TooManyProblemsError, FatalTrainingError, TrainingFailedError) as error:
-        fail(str(error))
-    print(f"\n{summary_table(outcome)}\n")
-    print(f"  results   {outcome['directory']}/report (tokens.html shows a passage coloured by τ)")
-    print(f"  model     {outcome['export']}\n")
-    print("To look around, type:")
-    if outcome["tracking_uri"]:
-        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {outcome['tracking_uri']}")
-    print(f"  .venv/bin/python -m jobs.predict_temperatures --model {outcome['export']} --text README.md")
+    outcome = run_command(config, make_plan, dry_run=dry_run)
+    if outcome is None:
+        return 0
+    print_where_to_look(
+        outcome,
+        results="tokens.html shows a passage coloured by τ",
+        commands=[f"jobs.predict_temperatures --model {outcome['export']} --text README.md"],
+    )
     return 1 if has_constant_temperature(outcome) else 0
 
 

@@ -49,6 +49,11 @@ class ArchiveEntry:
     """Where the first few problems are."""
     shards: list[ShardEntry]
 
+    @property
+    def num_records(self) -> int:
+        """What the share of problems is a share of."""
+        return self.num_documents
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:

@@ -1,8 +1,8 @@
-"""The order of training data as a pure function of (seed, manifest): which block stands at which place of the stream.
+"""The order of training data as a pure function of (seed, manifest): which item stands at which place of the stream.
 
-The stream is epoch 0, epoch 1, …, without end; an epoch visits every block exactly once. Batch k is places kB … (k+1)B−1,
+The stream is epoch 0, epoch 1, …, without end; an epoch visits every item exactly once. Batch k is places kB … (k+1)B−1,
 and batches run across the end of an epoch, so nothing is dropped and nothing depends on the number of workers. Shards
-are permuted, grouped into windows, and the blocks of a window are permuted: a reader holds one window at a time.
+are permuted, grouped into windows, and the items of a window are permuted: a reader holds one window at a time.
 
 The cursor of a run is one number: the next place.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A run of places whose blocks all lie in a few shards."""
+    """A run of places whose items all lie in a few shards."""
 
     epoch: int
     index: int
@@ -26,36 +26,36 @@ class Window:
     start: int
     """Its first place in the stream."""
     shards: tuple[int, ...]
-    num_blocks: int
+    num_items: int
 
     @property
     def stop(self) -> int:
         """The place after its last."""
-        return self.start + self.num_blocks
+        return self.start + self.num_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """The order of the blocks of a data set whose shards hold `shard_sizes` blocks."""
+    """The order of the items of a data set whose shards hold `shard_sizes` items."""
 
     shard_sizes: tuple[int, ...]
     seed: int
     window_size: int = 32_768
-    """A window is closed once it holds this many blocks."""
+    """A window is closed once it holds this many items."""
 
     def __post_init__(self) -> None:
-        if self.num_blocks_per_epoch == 0:
-            raise ValueError("the data set holds no blocks")
+        if self.num_items_per_epoch == 0:
+            raise ValueError("the data set holds no items")
 
     @property
-    def num_blocks_per_epoch(self) -> int:
+    def num_items_per_epoch(self) -> int:
         """Blocks in one epoch: all of them."""
         return sum(self.shard_sizes)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """The windows that hold the places start … stop−1, in order."""
-        epoch = start // self.num_blocks_per_epoch
-        while epoch * self.num_blocks_per_epoch < stop:
+        epoch = start // self.num_items_per_epoch
+        while epoch * self.num_items_per_epoch < stop:
             yield from (window for window in self.epoch(epoch) if window.stop > start and window.start < stop)
             epoch += 1
 
@@ -64,19 +64,19 @@ class StreamPlan:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.shard_sizes))
         windows: list[Window] = []
         group: list[int] = []
-        place = epoch * self.num_blocks_per_epoch
+        place = epoch * self.num_items_per_epoch
         for number, shard in enumerate(order.tolist()):
             group.append(shard)
-            num_blocks = sum(self.shard_sizes[member] for member in group)
-            if num_blocks >= self.window_size or number == len(order) - 1:
+            num_items = sum(self.shard_sizes[member] for member in group)
+            if num_items >= self.window_size or number == len(order) - 1:
                 windows.append(
-                    Window(epoch=epoch, index=len(windows), start=place, shards=tuple(group), num_blocks=num_blocks)
+                    Window(epoch=epoch, index=len(windows), start=place, shards=tuple(group), num_items=num_items)
                 )
-                place += num_blocks
+                place += num_items
                 group = []
-        return [window for window in windows if window.num_blocks]
+        return [window for window in windows if window.num_items]
 
-    def blocks(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(shard, row) of the given places, all of which lie in the window."""
         permutation, bounds = _window_order(self, window)
         chosen = permutation[np.asarray(places) - window.start]
@@ -86,8 +86,8 @@ class StreamPlan:
 
 @lru_cache(maxsize=4)
 def _window_order(plan: StreamPlan, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """The permutation of a window's blocks, and where each of its shards begins in the unpermuted order."""
-    permutation = np.random.default_rng([plan.seed, window.epoch, window.index]).permutation(window.num_blocks)
+    """The permutation of a window's items, and where each of its shards begins in the unpermuted order."""
+    permutation = np.random.default_rng([plan.seed, window.epoch, window.index]).permutation(window.num_items)
     sizes = [plan.shard_sizes[shard] for shard in window.shards]
     return permutation, np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
 

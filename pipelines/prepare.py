@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray.data
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.archive_tasks import run_archive_tasks
 from pipelines.archives import Archive, list_archives, resolve
 from pipelines.manifest import (
     FORMAT_VERSION,
@@ -27,16 +26,14 @@ from pipelines.manifest import (
     Manifest,
     ShardEntry,
     archive_from_json,
-    read_json,
-    write_json,
 )
 from pipelines.packing import PackingConfig, pack_documents
-from pipelines.text import Document, Problem, read_documents
+from pipelines.problems import Problem, check_problems, note
+from pipelines.text import Document, read_documents
 from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 
 NUM_BLOCKS_PER_SHARD = 4096
 _NUM_DOCUMENTS_PER_ENCODE = 64
-_NUM_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +56,6 @@ class PrepareConfig:
             raise ValueError(f"data.max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
 
 
-class TooManyProblemsError(RuntimeError):
-    """More records were unreadable than the configuration allows."""
-
-
 def prepare_text(config: PrepareConfig, root: str) -> Manifest:
     """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
 
@@ -81,7 +74,11 @@ def prepare_text(config: PrepareConfig, root: str) -> Manifest:
     except FileNotFoundError:
         filesystem, path = resolve(directory)
         filesystem.create_dir(path, recursive=True)
-        entries = _prepare_archives(config, packing, archives, directory)
+
+        def prepare(number: int) -> dict[str, Any]:
+            return asdict(_prepare_archive(config, packing, archives[number], number, directory))
+
+        entries = [archive_from_json(entry) for entry in run_archive_tasks(prepare, len(archives), directory)]
         manifest = Manifest(
             directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), packing=packing, archives=entries
         )
@@ -100,36 +97,6 @@ def packing_config(tokenizer: PreTrainedTokenizerFast, context_length: int) -> P
     )
 
 
-def check_problems(
-    source: str, archives: Sequence[ArchiveEntry], max_bad_share: float, *, field: str = "data.max_bad_share"
-) -> None:
-    """Refuse a source in which too much was unreadable, or nothing readable was left.
-
-    Args:
-        source: what was read, for the message.
-        field: how the person who gave `max_bad_share` knows it.
-
-    Raises:
-        TooManyProblemsError: naming the share, the kinds and the archives.
-    """
-    num_bad = sum(sum(entry.problems.values()) for entry in archives)
-    num_documents = sum(entry.num_documents for entry in archives)
-    num_seen = num_bad + num_documents
-    worst = sorted(archives, key=lambda entry: -sum(entry.problems.values()))[:3]
-    where = "; ".join(
-        f"{entry.path}: {entry.problems}, for example {', '.join(entry.examples[:2])}"
-        for entry in worst
-        if entry.problems
-    )
-    if num_documents == 0:
-        raise TooManyProblemsError(f"{source} holds no readable document. {where}")
-    if num_bad > max_bad_share * num_seen:
-        raise TooManyProblemsError(
-            f"{num_bad} of {num_seen} records of {source} are unreadable ({num_bad / num_seen:.2%}), more than "
-            f"{field} = {max_bad_share:.2%}. {where}"
-        )
-
-
 def _content_name(config: PrepareConfig, packing: PackingConfig, tokenizer: str, archives: list[Archive]) -> str:
     """A directory name that is a function of everything that decides the prepared content."""
     files = [(archive.path, archive.num_bytes) for archive in archives]
@@ -137,32 +104,6 @@ def _content_name(config: PrepareConfig, packing: PackingConfig, tokenizer: str,
     digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
     name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
     return f"{name}-{config.context_length}-{digest}"
-
-
-def _prepare_archives(
-    config: PrepareConfig, packing: PackingConfig, archives: list[Archive], directory: str
-) -> list[ArchiveEntry]:
-    """One Ray Data task an archive; entries come back in the order of the archives."""
-    record = "{directory}/archive-{number:05d}.json"
-    done = {number: read_json(record.format(directory=directory, number=number)) for number in range(len(archives))}
-    rows = [
-        {"number": number, "archive": archive.path, "directory": directory}
-        for number, archive in enumerate(archives)
-        if done[number] is None
-    ]
-
-    def prepare(row: dict[str, Any]) -> dict[str, Any]:
-        number = row["number"]
-        entry = _prepare_archive(config, packing, archives[number], number, directory)
-        write_json(record.format(directory=directory, number=number), asdict(entry))
-        return {"number": number, "entry": json.dumps(asdict(entry))}
-
-    if rows:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        for row in ray.data.from_items(rows, override_num_blocks=len(rows)).map(prepare).iter_rows():
-            done[row["number"]] = json.loads(row["entry"])
-    return [archive_from_json(done[number] or {}) for number in range(len(archives))]
 
 
 def _prepare_archive(
@@ -217,9 +158,7 @@ def readable_documents(
     """The documents of an archive; what cannot be read is counted by kind, and the first few are remembered."""
     for item in read_documents(source, archive, text_field=text_field):
         if isinstance(item, Problem):
-            problems[item.kind] += 1
-            if len(examples) < _NUM_EXAMPLES:
-                examples.append(f"{item.where} ({item.kind}: {item.detail})")
+            note(item, problems, examples)
         else:
             yield item
 

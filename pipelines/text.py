@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 
 from pipelines.archives import Archive, ArchiveFormat, format_of, relative, resolve, seen
 from pipelines.decompression import DamagedError, Readable, decoded
+from pipelines.problems import Problem
+from pipelines.tars import tar_members
 
 MAX_RECORD_BYTES = 256 * 2**20
 """A longer record is not a document but a decompression bomb, or a file without line ends."""
@@ -63,16 +65,6 @@ class Document:
     key: str
     """`<archive path relative to the URI>[/<member>]:<index of the record>`: unique below the URI, stable over runs."""
     text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Something that is not a document."""
-
-    kind: ProblemKind
-    where: str
-    """A record as in `Document.key`, or an archive or its member, without an index."""
-    detail: str
 
 
 def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> Iterator[Document | Problem]:
@@ -203,57 +195,20 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
-class _TarInfo(tarfile.TarInfo):
-    """Remembers, on the TarFile, why there was no next member: TarFile takes a broken header for the end, silently."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:  # type: ignore[override]
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.HeaderError as error:
-            tar.end = error  # type: ignore[attr-defined]
-            raise
-
-
-class _TarMember:
-    """The bytes of one member, from the archive's stream.
-
-    `TarFile.extractfile` raises at the end of a truncated archive and drops what it had read; this gives all there is.
-    """
-
-    __slots__ = ("_num_left", "_stream", "is_cut")
-
-    def __init__(self, stream: Readable, num_bytes: int) -> None:
-        self._stream = stream
-        self._num_left = num_bytes
-        self.is_cut = False
-
-    def read(self, num_bytes: int, /) -> bytes:
-        data = self._stream.read(min(num_bytes, self._num_left))
-        self._num_left -= len(data)
-        self.is_cut = not data and self._num_left > 0
-        return data
-
-
 def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
     # Keys stay unique when a member's name occurs twice: its records are counted on.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     others: list[str] = []
     try:
-        # "r|" reads forward only, which is all that a stream can do, and undoes no compression.
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_TarInfo) as tar:  # type: ignore[call-overload]
-            for info in tar:
-                member_format = format_of(info.name, MEMBER_SUFFIXES) if info.isreg() else None
-                if member_format is None:
-                    others.append(info.name)
-                    continue
-                member = _TarMember(tar.fileobj, info.size)
-                where = f"{name}/{info.name}"
-                yield from _read_lines(member, info.size, member_format, where, text_field, indices[info.name])
-                if member.is_cut:  # Reported as the member's damage; the tar cannot go on.
-                    return
-            if not isinstance(tar.end, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
-                raise tarfile.ReadError(f"neither a member nor the end of the archive at byte {tar.offset}: {tar.end}")
+        for info, member in tar_members(stream):
+            member_format = format_of(info.name, MEMBER_SUFFIXES) if info.isreg() else None
+            if member_format is None:
+                others.append(info.name)
+                continue
+            where = f"{name}/{info.name}"
+            yield from _read_lines(member, info.size, member_format, where, text_field, indices[info.name])
+            if member.is_cut:  # Reported as the member's damage; the tar cannot go on.
+                return
     except tarfile.TarError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:

@@ -15,11 +15,22 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+    """As :func:`load_fast_tokenizer`, one that can close documents.
+
+    Raises:
+        ValueError: likewise, or if it has no end-of-text token; the message names the value.
+    """
+    tokenizer = load_fast_tokenizer(name_or_path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
+    return tokenizer
+
+
+def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
     """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
 
     Raises:
-        ValueError: if nothing usable is found under that name, it is no fast tokenizer, or it has no end-of-text token
-            to close documents with; the message names the value.
+        ValueError: if nothing usable is found under that name, or it is no fast tokenizer; the message names the value.
     """
     tokenizer: PreTrainedTokenizerFast
     try:
@@ -38,8 +49,6 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
             f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
             f"a tokenizer.json, is needed. {reason}"
         ) from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
     return tokenizer
 
 

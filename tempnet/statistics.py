@@ -59,15 +59,8 @@ class TemperatureStatistics:
         return self.sums[len(_SCALARS) :]
 
     def quantile(self, share: float) -> float:
-        """The τ below which this share of the tokens lies, interpolated within its bin."""
-        cumulative = self.histogram.cumsum(0)
-        if cumulative[-1] == 0:
-            return math.nan
-        rank = share * cumulative[-1]
-        index = int(torch.searchsorted(cumulative, rank).clamp(max=NUM_HISTOGRAM_BINS - 1))
-        within = (rank - (cumulative[index] - self.histogram[index])) / self.histogram[index].clamp(min=1)
-        width = (self.tau_max - self.tau_min) / NUM_HISTOGRAM_BINS
-        return self.tau_min + width * (index + float(within.clamp(0, 1)))
+        """The τ below which this share of the tokens lies."""
+        return histogram_quantile(self.histogram, share, self.tau_min, self.tau_max)
 
     def summary(self) -> dict[str, float]:
         """Means, spread, quantiles and shares; NaN where nothing was counted."""
@@ -164,9 +157,26 @@ def token_statistics(
         "tau_oracle": tau_oracle.double().sum(),
     }
     statistics.sums[: len(_SCALARS)] = torch.stack([sums[name].double().to(tau.device) for name in _SCALARS])
-    bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
-    statistics.histogram.copy_(torch.bincount(bins, minlength=NUM_HISTOGRAM_BINS))
+    statistics.histogram.copy_(histogram_of(tau, tau_min, tau_max))
     return statistics
+
+
+def histogram_of(tau: Tensor, tau_min: float, tau_max: float) -> Tensor:
+    """Counts of τ (any shape) in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max], those beyond an end in the last bin."""
+    bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
+    return torch.bincount(bins.flatten(), minlength=NUM_HISTOGRAM_BINS)
+
+
+def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max: float) -> float:
+    """The τ below which this share of a histogram's counts lies, interpolated within its bin; NaN for an empty one."""
+    cumulative = histogram.cumsum(0)
+    if cumulative[-1] == 0:
+        return math.nan
+    rank = share * cumulative[-1]
+    index = int(torch.searchsorted(cumulative, rank).clamp(max=len(histogram) - 1))
+    within = (rank - (cumulative[index] - histogram[index])) / histogram[index].clamp(min=1)
+    width = (tau_max - tau_min) / len(histogram)
+    return tau_min + width * (index + float(within.clamp(0, 1)))
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:

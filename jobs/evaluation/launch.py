@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
-import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -21,9 +17,7 @@ from jobs.evaluation.plan import Plan, make_plan
 from jobs.evaluation.table import Column, make_columns, markdown
 from jobs.evaluation.units import Job, Ledger
 from jobs.evaluation.worker import EvaluationWorker, JobResult
-from jobs.training.identity import flatten
-from jobs.training.tracking import TrackedRun, finish_run, open_run, survive_outage
-from pipelines.archives import resolve
+from jobs.publishing import PublishedColumn, publish
 
 
 class EvaluationFailedError(RuntimeError):
@@ -109,58 +103,22 @@ def _result(reference: Any) -> JobResult:
 
 
 def _publish(plan: Plan, columns: list[Column]) -> None:
-    """Write the results into the evaluation's directory, and into MLflow."""
-    config = plan.config
-    results = {
-        "configuration": dataclasses.asdict(config),
-        "columns": [
-            {
-                "model": column.model.path,
-                "tempnet": column.model.tempnet or None,
-                "temperature": column.temperature.name,
-                "title": column.title,
-                "metrics": {name: value if math.isfinite(value) else None for name, value in column.metrics.items()},
-            }
+    publish(
+        plan.config,
+        run=plan.config.run,
+        tracking=plan.config.tracking,
+        table=markdown(columns),
+        columns=[
+            PublishedColumn(
+                title=column.title,
+                parameters={
+                    "model": column.model.path,
+                    "tempnet": column.model.tempnet,
+                    "temperature": column.temperature.name,
+                },
+                metrics=column.metrics,
+            )
             for column in columns
         ],
-    }
-    with tempfile.TemporaryDirectory() as name:
-        local = Path(name)
-        (local / "results.md").write_text(markdown(columns) + "\n", encoding="utf-8")
-        (local / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
-        filesystem, path = resolve(config.run.directory)
-        for file in local.iterdir():
-            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
-                stream.write(file.read_bytes())
-        if plan.tracking_uri:
-            with survive_outage("the evaluation"):
-                _track(plan, columns, local)
-
-
-def _track(plan: Plan, columns: list[Column], artifacts: Path) -> None:
-    """A run for the evaluation, and under it one for every column; the same evaluation finds its runs again."""
-    config = plan.config
-
-    def run(name: str, identity: list[str], parameters: dict[str, Any], tags: dict[str, str]) -> TrackedRun:
-        digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
-        return open_run(
-            uri=plan.tracking_uri,
-            experiment=config.tracking.experiment,
-            name=name,
-            directory=f"{config.run.directory}#{digest}",
-            parameters=parameters,
-            tags=tags,
-            data_sets={},
-        )
-
-    keys = [unit.key for unit in plan.units]
-    parent = run(config.name, keys, flatten(config), {})
-    for column in columns:
-        parameters = {
-            "model": column.model.path,
-            "tempnet": column.model.tempnet,
-            "temperature": column.temperature.name,
-        }
-        child = run(column.title, [*keys, column.title], parameters, {"mlflow.parentRunId": parent.run_id})
-        finish_run(child, status="FINISHED", artifacts=None, metrics=column.metrics, tags={})
-    finish_run(parent, status="FINISHED", artifacts=artifacts, metrics={}, tags={})
+        identity=[unit.key for unit in plan.units],
+    )

@@ -5,7 +5,6 @@ Everything that can be refused is refused here.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,7 +29,8 @@ from jobs.evaluation.windows import (
     windows_digest,
 )
 from jobs.fingerprints import files_digest, model_digest, tempnet_digest
-from jobs.training.tracking import default_uri
+from jobs.labels import model_labels
+from jobs.publishing import tracking_uri
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -50,8 +50,6 @@ class Plan:
     """Words of the WikiText file that are scored."""
     num_bytes: int
     """Bytes of the same text."""
-    tracking_uri: str
-    """Empty: nothing is tracked."""
 
     @property
     def units(self) -> list[Unit]:
@@ -65,12 +63,13 @@ def make_plan(config: EvaluateConfig) -> Plan:
     Raises:
         ValueError, OSError: naming the field, the value and what would be legal.
     """
+    _ = tracking_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []
     pairs = read_lambada(config.lambada, config.limit) if config.lambada else []
     models, jobs = [], []
-    for label, path, tempnet in zip(_labels(config.models), config.models, _tempnets(config), strict=True):
+    for label, path, tempnet in zip(model_labels(config.models), config.models, _tempnets(config), strict=True):
         spec, tokenizer = _model_spec(config, label, path, tempnet)
         models.append(spec)
         # A detokenised page may have nothing left to score; a document of no tokens has no windows.
@@ -98,9 +97,6 @@ def make_plan(config: EvaluateConfig) -> Plan:
         jobs=jobs,
         num_words=sum(map(num_words, pages)),
         num_bytes=sum(len(page.encode()) for page in pages),
-        tracking_uri=(config.tracking.uri or default_uri(config.run.resolved_storage))
-        if config.tracking.enabled
-        else "",
     )
 
 
@@ -144,21 +140,6 @@ def _task_digest(tasks: Tasks, name: str) -> str:
     own = sorted(Path(tasks.include_path).rglob("*")) if tasks.include_path else []
     files = [path for path in own if path.suffix in (".yaml", ".py")] + tasks.data_files(name)
     return f"{version('lm-eval')} {files_digest(files)}"
-
-
-def _labels(paths: tuple[str, ...]) -> list[str]:
-    """Short names of models: that of the run for `<run>/export`, else the last part; the whole path where these are equal."""
-    parts = [[part for part in path.split("/") if part] for path in paths]
-    short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
-    counts = Counter(short)
-    labels = [name if counts[name] == 1 else path for name, path in zip(short, paths, strict=True)]
-    seen = Counter(labels)
-    numbered = Counter[str]()
-    for index, label in enumerate(labels):
-        if seen[label] > 1:  # the same model with several TempNets
-            numbered[label] += 1
-            labels[index] = f"{label} ({numbered[label]})"
-    return labels
 
 
 def _tempnets(config: EvaluateConfig) -> list[str]:

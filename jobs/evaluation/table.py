@@ -12,6 +12,7 @@ import torch
 from jobs.evaluation.plan import LAMBADA, WIKITEXT, Plan
 from jobs.evaluation.temperatures import Temperature
 from jobs.evaluation.units import Ledger, ModelSpec, Unit
+from jobs.publishing import markdown_table
 from tempnet.statistics import spearman
 
 _TITLES = {
@@ -89,14 +90,7 @@ def markdown(columns: list[Column]) -> str:
     for name in names:
         if "_stderr" not in name:
             rows.append([_title(name), *(_cell(column.metrics, name) for column in columns)])
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        figures = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([cells[0].ljust(widths[0]), *figures])} |"
-
-    ruler = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join(map(line, [rows[0], ruler, *rows[1:]]))
+    return markdown_table(rows)
 
 
 def _title(name: str) -> str:

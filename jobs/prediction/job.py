@@ -27,7 +27,7 @@ from jobs.prediction.totals import Totals
 from jobs.prediction.write import document_table, read_totals, write_table
 from pipelines.archives import Archive, relative, resolve
 from pipelines.manifest import write_json
-from pipelines.prepare import check_problems
+from pipelines.problems import check_problems
 
 SUMMARY_FILE = "_summary.json"
 _READ_CPUS = 0.5

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.language_models.report import ColouredText, coloured_page
 from jobs.prediction.parts import token_arrays, tokenised
 from jobs.prediction.predictor import Predictor
 from jobs.prediction.settings import PredictionSettings
-from jobs.training.report import ColouredText, coloured_page
 from pipelines.archives import Archive
 from pipelines.prepare import readable_documents
 from pipelines.text import Document

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jobs.training.config import (
+from jobs.language_models.config import (
+    BlockValidationSection,
     DataSection,
     LanguageModelConfig,
     ModelSection,
-    OptimizerSection,
-    RunSection,
     TemperatureSection,
-    ValidationSection,
-    WorkersSection,
 )
+from jobs.training.config import OptimizerSection, RunSection, WorkersSection
 
 Preset = Callable[[], LanguageModelConfig]
 
@@ -31,7 +29,7 @@ def gpt2_scratch() -> LanguageModelConfig:
         temperature=TemperatureSection(rho=10.0),
         optimizer=OptimizerSection(batch_size=32, learning_rate_base=6e-4, learning_rate_tempnet=1e-4),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=2),
-        validation=ValidationSection(every=2_000, num_blocks=512),
+        validation=BlockValidationSection(every=2_000, num_blocks=512),
     )
 
 
@@ -82,7 +80,7 @@ def frozen() -> LanguageModelConfig:
             base.optimizer, batch_size=16, learning_rate_tempnet=1e-2, weight_decay=0.01, warmup_share=0.05
         ),
         workers=replace(base.workers, num_workers=1),
-        validation=ValidationSection(every=200, num_blocks=128),
+        validation=BlockValidationSection(every=200, num_blocks=128),
     )
 
 
@@ -142,7 +140,7 @@ def _small(
             warmup_share=0.05,
         ),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2),
-        validation=ValidationSection(every=200, num_blocks=64),
+        validation=BlockValidationSection(every=200, num_blocks=64),
     )
 
 

@@ -1,14 +1,16 @@
 """Checkpoints: everything that a continued run needs to reproduce the uninterrupted one.
 
-A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), the random state of every
-rank, and `state.json` with the step and what identifies the run. Ray Train merges the ranks' directories on upload.
-Nothing in it is ever unpickled beyond tensors and plain containers.
+A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
+(per-sample state), and `state.json` with the step and what identifies the run. Random numbers need no state: they are
+seeded anew with every step. Ray Train merges the ranks' directories on upload. Nothing in it is ever unpickled beyond
+tensors and plain containers.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from jobs.training.job import FatalTrainingError
+from jobs.training.reshard import load_moments
+
 _TAG = "deepspeed"
 _STATE_FILE = "state.json"
 
@@ -33,13 +38,15 @@ class RunState:
     step: int
     world_size: int
     seconds_trained: float
-    num_tokens: int
-    """Targets seen."""
+    num_units: int
+    """Tokens (pairs) seen."""
+    best_rating: float | None
+    """Of the model that is exported so far; None if the last is to be exported, or nothing was yet."""
     unsent_metrics: list[list[Any]]
     """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
 
 
-FRESH_STATE = RunState(step=0, world_size=0, seconds_trained=0.0, num_tokens=0, unsent_metrics=[])
+FRESH_STATE = RunState(step=0, world_size=0, seconds_trained=0.0, num_units=0, best_rating=None, unsent_metrics=[])
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
@@ -51,14 +58,18 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
             return torch.load(path, map_location=map_location, weights_only=True)
 
 
-def save_checkpoint(engine: DeepSpeedEngine, state: RunState, *, rank: int, metrics: dict[str, float]) -> None:
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    state: RunState,
+    save_more: Callable[[Path], None],
+    *,
+    rank: int,
+    metrics: dict[str, float],
+) -> None:
     """Write this rank's part and hand it to Ray Train, which uploads it in the background. All ranks must call it."""
     directory = tempfile.mkdtemp(prefix="tempnet-checkpoint-")
     engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
-    random_state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random_state["cuda"] = torch.cuda.get_rng_state()
-    torch.save(random_state, Path(directory) / f"random-{rank:05d}.pt")
+    save_more(Path(directory))
     if rank == 0:
         (Path(directory) / _STATE_FILE).write_text(json.dumps(asdict(state)))
     ray.train.report(
@@ -70,28 +81,37 @@ def save_checkpoint(engine: DeepSpeedEngine, state: RunState, *, rank: int, metr
     )
 
 
-def read_state(checkpoint: Checkpoint, *, world_size: int) -> RunState:
+def read_state(checkpoint: Checkpoint, *, world_size: int, zero_stage: int) -> RunState:
     """Where the checkpoint stands: all that is needed to start reading data.
 
     Raises:
-        ValueError: if it was written by another number of workers.
+        FatalTrainingError: if it was written by another number of workers under ZeRO 3, which divides the
+            weights themselves.
     """
     with checkpoint.as_directory() as directory:
         state = RunState(**json.loads((Path(directory) / _STATE_FILE).read_text()))
-    if state.world_size != world_size:
-        raise ValueError(
-            f"the checkpoint of step {state.step} was written by {state.world_size} workers, this run has "
-            f"workers.num_workers = {world_size}: continue with {state.world_size}"
+    if state.world_size != world_size and zero_stage == 3:
+        raise FatalTrainingError(
+            f"the checkpoint of step {state.step} was written by {state.world_size} workers under ZeRO 3, this run has "
+            f"workers.num_workers = {world_size}: continue with {state.world_size} (ZeRO 0, 1 and 2 take any number)"
         )
     return state
 
 
-def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, *, rank: int) -> None:
-    """Restore weights, optimizers, schedules and random state of this rank."""
+def load_checkpoint(
+    engine: DeepSpeedEngine, checkpoint: Checkpoint, load_more: Callable[[Path], None], *, is_resharded: bool
+) -> None:
+    """Restore weights, optimizers, schedules and what `save_more` wrote.
+
+    Args:
+        is_resharded: whether another number of workers wrote it.
+    """
     with checkpoint.as_directory() as directory:
         engine.checkpoint_engine = SafeCheckpointEngine()
-        engine.load_checkpoint(directory, tag=_TAG, load_module_strict=False)
-        random_state = torch.load(Path(directory) / f"random-{rank:05d}.pt", weights_only=True)
-        torch.set_rng_state(random_state["cpu"])
-        if "cuda" in random_state:
-            torch.cuda.set_rng_state(random_state["cuda"])
+        is_divided = is_resharded and engine.zero_optimization()
+        engine.load_checkpoint(directory, tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
+        if is_divided:
+            load_moments(
+                engine, Path(directory) / _TAG, lambda file: engine.checkpoint_engine.load(file, map_location="cpu")
+            )
+        load_more(Path(directory))

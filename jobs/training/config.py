@@ -1,25 +1,23 @@
-"""The configuration of a language-model training run: one dataclass a section, checked as soon as it is made."""
+"""The configuration that every training run has: one dataclass a section, checked as soon as it is made."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tempnet.network import TempNetConfig
-from tempnet.softmax.reference import LOSS_KINDS
 
-
-def _positive(section: str, config: Any, *names: str) -> None:
+def check_positive(section: str, config: Any, *names: str) -> None:
+    """Refuse values of a section that are not above 0."""
     for name in names:
         value = getattr(config, name)
         if not value > 0:
             raise ValueError(f"{section}.{name} = {value} must be positive")
 
 
-def _share(section: str, config: Any, *names: str) -> None:
+def check_share(section: str, config: Any, *names: str) -> None:
+    """Refuse values of a section that are no shares."""
     for name in names:
         value = getattr(config, name)
         if not 0.0 <= value <= 1.0:
@@ -48,7 +46,7 @@ class RunSection:
     """How often a failed worker group is started again from the last checkpoint."""
 
     def __post_init__(self) -> None:
-        _positive("run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every")
+        check_positive("run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every")
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
 
@@ -82,153 +80,13 @@ class RunSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
-    """Text in, blocks of tokens out."""
-
-    train: str
-    """Training archives: a .jsonl.zst/.tar/.jsonl/.jsonl.gz/.parquet file or a directory of them, path or URI."""
-    validation: str
-    """Validation archives, likewise."""
-    tokenizer: str = ""
-    """A Transformers fast tokenizer: directory, tokenizer.json or hub name. Empty: the one of model.path."""
-    context_length: int = 1024
-    """Tokens a block."""
-    attend_across_documents: bool = False
-    """Whether packed documents see the documents before them in their block."""
-    text_field: str = "text"
-    """The field that holds the text."""
-    max_bad_share: float = 0.01
-    """Share of records that may be unreadable before the run fails."""
-    shuffle_window: int = 32_768
-    """Blocks among which the order is fully random; shards are permuted beyond it."""
-
-    def __post_init__(self) -> None:
-        _positive("data", self, "context_length", "shuffle_window")
-        _share("data", self, "max_bad_share")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """The base model: weights to start from, or an architecture to start at random."""
-
-    path: str = ""
-    """A Transformers causal LM (directory or hub name) to start from. Empty: random weights of `architecture`."""
-    freeze: bool | None = None
-    """Train only the TempNet; the base stays in eval mode, without a graph. None: whenever there is a path."""
-    architecture: str = "gpt2"
-    """Transformers model type of a random start."""
-    hidden_size: int = 768
-    """Width of a random start."""
-    num_layers: int = 12
-    """Layers of a random start."""
-    num_heads: int = 12
-    """Attention heads of a random start."""
-    dropout: float = 0.0
-    """Dropout of a random start."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention implementation; eager is the faster one for short contexts on CPUs."""
-    trust_remote_code: bool = False
-    """Let Transformers run code that comes with the model."""
-
-    def __post_init__(self) -> None:
-        _positive("model", self, "hidden_size", "num_layers", "num_heads")
-        _share("model", self, "dropout")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"model.hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}")
-        if self.freeze and not self.path:
-            raise ValueError(
-                "model.freeze = True needs model.path: a random base has nothing to learn temperatures from"
-            )
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether only the TempNet is trained."""
-        return bool(self.path) if self.freeze is None else self.freeze
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureSection:
-    """The loss and the temperature network."""
-
-    loss: str = "dro"
-    """ce, fixed, fixed_robust, dro_newton, ts_ce or dro (tempnet.softmax.reference)."""
-    rho: float | None = 10.0
-    """ρ in nats, below log V. None: computed from target_entropy, or calibrated."""
-    target_entropy: float | None = None
-    """log V − ρ in nats: the entropy that an optimal temperature brings every softmax to. None, and rho None: ρ is calibrated
-    on the base model, so that its mean optimal temperature is calibrated_tau."""
-    calibrated_tau: float = 0.85
-    """The mean temperature that ρ is calibrated for: the centre of the papers' band [0.7, 1.0]."""
-    num_calibration_tokens: int = 4096
-    """Contexts of the training data on which ρ is calibrated."""
-    tau: float = 1.0
-    """The temperature of the losses `fixed` and `fixed_robust`."""
-    tau_min: float = 0.001
-    """τ₀."""
-    tau_max: float = 2.0
-    """τ_max."""
-    path: str = ""
-    """A saved TempNet to start from; its sizes and switches must agree with this section."""
-    hidden_size: int = 256
-    """d1."""
-    num_prototypes: int = 256
-    """d2."""
-    phi_init: float = 1.0
-    """Initial φ of the pooling."""
-    normalize_input: bool = True
-    """Ablation (Table 20)."""
-    transform: bool = True
-    """Ablation (Table 20)."""
-    projection: bool = True
-    """Ablation (Table 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Ablation (Table 20)."""
-    depth: Literal[3, 4] = 3
-    """Ablation (Table 21)."""
-    stop_gradient: bool = True
-    """Ablation (Table 18)."""
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSS_KINDS:
-            raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
-        if self.rho is not None and self.target_entropy is not None:
-            raise ValueError(
-                f"temperature.rho = {self.rho} and temperature.target_entropy = {self.target_entropy}: give one of them, "
-                "or none to have ρ calibrated"
-            )
-        _positive("temperature", self, "tau", "num_calibration_tokens")
-        if self.needs_calibration and not self.tau_min < self.calibrated_tau < self.tau_max:
-            raise ValueError(
-                f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {self.tau_min:g} and "
-                f"tau_max = {self.tau_max:g}"
-            )
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether ρ has to be read off the base model first."""
-        return self.rho is None and self.target_entropy is None
-
-    @property
-    def needs_tempnet(self) -> bool:
-        """Whether the loss reads a temperature network."""
-        return LOSS_KINDS[self.loss].temperature == "tempnet"
-
-    def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
-        """The network of this section on an effective vocabulary."""
-        switches = ("normalize_input", "transform", "projection", "pooling", "depth", "stop_gradient")
-        sizes = ("hidden_size", "num_prototypes", "phi_init", "tau_min", "tau_max")
-        values = {name: getattr(self, name) for name in (*switches, *sizes)}
-        return TempNetConfig.for_logits(vocab_size, rho=rho, **values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
     """AdamW with a cosine schedule after a linear warm-up, one pace for the base and one for the TempNet."""
 
     batch_size: int = 32
-    """Blocks in the global batch."""
+    """Blocks (pairs) in the global batch."""
     micro_batch_size: int = 0
-    """Blocks a worker holds at a time; the rest is accumulated. 0: all of its share."""
+    """Blocks (pairs) a worker holds at a time; the rest is accumulated. 0: all of its share."""
     learning_rate_base: float = 6e-4
     learning_rate_tempnet: float = 1e-4
     weight_decay: float = 0.1
@@ -244,8 +102,8 @@ class OptimizerSection:
     """Gradients are clipped to this L2 norm. 0: never."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer", self, "batch_size", "learning_rate_base", "learning_rate_tempnet", "epsilon")
-        _share("optimizer", self, "beta1", "beta2", "warmup_share", "final_share")
+        check_positive("optimizer", self, "batch_size", "learning_rate_base", "learning_rate_tempnet", "epsilon")
+        check_share("optimizer", self, "beta1", "beta2", "warmup_share", "final_share")
         for name in ("micro_batch_size", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must not be negative")
@@ -273,24 +131,9 @@ class WorkersSection:
     """Keep optimizer state in CPU memory (ZeRO 1-3)."""
 
     def __post_init__(self) -> None:
-        _positive("workers", self, "num_workers", "cpus_per_worker")
+        check_positive("workers", self, "num_workers", "cpus_per_worker")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationSection:
-    """Loss at τ = 1 and at τ on held-out blocks."""
-
-    every: int = 500
-    """Steps between validations; one more at the end."""
-    num_blocks: int = 64
-    """Blocks (from the first) that are scored. 0: all of them."""
-    num_oracle_tokens: int = 4096
-    """Tokens on which the regret and the best constant temperature are computed at the end."""
-
-    def __post_init__(self) -> None:
-        _positive("validation", self, "every", "num_oracle_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,51 +149,42 @@ class TrackingSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelConfig:
-    """Everything about one training run of a language model and its TempNet."""
+class ValidationSection:
+    """Scores on held-out data."""
+
+    every: int = 500
+    """Steps between validations; one more at the end."""
+
+    def __post_init__(self) -> None:
+        check_positive("validation", self, "every")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """What the loop and the driver read of a run, whatever is trained; the kinds of training add their sections."""
 
     run: RunSection
-    data: DataSection
-    model: ModelSection = field(default_factory=ModelSection)
-    temperature: TemperatureSection = field(default_factory=TemperatureSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     workers: WorkersSection = field(default_factory=WorkersSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
 
     def __post_init__(self) -> None:
-        workers, micro = self.workers.num_workers, self.micro_batch_size
-        if self.optimizer.batch_size % workers:
+        size, workers = self.optimizer.batch_size, self.workers.num_workers
+        if size % workers:
             raise ValueError(
-                f"optimizer.batch_size = {self.optimizer.batch_size} is not divisible by "
-                f"workers.num_workers = {workers}: choose a multiple of {workers}"
+                f"optimizer.batch_size = {size} is not divisible by workers.num_workers = {workers}: "
+                f"choose a multiple of {workers}"
             )
-        if self.optimizer.batch_size // workers % micro:
+        if size // workers % self.micro_batch_size:
             raise ValueError(
-                f"a worker's share of the batch, {self.optimizer.batch_size // workers} blocks, is not divisible by "
-                f"optimizer.micro_batch_size = {micro}"
+                f"a worker's share of the batch, {size // workers}, is not divisible by "
+                f"optimizer.micro_batch_size = {self.micro_batch_size}"
             )
-        if not self.tokenizer:
-            raise ValueError("data.tokenizer is empty, and there is no model.path to take a tokenizer from")
-        if self.temperature.needs_calibration and not self.model.path:
-            raise ValueError(
-                "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
-                "there already (model.path), not on random weights; give one of them"
-            )
-        if self.model.is_frozen and not self.temperature.needs_tempnet:
-            raise ValueError(
-                "model.freeze = True (the default with a model.path) leaves nothing to train with "
-                f"temperature.loss = {self.temperature.loss!r}: choose dro or ts_ce, or model.freeze False"
-            )
-
-    @property
-    def tokenizer(self) -> str:
-        """Where the tokenizer comes from."""
-        return self.data.tokenizer or self.model.path
 
     @property
     def micro_batch_size(self) -> int:
-        """Blocks a worker holds at a time."""
+        """What a worker holds of a batch at a time."""
         return self.optimizer.micro_batch_size or max(1, self.optimizer.batch_size // self.workers.num_workers)
 
     @property
@@ -359,29 +193,6 @@ class LanguageModelConfig:
         return self.optimizer.batch_size // self.workers.num_workers // self.micro_batch_size
 
 
-def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
-    """The configuration for the workers, whose working directory is another: local paths made absolute."""
-
-    def absolute(value: str) -> str:
-        return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value
-
-    data, model, temperature = config.data, config.model, config.temperature
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=dataclasses.replace(
-            data,
-            train=absolute(data.train),
-            validation=absolute(data.validation),
-            tokenizer=absolute(config.tokenizer),
-        ),
-        model=dataclasses.replace(model, path=absolute(model.path)),
-        temperature=dataclasses.replace(temperature, path=absolute(temperature.path)),
-    )
-
-
-def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
-    """The configuration with ρ as a number, however it was given."""
-    return dataclasses.replace(
-        config, temperature=dataclasses.replace(config.temperature, rho=rho, target_entropy=None)
-    )
+def absolute_path(value: str) -> str:
+    """A local path made absolute, for the workers, whose working directory is another; URIs and hub names stay."""
+    return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value

@@ -12,14 +12,14 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from jobs.training.config import LanguageModelConfig
+from jobs.training.config import TrainingConfig
 from jobs.training.schedules import cosine_with_warmup
-from tempnet.models.causal_lm import TemperatureCausalLM
+from jobs.training.task import ParameterGroup, with_and_without_decay
 
 DEEPSPEED_CONFIGURATIONS = Path(__file__).parents[2] / "infra" / "deepspeed"
 
 
-def deepspeed_config(config: LanguageModelConfig) -> dict[str, Any]:
+def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
     """The stage's file in infra/deepspeed with this run's batch arithmetic, clipping and offload."""
     workers = config.workers
     values = json.loads((DEEPSPEED_CONFIGURATIONS / f"zero{workers.zero_stage}.json").read_text())
@@ -34,33 +34,15 @@ def deepspeed_config(config: LanguageModelConfig) -> dict[str, Any]:
     }
 
 
-def parameter_groups(module: TemperatureCausalLM, config: LanguageModelConfig) -> list[dict[str, Any]]:
-    """Base and TempNet, each with and without weight decay (none for vectors and scalars: biases, norms, φ, b, w3)."""
-    settings = config.optimizer
-    groups = []
-    for name, part, rate in (
-        ("base", module.base, settings.learning_rate_base),
-        ("tempnet", module.tempnet, settings.learning_rate_tempnet),
-    ):
-        parameters = [parameter for parameter in part.parameters() if parameter.requires_grad] if part else []
-        for decay, members in (
-            (settings.weight_decay, [parameter for parameter in parameters if parameter.ndim >= 2]),
-            (0.0, [parameter for parameter in parameters if parameter.ndim < 2]),
-        ):
-            if members:
-                groups.append({"name": name, "params": members, "lr": rate, "weight_decay": decay})
-    return groups
-
-
-def start_engine(module: TemperatureCausalLM, config: LanguageModelConfig) -> DeepSpeedEngine:
+def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
     """DeepSpeed with AdamW and one cosine schedule a group."""
     settings = config.optimizer
-    groups = parameter_groups(module, config)
-    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.epsilon)
+    decayed = with_and_without_decay(groups, settings.weight_decay)
+    optimizer = torch.optim.AdamW(decayed, betas=(settings.beta1, settings.beta2), eps=settings.epsilon)
     factor = cosine_with_warmup(
         config.run.num_steps, warmup_share=settings.warmup_share, final_share=settings.final_share
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(groups))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(decayed))
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,

@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-from jobs.training.config import LanguageModelConfig
+from jobs.training.config import TrainingConfig
 
 # What may change when a run is continued: where it is logged, how often, and how the machine is used.
 _FREE_TO_CHANGE = {
@@ -17,6 +17,7 @@ _FREE_TO_CHANGE = {
     "run.num_checkpoints_kept",
     "run.log_every",
     "run.max_restarts",
+    "workers.num_workers",
     "workers.cpus_per_worker",
     "tracking.uri",
     "tracking.enabled",
@@ -35,12 +36,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def fixed_values(config: LanguageModelConfig) -> dict[str, Any]:
+def fixed_values(config: TrainingConfig) -> dict[str, Any]:
     """The part of a configuration that identifies a run."""
     return {name: value for name, value in flatten(config).items() if name not in _FREE_TO_CHANGE}
 
 
-def configuration_hash(config: LanguageModelConfig) -> str:
+def configuration_hash(config: TrainingConfig) -> str:
     """12 hex digits of everything that identifies a run."""
     content = json.dumps(fixed_values(config), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()

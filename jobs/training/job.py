@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
-from jobs.training.config import LanguageModelConfig
+from jobs.training.config import TrainingConfig
+from jobs.training.task import TaskSpec
 from jobs.training.tracking import TrackedRun
 
 
@@ -18,11 +19,8 @@ class FatalTrainingError(RuntimeError):
 class WorkerJob:
     """What the driver sends to every worker."""
 
-    config: LanguageModelConfig
-    train_directory: str
-    """Prepared training data."""
-    validation_directory: str
-    """Prepared validation data."""
+    config: TrainingConfig
+    spec: TaskSpec
     tracked_run: TrackedRun | None
     mailbox: ActorHandle
     """Carries progress to the driver's terminal."""

@@ -14,7 +14,7 @@ import pytest
 import ray
 from support import BIN, free_port, tiny_config, wait_for_ports, write_jsonl_zst
 
-from jobs.training.config import LanguageModelConfig
+from jobs.language_models.config import LanguageModelConfig
 from pipelines.tokenization import train_bpe
 
 

@@ -13,16 +13,14 @@ from typing import Any
 
 import zstandard
 
-from jobs.training.config import (
+from jobs.language_models.config import (
+    BlockValidationSection,
     DataSection,
     LanguageModelConfig,
     ModelSection,
-    OptimizerSection,
-    RunSection,
     TemperatureSection,
-    ValidationSection,
-    WorkersSection,
 )
+from jobs.training.config import OptimizerSection, RunSection, WorkersSection
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -67,7 +65,7 @@ def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, An
         temperature=TemperatureSection(rho=None, target_entropy=3.0, hidden_size=32, num_prototypes=16),
         optimizer=OptimizerSection(batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2, precision="fp32", num_threads=1),
-        validation=ValidationSection(every=20, num_blocks=32, num_oracle_tokens=512),
+        validation=BlockValidationSection(every=20, num_blocks=32, num_oracle_tokens=512),
     )
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}

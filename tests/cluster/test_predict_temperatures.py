@@ -17,7 +17,7 @@ from jobs.prediction.config import PredictionWorkers, PredictTemperaturesConfig
 from jobs.prediction.job import predict_archives
 from jobs.prediction.predictor import Predictor
 from jobs.prediction.settings import claim_output, resolve_settings
-from pipelines.prepare import TooManyProblemsError
+from pipelines.problems import TooManyProblemsError
 from pipelines.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.cluster

@@ -11,10 +11,12 @@ import pytest
 import zstandard
 from support import write_jsonl_zst
 
+from pipelines.blocks import BlockSource, read_range
 from pipelines.manifest import Manifest
 from pipelines.plan import StreamPlan
-from pipelines.prepare import PrepareConfig, TooManyProblemsError, prepare_text
-from pipelines.stream import RankStream, read_range
+from pipelines.prepare import PrepareConfig, prepare_text
+from pipelines.problems import TooManyProblemsError
+from pipelines.stream import RankStream
 from pipelines.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.cluster
@@ -56,7 +58,9 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
     stop = -(-2 * size // batch_size) * batch_size  # two epochs, and what fills the last batch
     seen: dict[int, np.ndarray] = {}
     for rank in range(2):
-        stream = RankStream(manifest=manifest, plan=plan, batch_size=batch_size, rank=rank, world_size=2)
+        stream = RankStream(
+            source=BlockSource(manifest=manifest), plan=plan, batch_size=batch_size, rank=rank, world_size=2
+        )
         for step, batch in enumerate(stream.batches(0, stop)):
             assert (batch["place"] // batch_size == step).all()
             assert len(batch["place"]) == 4
@@ -71,9 +75,12 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
     assert sorted(blocks_of(0)) == sorted(blocks_of(1)) == everything
     assert blocks_of(0) != blocks_of(1)
 
-    # Continued in mid-epoch, and with one worker, the batches are the same.
+    # Continued in mid-epoch, with one worker and its data read by two tasks at a time, the batches are the same.
     cursor = (size // batch_size // 2) * batch_size
-    alone = RankStream(manifest=manifest, plan=plan, batch_size=batch_size, rank=0, world_size=1)
+    alone = RankStream(
+        source=BlockSource(manifest=manifest), plan=plan, batch_size=batch_size, rank=0, world_size=1,
+        num_readers=2, num_batches_per_task=3, num_batches_per_output=2,
+    )  # fmt: skip
     for batch in alone.batches(cursor, stop):
         for place, row in zip(batch["place"].tolist(), batch["input_ids"], strict=True):
             assert np.array_equal(row, seen[place])

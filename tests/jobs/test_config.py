@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from jobs.command_line import parse_preset
+from jobs.language_models.config import LanguageModelConfig, with_absolute_paths
+from jobs.language_models.models import resolved_rho
 from jobs.presets.language_models import PRESETS
-from jobs.training.config import LanguageModelConfig, with_absolute_paths
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
-from jobs.training.models import resolved_rho
 from tempnet.dro import check_rho
 
 VOCABULARIES = {"gpt2": 50_257, "EleutherAI/pythia-160m": 50_277}

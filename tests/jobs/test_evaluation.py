@@ -14,7 +14,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from jobs import evaluate_lm
-from jobs.evaluation import plan as plan_module
 from jobs.evaluation.config import EvaluateConfig
 from jobs.evaluation.harness import Tasks, TemperedLM, run_task
 from jobs.evaluation.plan import make_plan
@@ -29,6 +28,7 @@ from jobs.evaluation.windows import (
     slices,
     wikitext_pages,
 )
+from jobs.labels import model_labels
 from jobs.training.config import TrackingSection
 from tempnet.network import TempNet, TempNetConfig
 
@@ -303,7 +303,7 @@ def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: 
 
 
 def test_labels_are_short_and_different() -> None:
-    labels = plan_module._labels
+    labels = model_labels
     assert labels(("runs/a/export", "/runs/b/export/", "gpt2")) == ["a", "b", "gpt2"]
     assert labels(("x/a/export", "y/a/export")) == ["x/a/export", "y/a/export"]
     assert labels(("m", "m")) == ["m (1)", "m (2)"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jobs.language_models.flops import flops_per_token
 from jobs.presets.language_models import PRESETS
-from jobs.training.hardware import flops_per_token, peak_flops_per_second, state_bytes_per_worker
+from jobs.training.hardware import peak_flops_per_second, state_bytes_per_worker
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
@@ -42,7 +43,7 @@ def test_zero_stages_divide_optimizer_gradients_and_weights_in_turn() -> None:
 
     def bytes_at(stage: int, num_frozen: int = 0) -> float:
         workers = replace(config.workers, num_workers=4, zero_stage=stage)
-        return state_bytes_per_worker(1000, num_frozen, replace(config, workers=workers))
+        return state_bytes_per_worker(1000, num_frozen, workers)
 
     assert [bytes_at(stage) for stage in (0, 1, 2, 3)] == [16_000, 11_000, 8_000, 5_000]
     assert bytes_at(3, num_frozen=400) - bytes_at(3) == 200

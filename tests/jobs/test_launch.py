@@ -12,9 +12,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs import train_lm
+from jobs.language_models.config import LanguageModelConfig
+from jobs.language_models.plan import make_plan
 from jobs.presets.language_models import PRESETS
 from jobs.training import launch
-from jobs.training.config import LanguageModelConfig
 from pipelines.tokenization import train_bpe
 
 Change = Callable[..., LanguageModelConfig]
@@ -54,7 +55,7 @@ def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
 
 def test_a_good_configuration_has_a_plan(change: Change) -> None:
     config = change(temperature={"target_entropy": 2.0})
-    plan = launch.make_plan(config)
+    plan = make_plan(config)
     text = plan.describe()
     assert plan.vocab_size < 400
     assert plan.tracking_uri == f"sqlite:///{config.run.storage}/mlflow.db"
@@ -91,7 +92,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
     for sections, message in cases:
         defaults = {"temperature": {"target_entropy": 2.0}} if "temperature" not in sections else {}
         with pytest.raises((ValueError, OSError), match=message):
-            launch.train(change(**{**defaults, **sections}))
+            launch.train(make_plan(change(**{**defaults, **sections})))
 
 
 def test_a_taken_name_is_refused_with_the_fields_that_differ(change: Change) -> None:

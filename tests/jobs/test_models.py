@@ -9,16 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from jobs.training.config import (
-    DataSection,
-    LanguageModelConfig,
-    ModelSection,
-    RunSection,
-    TemperatureSection,
-    WorkersSection,
-    with_rho,
-)
-from jobs.training.models import build_model
+from jobs.language_models.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection, with_rho
+from jobs.language_models.models import build_model
+from jobs.training.config import RunSection, WorkersSection
 from pipelines.tokenization import load_tokenizer, train_bpe
 
 WORDS = "a user brings a model of their own and asks which temperature suits every token of it"

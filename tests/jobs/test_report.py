@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.training.report import coloured_page, has_constant_temperature, summary_table
+from jobs.language_models.report import coloured_page, has_constant_temperature, summary_table
 
 
 class Spans(HTMLParser):

@@ -22,7 +22,7 @@ def order(plan: StreamPlan, start: int, stop: int) -> list[tuple[int, int]]:
     blocks = []
     for window in plan.windows(start, stop):
         places = np.arange(max(start, window.start), min(stop, window.stop))
-        shards, rows = plan.blocks(window, places)
+        shards, rows = plan.locate(window, places)
         blocks += list(zip(shards.tolist(), rows.tolist(), strict=True))
     return blocks
 
@@ -31,7 +31,7 @@ def order(plan: StreamPlan, start: int, stop: int) -> list[tuple[int, int]]:
 @given(plan=plans)
 def test_every_epoch_visits_every_block_once(plan: StreamPlan) -> None:
     every = {(shard, row) for shard, size in enumerate(plan.shard_sizes) for row in range(size)}
-    size = plan.num_blocks_per_epoch
+    size = plan.num_items_per_epoch
     for epoch in range(3):
         visited = order(plan, epoch * size, (epoch + 1) * size)
         assert len(visited) == size
@@ -65,7 +65,7 @@ def test_ranks_share_every_batch_in_order(start: int, length: int, world_size: i
 
 def test_epochs_and_seeds_differ() -> None:
     plan = StreamPlan(shard_sizes=(50, 70, 30), seed=0, window_size=60)
-    size = plan.num_blocks_per_epoch
+    size = plan.num_items_per_epoch
     first, second = order(plan, 0, size), order(plan, size, 2 * size)
     other = order(StreamPlan(shard_sizes=(50, 70, 30), seed=1, window_size=60), 0, size)
     for a, b in ((first, second), (first, other)):
@@ -84,5 +84,5 @@ def test_the_shuffle_is_uniform_inside_a_window() -> None:
 
 
 def test_no_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="holds no blocks"):
+    with pytest.raises(ValueError, match="holds no items"):
         StreamPlan(shard_sizes=(0, 0), seed=0)

@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from jobs.training.config import LanguageModelConfig
+from jobs.language_models.config import LanguageModelConfig
 from pipelines.tokenization import document_start_id
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM

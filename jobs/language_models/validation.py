@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipelines.blocks import read_range
 from pipelines.manifest import Manifest
 from pipelines.packing import IGNORE_INDEX
-from pipelines.stream import Batch, read_range
+from pipelines.stream import Batch
 from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics
@@ -72,7 +73,6 @@ class ValidationDetails:
     """Mean robust loss of the run's τ, of the best constant τ, of τ = 1 and of the oracle, on the same tokens."""
 
 
-@torch.no_grad()
 def validate(
     engine: DeepSpeedEngine,
     part: ValidationPart,
@@ -82,13 +82,12 @@ def validate(
     num_oracle_tokens: int,
     with_details: bool,
 ) -> tuple[dict[str, float], ValidationDetails | None]:
-    """Score the part; all ranks must call it. Details come on rank 0 only.
+    """Score the part, in eval mode and without a graph; all ranks must call it. Details come on rank 0 only.
 
     Args:
         num_oracle_tokens: tokens of a rank on which regret and rivals are computed.
         with_details: whether to compute `ValidationDetails`.
     """
-    engine.eval()
     statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     num_kept, first_outputs = 0, None
@@ -106,7 +105,6 @@ def validate(
             num_kept += len(logits)
             if first_outputs is None:
                 first_outputs = (batch["targets"], output["tau"], output["entropy"])
-    engine.train()
     dist.all_reduce(statistics.sums)
     if not (with_details and dist.get_rank() == 0):
         return statistics.summary(), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,9 +75,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
 def write_report(
     directory: Path, outcome: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, tracked: TrackedRun | None
 ) -> None:
-    """Write `tokens.html`, `histogram.png`, `curves.png` (where MLflow has the history) and `summary.txt`."""
-    (directory / "summary.txt").write_text(summary_table(outcome) + "\n")
-    (directory / "outcome.json").write_text(json.dumps(outcome, indent=1))
+    """Write `tokens.html`, `histogram.png` and `curves.png` (where MLflow has the history)."""
     passage = outcome["passage"]
     tokens = token_texts(tokenizer, passage["token"])
     page = coloured_page(

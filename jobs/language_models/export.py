@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.fs
 import torch
 
-from jobs.training.config import LanguageModelConfig
+from jobs.language_models.config import LanguageModelConfig
 from jobs.training.engine import whole_parameters
 from pipelines.archives import resolve
 from pipelines.tokenization import load_tokenizer

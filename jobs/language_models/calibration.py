@@ -16,12 +16,13 @@ import ray
 import torch
 from torch import Tensor
 
-from jobs.training.config import LanguageModelConfig
-from jobs.training.models import autocast_dtype, build_base
-from jobs.training.validation import to_tensors
+from jobs.language_models.config import LanguageModelConfig
+from jobs.language_models.models import autocast_dtype, build_base
+from jobs.language_models.validation import to_tensors
+from pipelines.blocks import read_range
 from pipelines.manifest import Manifest, read_json, write_json
 from pipelines.packing import IGNORE_INDEX
-from pipelines.stream import Batch, read_range
+from pipelines.stream import Batch
 from pipelines.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho
 from tempnet.models.causal_lm import TemperatureCausalLM

@@ -1,0 +1,276 @@
+"""The configuration of a contrastive training run: its own sections beside those of every run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jobs.training.config import TrainingConfig, ValidationSection, absolute_path, check_positive, check_share
+from pipelines.images import AugmentationConfig
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
+from tempnet.network import TempNetConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairDataSection:
+    """Images with captions in, views and tokens out."""
+
+    train: str
+    """Training pairs: img2dataset WebDataset tars (`.jpg`, `.txt`, `.json`), one or a directory of them, path or URI."""
+    validation: str
+    """Validation images, each with one or several captions, for mean recall."""
+    train_captions: str = ""
+    """JSON with captions for `train`, in Karpathy's form or a list of {"image", "caption"}. Empty: those in the tars."""
+    validation_captions: str = ""
+    """Likewise for `validation`."""
+    train_split: str = ""
+    """The split of Karpathy's form to take. Empty: everything."""
+    validation_split: str = ""
+    """Likewise for `validation`."""
+    tokenizer: str = ""
+    """A Transformers fast tokenizer: directory or hub name. Empty: that of the text encoder."""
+    num_text_tokens: int = 30
+    """Tokens a caption, padding included."""
+    caption_noise: float = 0.0
+    """Share of the training captions in which a word is deleted or replaced by "random" (TempNet Figure 5)."""
+    min_crop_scale: float = 0.5
+    """Least share of the image's area that a training crop covers."""
+    flip_probability: float = 0.5
+    """Horizontal flips; 0 where captions speak of left and right."""
+    num_augmentations: int = 0
+    """RandAugment operations an image."""
+    augmentation_magnitude: float = 7.0
+    """Strength of RandAugment, 0 to 10."""
+    max_bad_share: float = 0.01
+    """Share of samples that may be unreadable before the run fails."""
+    shuffle_window: int = 32_768
+    """Pairs among which the order is fully random; shards are permuted beyond it."""
+    num_readers: int = 1
+    """Tasks that decode images at a time, for each worker; each takes a quarter of a logical CPU from Ray's account."""
+
+    def __post_init__(self) -> None:
+        check_positive("data", self, "num_text_tokens", "shuffle_window", "num_readers")
+        check_share("data", self, "max_bad_share", "caption_noise", "flip_probability")
+        _ = self.augmentation
+
+    @property
+    def augmentation(self) -> AugmentationConfig:
+        """How training views are drawn."""
+        return AugmentationConfig(
+            min_scale=self.min_crop_scale,
+            flip_probability=self.flip_probability,
+            num_operations=self.num_augmentations,
+            magnitude=self.augmentation_magnitude,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualEncoderSection:
+    """The two towers: weights to start from, or sizes to start at random."""
+
+    path: str = ""
+    """A dual encoder to start from: an export of this job or a Transformers CLIPModel, directory or hub name."""
+    freeze: bool = False
+    """Train only the TempNets; the encoder stays in eval mode, without a graph. Needs a path."""
+    image_path: str = ""
+    """A Transformers vision model for the image tower. Empty: a random ResNet of the sizes below."""
+    text_path: str = ""
+    """A Transformers text encoder for the text tower. Empty: a random DistilBERT of the sizes below."""
+    image_size: int = 224
+    """Side of the square views, pixels."""
+    embedding_size: int = 256
+    """Dimension of the space both towers map into."""
+    image_widths: tuple[int, ...] = (256, 512, 1024, 2048)
+    """Channels of the stages of a random ResNet."""
+    image_depths: tuple[int, ...] = (3, 4, 6, 3)
+    """Blocks of its stages."""
+    image_stem_width: int = 64
+    """Channels of its stem."""
+    image_block: Literal["bottleneck", "basic"] = "bottleneck"
+    """Its blocks."""
+    text_hidden_size: int = 768
+    """Width of a random DistilBERT."""
+    text_num_layers: int = 6
+    text_num_heads: int = 12
+    text_dropout: float = 0.1
+    """Of a random DistilBERT."""
+
+    def __post_init__(self) -> None:
+        check_positive("model", self, "image_size", "embedding_size", "image_stem_width", "text_hidden_size",
+                       "text_num_layers", "text_num_heads")  # fmt: skip
+        check_share("model", self, "text_dropout")
+        if len(self.image_widths) != len(self.image_depths) or min(*self.image_widths, *self.image_depths) < 1:
+            raise ValueError(
+                f"model.image_widths = {self.image_widths} and model.image_depths = {self.image_depths} must be equally "
+                "many positive numbers, one a stage"
+            )
+        if self.text_hidden_size % self.text_num_heads:
+            raise ValueError(
+                f"model.text_hidden_size = {self.text_hidden_size} is not divisible by "
+                f"text_num_heads = {self.text_num_heads}"
+            )
+        if self.freeze and not self.path:
+            raise ValueError(
+                "model.freeze = True needs model.path: random towers have nothing to learn temperatures from"
+            )
+        if self.path and (self.image_path or self.text_path):
+            raise ValueError("model.path names both towers: leave model.image_path and model.text_path empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTemperatureSection:
+    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`)."""
+
+    loss: str = "tempnet"
+    """clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or tempnet_in_batch."""
+    rho: float = 8.0
+    """ρ in nats, below log(batch size − 1): for isogclr and tempnet."""
+    tau: float | None = None
+    """The fixed temperature, or where a learned one starts. None: 0.01 with a global normaliser, 0.07 in batch."""
+    tau_min: float | None = None
+    """τ₀. None: 0.001 with a global normaliser, 0.01 in batch."""
+    tau_max: float | None = None
+    """τ_max. None: 0.05 with a global normaliser, 1 in batch."""
+    gamma: float = 0.8
+    """γ of the moving averages of the global losses."""
+    gamma_schedule: Literal["constant", "cosine"] = "constant"
+    """cosine: from 1 to gamma_min over the first half of the training."""
+    gamma_min: float = 0.2
+    tau_step: float = 0.03
+    """isogclr: step of the per-sample temperatures."""
+    tau_momentum: float = 0.5
+    """isogclr: momentum of the per-sample temperatures."""
+    table: str = ""
+    """sogclr_given: temperatures of the training pairs, as `jobs.predict_temperatures` writes them."""
+    hidden_size: int = 256
+    """d1 of the TempNets."""
+    num_prototypes: int = 256
+    """d2 of the TempNets: prototypes, initialised from as many random training samples."""
+    phi_init: float = 0.01
+    """Initial φ of the pooling."""
+    normalize_input: bool = True
+    """Ablation (Table 20)."""
+    transform: bool = True
+    """Ablation (Table 20)."""
+    projection: bool = True
+    """Ablation (Table 20)."""
+    pooling: Literal["parametric", "linear"] = "parametric"
+    """Ablation (Table 20)."""
+    depth: Literal[3, 4] = 3
+    """Ablation (Table 22)."""
+    stop_gradient: bool = True
+    """Ablation (Table 18)."""
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSS_KINDS:
+            raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        if (LOSS_KINDS[self.loss].temperature == "given") != bool(self.table):
+            raise ValueError(
+                f"temperature.table = {self.table!r} with temperature.loss = {self.loss!r}: the loss sogclr_given needs a "
+                "table, and no other loss takes one"
+            )
+        try:
+            _ = self.loss_config
+        except ValueError as error:
+            raise ValueError(f"temperature: {error}") from error
+
+    @property
+    def needs_tempnets(self) -> bool:
+        """Whether the loss reads temperature networks."""
+        return LOSS_KINDS[self.loss].temperature == "tempnet"
+
+    @property
+    def loss_config(self) -> ContrastiveLossConfig:
+        """The loss of this section."""
+        names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return ContrastiveLossConfig.for_name(self.loss, **values)
+
+    def network_config(self, embedding_size: int) -> TempNetConfig:
+        """Either TempNet of this section."""
+        switches = ("normalize_input", "transform", "projection", "pooling", "depth", "stop_gradient")
+        sizes = ("hidden_size", "num_prototypes", "phi_init")
+        values = {name: getattr(self, name) for name in (*switches, *sizes)}
+        loss = self.loss_config
+        return TempNetConfig.for_embeddings(
+            embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **values
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalValidationSection(ValidationSection):
+    """Mean recall on held-out images and their captions; the best model is the one that is exported."""
+
+    num_images: int = 0
+    """Images (from the first) that are scored, with all their captions. 0: all of them."""
+    batch_size: int = 256
+    """Images (captions) a worker encodes at a time."""
+
+    def __post_init__(self) -> None:
+        ValidationSection.__post_init__(self)
+        check_positive("validation", self, "batch_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipConfig(TrainingConfig):
+    """Everything about one training run of a dual encoder and its temperatures."""
+
+    data: PairDataSection
+    model: DualEncoderSection = field(default_factory=DualEncoderSection)
+    temperature: PairTemperatureSection = field(default_factory=PairTemperatureSection)
+    validation: RetrievalValidationSection = field(default_factory=RetrievalValidationSection)
+
+    def __post_init__(self) -> None:
+        TrainingConfig.__post_init__(self)
+        if self.optimizer.micro_batch_size:
+            raise ValueError(
+                f"optimizer.micro_batch_size = {self.optimizer.micro_batch_size}: a contrastive loss compares all pairs of "
+                "the batch, so that accumulating parts of it would change the loss; choose 0, and more workers or a smaller "
+                "optimizer.batch_size if memory is short"
+            )
+        if self.workers.zero_stage == 3:
+            raise ValueError(
+                "workers.zero_stage = 3: the towers are used one after the other within one forward pass and are small "
+                "beside their activations, so dividing their weights saves next to nothing; choose 0, 1 or 2"
+            )
+        if self.model.freeze and not self.temperature.needs_tempnets:
+            raise ValueError(
+                f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "
+                "choose tempnet or tempnet_in_batch"
+            )
+        if not self.tokenizer:
+            raise ValueError("data.tokenizer is empty, and there is no model.path or model.text_path to take one from")
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer comes from; that of an exported dual encoder lies with its text tower."""
+        beside_text_tower = Path(self.model.path) / TEXT_ENCODER_DIRECTORY
+        of_model = str(beside_text_tower) if self.model.path and beside_text_tower.is_dir() else self.model.path
+        return self.data.tokenizer or self.model.text_path or of_model
+
+
+def with_absolute_paths(config: ClipConfig) -> ClipConfig:
+    """The configuration for the workers, whose working directory is another: local paths made absolute."""
+    data, model, temperature = config.data, config.model, config.temperature
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
+        data=dataclasses.replace(
+            data,
+            train=absolute_path(data.train),
+            validation=absolute_path(data.validation),
+            train_captions=absolute_path(data.train_captions),
+            validation_captions=absolute_path(data.validation_captions),
+            tokenizer=absolute_path(config.tokenizer),
+        ),
+        model=dataclasses.replace(
+            model,
+            path=absolute_path(model.path),
+            image_path=absolute_path(model.image_path),
+            text_path=absolute_path(model.text_path),
+        ),
+        temperature=dataclasses.replace(temperature, table=absolute_path(temperature.table)),
+    )

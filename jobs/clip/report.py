@@ -1,0 +1,88 @@
+"""The report of a finished contrastive run: a table, histograms of τ and training curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from jobs.training.tracking import TrackedRun, metric_history, survive_outage
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# The papers' selection rule: the run whose mean τ lies in it (TempNet §6.2).
+BAND = (0.01, 0.02)
+
+_CURVES = {
+    "loss (training objective)": ("train/loss",),
+    "recall": ("validation/mean_recall", "validation/text_recall@1", "validation/image_recall@1"),
+    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
+    "log u": ("train/log_u_mean",),
+}
+
+
+def summary_table(outcome: Mapping[str, Any]) -> str:
+    """The results of a run, for a person."""
+    scores = outcome["validation"]
+    rows = [
+        ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),
+        ("mean recall, last", f"{scores['mean_recall']:.2%}"),
+    ]
+    if outcome["best_rating"] is not None:
+        rows.append(("mean recall, best (exported)", f"{outcome['best_rating']:.2%}"))
+    for direction, name in (("image → text", "text"), ("text → image", "image")):
+        figures = " / ".join(f"{scores[f'{name}_recall@{k}']:.2%}" for k in (1, 5, 10))
+        rows.append((f"R@1 / 5 / 10, {direction}", figures))
+    if "tau_mean" in scores:
+        low, high = BAND
+        where = "in" if low <= scores["tau_mean"] <= high else "outside"
+        spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
+        rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
+    if outcome["pairs_per_second"]:
+        rows.append(("training speed", f"{outcome['pairs_per_second']:,.0f} pairs/s"))
+        rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
+    rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
+    """Write `histogram.png`, where temperatures differ between samples, and `curves.png` (where MLflow has the history)."""
+    if outcome["histograms"]:
+        _draw_histogram(directory / "histogram.png", outcome)
+    if tracked:
+        with survive_outage("the training curves"):
+            _draw_curves(directory / "curves.png", tracked, outcome)
+
+
+def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, counts in outcome["histograms"].items():
+        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
+    axes.axvspan(*BAND, alpha=0.12, color="green", label=f"band of mean τ, {BAND[0]:g} to {BAND[1]:g}")
+    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_curves(path: Path, tracked: TrackedRun, outcome: Mapping[str, Any]) -> None:
+    figure, all_axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axes, (title, keys) in zip(all_axes.flat, _CURVES.items(), strict=True):
+        for key in keys:
+            if history := metric_history(tracked, key):
+                steps = sorted(history)
+                marker = "o" if key.startswith("validation") else None
+                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(f"{outcome['run']}: {outcome['loss']}")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

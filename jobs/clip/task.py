@@ -1,0 +1,184 @@
+"""A dual encoder and its temperatures as a task of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train.torch
+import torch
+from deepspeed import DeepSpeedEngine
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from torch import Tensor
+
+from jobs.clip.config import ClipConfig
+from jobs.clip.data import pair_source, random_pairs
+from jobs.clip.export import export_encoder
+from jobs.clip.models import build_model
+from jobs.clip.validation import RetrievalSet, retrieval_scores
+from jobs.training.task import ParameterGroup, StepResult, trainable
+from pipelines.image_manifest import ImageManifest
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from tempnet.contrastive.losses import gamma_at
+from tempnet.contrastive.statistics import PairStatistics
+from tempnet.statistics import histogram_of
+
+_FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
+
+
+class ClipTask:
+    """See `jobs.training.task.Task`.
+
+    Args:
+        given_tau: (2, N) temperatures of the training pairs, for the loss `sogclr_given`.
+    """
+
+    unit = "pairs"
+    module: TemperatureDualEncoder
+
+    def __init__(
+        self,
+        config: ClipConfig,
+        train: ImageManifest,
+        validation: ImageManifest,
+        given_tau: np.ndarray | None,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.config, self.train, self.validation = config, train, validation
+        self.given_tau = given_tau
+        self.rank, self.world_size = rank, world_size
+        self.loss_config = config.temperature.loss_config
+        self.source = pair_source(config, train)
+        self.stream = RankStream(
+            source=self.source,
+            plan=StreamPlan(
+                shard_sizes=train.shard_sizes, seed=config.run.seed, window_size=config.data.shuffle_window
+            ),
+            batch_size=config.optimizer.batch_size,
+            rank=rank,
+            world_size=world_size,
+            num_readers=config.data.num_readers,
+            # Decoded images are large, and decoding is worth sharing among readers.
+            num_batches_per_task=8,
+            num_batches_per_output=1,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """The module with its per-sample state, prototypes from training samples, and the validation set."""
+        device = ray.train.torch.get_device()
+        self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
+        if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
+            self._init_prototypes(device)
+        if self.given_tau is not None:
+            assert self.module.loss.state is not None
+            self.module.loss.state.fill("tau", torch.from_numpy(self.given_tau))
+        self.retrieval = RetrievalSet.read(pair_source(self.config, self.validation), self.config)
+
+    @torch.no_grad()
+    def _init_prototypes(self, device: torch.device) -> None:
+        """From random training samples, each modality from its own; every rank computes the same."""
+        count = self.config.temperature.num_prototypes
+        ids = random_pairs(self.train.num_pairs, count, self.config.run.seed)
+        batch = self._tensors(self.source.read(*self.source.locate(ids), 0), device)
+        self.module.eval()
+        encoder = self.module.encoder
+        image = encoder.encode_images(batch["images"])
+        text = encoder.encode_texts(batch["input_ids"], batch["attention_mask"])
+        self.module.init_prototypes(image, text)
+        self.module.train()
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Towers, projections and a learned scalar temperature; and the TempNets."""
+        settings, loss = self.config.optimizer, self.module.loss
+        base = trainable(self.module.encoder) + trainable(loss.learned)
+        networks = trainable(loss.image_tempnet) + trainable(loss.text_tempnet)
+        return [
+            {"name": "base", "parameters": base, "learning_rate": settings.learning_rate_base},
+            {"name": "tempnet", "parameters": networks, "learning_rate": settings.learning_rate_tempnet},
+        ]
+
+    def flops_per_unit(self) -> None:
+        """Unknown: towers are any models."""
+        return
+
+    def num_units(self, batch: Batch) -> int:
+        """Pairs."""
+        return len(batch["ids"])
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """One global batch."""
+        gamma = gamma_at(self.loss_config, step, self.config.run.num_steps)
+        output = engine(**self._tensors(batch, engine.device), gamma=gamma)
+        engine.backward(output["loss"])
+        engine.step()
+        statistics = PairStatistics.of(output, *self._tau_range()) if with_statistics else None
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Recalls; histograms of τ with the details."""
+        image, text = self.retrieval.embeddings(self.module, engine.device)
+        tau = None
+        if self.module.loss.image_tempnet is not None:
+            found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
+            tau = (found[0].cpu(), found[1].cpu())
+        scores = retrieval_scores(image, text, self.retrieval.image_of_text, tau)
+        if self.module.loss.learned is not None:
+            scores["tau_mean"] = float(self.module.loss.learned())
+        details = {"histograms": self._histograms(tau)} if with_details else None
+        return scores, details
+
+    def _histograms(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
+        """Counts of τ by modality: of the validation set where TempNets predict, of all training samples where the state
+        holds temperatures, none otherwise. All ranks must call it."""
+        loss = self.module.loss
+        if tau is None and loss.state is not None and "tau" in loss.state.columns:
+            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in loss.state.columns["tau"]])
+            counts = loss.world.sum(counts.double())
+        elif tau is not None:
+            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in tau])
+        else:
+            return {}
+        return {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
+
+    def _tau_range(self) -> tuple[float, float]:
+        return self.loss_config.tau_min, self.loss_config.tau_max
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Recalls and mean τ."""
+        tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
+        return (
+            f"mean recall {scores['mean_recall']:.2%} (R@1 image → text {scores['text_recall@1']:.2%}, "
+            f"text → image {scores['image_recall@1']:.2%}){tau}"
+        )
+
+    def rating(self, scores: Mapping[str, float]) -> float | None:
+        """Mean recall; where only TempNets learn, recall does not move and the last is exported."""
+        return None if self.config.model.freeze else scores["mean_recall"]
+
+    def export(self) -> None:
+        """Dual encoder, tokenizer and TempNets."""
+        if self.rank == 0:
+            export_encoder(self.module, self.source.tokenizer, self.config.run.export_directory)
+
+    def save(self, directory: Path) -> None:
+        """This rank's samples."""
+        if self.module.loss.state is not None:
+            self.module.loss.state.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """This rank's samples, whoever saved them."""
+        if self.module.loss.state is not None:
+            self.module.loss.state.load(directory)
+
+    @staticmethod
+    def _tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS}

@@ -1,0 +1,91 @@
+"""Validation: mean recall of held-out images and captions, and the temperatures that the TempNets give them.
+
+Every rank encodes its part; embeddings are gathered, so the scores are the same on all ranks and for any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tempnet.contrastive.retrieval import recall
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from torch import Tensor
+
+from jobs.clip.config import ClipConfig
+from pipelines.pairs import PairSource
+from tempnet.contrastive.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalSet:
+    """Held-out images and all their captions."""
+
+    source: PairSource
+    captions: tuple[str, ...]
+    image_of_text: np.ndarray
+    """(m,) the image that each caption belongs to."""
+    num_images: int
+    batch_size: int
+
+    @classmethod
+    def read(cls, source: PairSource, config: ClipConfig) -> RetrievalSet:
+        """The first `validation.num_images` images (0: all)."""
+        captions, image_of_text = source.captions()
+        num_images = min(config.validation.num_images or source.manifest.num_images, source.manifest.num_images)
+        chosen = np.flatnonzero(image_of_text < num_images)
+        return cls(
+            source=source,
+            captions=tuple(captions[index] for index in chosen),
+            image_of_text=image_of_text[chosen],
+            num_images=num_images,
+            batch_size=config.validation.batch_size,
+        )
+
+    def embeddings(self, module: TemperatureDualEncoder, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(n, d) of the images and (m, d) of the captions, whole on every rank, on the CPU; all ranks must call it."""
+        encoder = module.encoder
+
+        def encode_images(numbers: np.ndarray) -> Tensor:
+            return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
+
+        def encode_texts(numbers: np.ndarray) -> Tensor:
+            tokens = self.source.encoder.encode([self.captions[number] for number in numbers])
+            return encoder.encode_texts(
+                *(torch.from_numpy(tokens[name]).to(device) for name in ("input_ids", "attention_mask"))
+            )
+
+        return (
+            self._encode_all(encode_images, self.num_images, module.loss.world, device),
+            self._encode_all(encode_texts, len(self.captions), module.loss.world, device),
+        )
+
+    def _encode_all(
+        self, encode: Callable[[np.ndarray], Tensor], count: int, world: World, device: torch.device
+    ) -> Tensor:
+        """This rank's share of 0 … count−1, completed by those of the others."""
+        size = -(-count // world.size)
+        share = np.arange(min(world.rank * size, count), min((world.rank + 1) * size, count))
+        parts = [encode(part) for part in self._batches(share if len(share) else np.arange(1))]
+        local = torch.cat(parts)[: len(share)].to(device)
+        return world.gather(F.pad(local, (0, 0, 0, size - len(local))))[:count].cpu()
+
+    def _batches(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
+        for at in range(0, len(numbers), self.batch_size):
+            yield numbers[at : at + self.batch_size]
+
+
+def retrieval_scores(
+    image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor] | None
+) -> dict[str, float]:
+    """Recalls, mean recall, mean cosines, and the mean and spread of predicted temperatures."""
+    owners = torch.from_numpy(image_of_text)
+    scores = recall(image, text, owners)
+    scores["positive_cosine"] = float((image[owners] * text).sum(-1).mean())
+    if tau is not None:
+        both = torch.cat([part.double() for part in tau])
+        scores |= {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
+    return scores

@@ -1,0 +1,1 @@
+"""Evaluation of image-text models: retrieval both ways and zero-shot classification."""

@@ -1,0 +1,145 @@
+"""The Ray Data job: units → decoded images → a pool of encoders → the store; one pass over the data a model.
+
+Decoding and the encoders are stages that run at the same time. A unit goes through them as one row, and is written by the
+driver as soon as it is encoded, so that an interrupted evaluation goes on with the units that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+import torch
+from ray.exceptions import RayError
+
+from jobs.clip_evaluation.config import EvaluateClipConfig
+from jobs.clip_evaluation.encoder import Encoder
+from jobs.clip_evaluation.images import ImageSet, read_images
+from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, Unit
+from jobs.cluster import CPU_ENVIRONMENT
+
+READ_CPUS = 0.5
+
+
+class EvaluationFailedError(RuntimeError):
+    """A unit failed; what was finished before is kept."""
+
+
+class _Worker:
+    """One of the pool: a row with the images or the texts of a unit in, a row with their embeddings out."""
+
+    def __init__(self, spec: ModelSpec, config: EvaluateClipConfig) -> None:
+        torch.set_num_threads(max(1, int(config.workers.cpus_per_worker)))
+        self._encoder = Encoder(
+            spec, precision=config.precision, batch_size=config.batch_size, use_gpu=config.workers.use_gpu
+        )
+        self._image_shape = (-1, spec.image_size, spec.image_size, 3)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        (row,) = rows.to_pylist()
+        started = time.monotonic()
+        if texts := json.loads(row["texts"]):
+            embedded = self._encoder.texts(texts)
+        else:
+            # A copy: torch wants memory that it may write.
+            images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(self._image_shape)
+            embedded = self._encoder.images(images)
+        return (
+            rows.drop_columns(["images", "texts"])
+            .append_column("embeddings", pa.array([embedded.tobytes()], pa.large_binary()))
+            .append_column("size", pa.array([embedded.shape[1]]))
+            .append_column("seconds", pa.array([time.monotonic() - started]))
+        )
+
+
+def encode(
+    config: EvaluateClipConfig, units: Sequence[Unit], sets: Mapping[str, ImageSet], store: EmbeddingStore
+) -> None:
+    """Encode units and put each into the store as it is finished; Ray must be running.
+
+    Args:
+        sets: the images of every data set, by name.
+
+    Raises:
+        EvaluationFailedError: with the reason.
+    """
+    num_done, started = 0, time.monotonic()
+    for spec in dict.fromkeys(unit.model for unit in units):
+        own = [unit for unit in units if unit.model == spec]
+        # Closing stops Ray Data's executor when this loop is left early.
+        with contextlib.closing(_rows(config, spec, own, sets)) as rows:
+            for row in rows:
+                unit = own[row["unit"]]
+                store.write(unit, _embeddings(row))
+                num_done += 1
+                left = (time.monotonic() - started) / num_done * (len(units) - num_done)
+                print(
+                    f"{num_done:>{len(str(len(units)))}}/{len(units)}  {unit.title}  {row['seconds']:.1f} s  "
+                    f"{int(left) // 60}:{int(left) % 60:02d} left",
+                    flush=True,
+                )
+
+
+def _embeddings(row: dict[str, Any]) -> Embeddings:
+    numbers = np.frombuffer(row["numbers"], np.int64)
+    rows = np.frombuffer(row["embeddings"], np.float32).reshape(len(numbers), row["size"])
+    return Embeddings(rows=rows, numbers=numbers, problems=tuple(json.loads(row["problems"])))
+
+
+def _rows(
+    config: EvaluateClipConfig, spec: ModelSpec, units: Sequence[Unit], sets: Mapping[str, ImageSet]
+) -> Generator[dict[str, Any], None, None]:
+    """A row for every finished unit: its number, what it gave, and the encoder's seconds."""
+    # Put once: captured by the function, they would travel with every task.
+    shared = ray.put((units, dict(sets)))
+    size = spec.image_size
+
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        units, sets = ray.get(shared)
+        unit = units[row["unit"]]
+        if unit.modality == "text":
+            numbers = np.arange(unit.start, unit.stop)
+            return {
+                **row,
+                "images": b"",
+                "texts": json.dumps(unit.texts),
+                "numbers": numbers.tobytes(),
+                "problems": "[]",
+            }
+        images, numbers, problems = read_images(sets[unit.data], range(unit.start, unit.stop), size)
+        return {
+            **row,
+            "images": images.tobytes(),
+            "texts": "[]",
+            "numbers": numbers.tobytes(),
+            "problems": json.dumps(problems),
+        }
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = ray.data.from_items([{"unit": number} for number in range(len(units))], override_num_blocks=len(units))
+    rows.context.enable_progress_bars = False
+    # A block is as small as can be, one unit: encoders need not wait for others.
+    rows.context.target_max_block_size = 1
+    encoded = rows.map(read, num_cpus=READ_CPUS).map_batches(
+        _Worker,
+        batch_size=1,
+        batch_format="pyarrow",
+        fn_constructor_args=(spec, config),
+        compute=ray.data.ActorPoolStrategy(size=min(config.workers.num_workers, len(units))),
+        num_cpus=config.workers.cpus_per_worker,
+        num_gpus=1 if config.workers.use_gpu else None,
+        runtime_env={"env_vars": CPU_ENVIRONMENT},
+    )
+    try:
+        yield from encoded.iter_rows()
+    except RayError as error:
+        reason = str(getattr(error, "cause", None) or error).strip()
+        raise EvaluationFailedError(f"{spec.label}: {reason}") from error

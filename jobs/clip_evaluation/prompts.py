@@ -1,0 +1,79 @@
+"""What a class is called and the sentences it is put into, for zero-shot classification.
+
+The shipped sentences are those that CLIP was published with (Radford et al. 2021): 80 for ImageNet, 18 for CIFAR.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_TEMPLATES = ("imagenet", "cifar")
+_CLASS_NAMES = ("cifar10", "cifar100")
+
+
+def read_templates(name: str) -> tuple[str, ...]:
+    """The templates of a shipped set, or of a file with one a line; `{}` stands for the class.
+
+    Raises:
+        ValueError: naming what is unknown, or the line without `{}`.
+    """
+    path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else Path(name)
+    if not path.is_file():
+        raise ValueError(f"templates = {name!r} is neither {' nor '.join(_TEMPLATES)}, nor a file")
+    lines = [line.strip() for line in _text(path, "templates").splitlines()]
+    templates = tuple(line for line in lines if line)
+    if not templates:
+        raise ValueError(f"templates = {name!r} holds no template")
+    for template in templates:
+        if "{}" not in template:
+            raise ValueError(f"templates = {name!r}: {template!r} has no {{}} for the name of the class")
+    return templates
+
+
+def read_class_names(source: str, folders: Sequence[str]) -> tuple[str, ...]:
+    """The name of the class in every folder.
+
+    Args:
+        source: empty, the name of a shipped list (folder = number in the list), or a json file with an object.
+
+    Raises:
+        ValueError: naming the file, and a folder without a name.
+    """
+    if not source:
+        return tuple(folder.replace("_", " ") for folder in folders)
+    if source in _CLASS_NAMES:
+        lines = _text(_HERE / f"class_names_{source}.txt", "class_names").splitlines()
+        names = {str(number): name for number, name in enumerate(lines)}
+    else:
+        names = _read_object(source)
+    for folder in folders:
+        if not isinstance(names.get(folder), str):
+            raise ValueError(f"class_names = {source!r} has no name for the folder {folder!r}")
+    return tuple(names[folder] for folder in folders)
+
+
+def prompts(templates: Sequence[str], class_names: Sequence[str]) -> list[str]:
+    """Every template with every name: those of the first class first."""
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def _read_object(source: str) -> dict[str, str]:
+    if not Path(source).is_file():
+        raise ValueError(f"class_names = {source!r} is neither {' nor '.join(_CLASS_NAMES)}, nor a file")
+    try:
+        content = json.loads(_text(Path(source), "class_names"))
+    except ValueError as error:
+        raise ValueError(f"class_names = {source!r} is no json: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"class_names = {source!r} is no json object of folder → name")
+    return content
+
+
+def _text(path: Path, field_name: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{field_name} = {str(path)!r} is no UTF-8 text") from error

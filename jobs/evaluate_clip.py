@@ -1,0 +1,39 @@
+"""Evaluate image-text models side by side: retrieval recall both ways, and zero-shot classification.
+
+python -m jobs.evaluate_clip --models runs/a/export runs/b/export --retrieval flickr=flickr30k --captions
+flickr=dataset_flickr30k.json --splits flickr=test --zero-shot cifar10=cifar10.tar --templates cifar
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.clip_evaluation.config import EvaluateClipConfig
+from jobs.command_line import fail
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    try:
+        config = tyro.cli(EvaluateClipConfig, args=arguments, prog="python -m jobs.evaluate_clip", description=__doc__)
+    except ValueError as error:
+        fail(str(error))
+    # Imported late: a misspelt field should not wait for Ray and Transformers.
+    from jobs.clip_evaluation.encoding import EvaluationFailedError
+    from jobs.clip_evaluation.launch import evaluate
+    from jobs.clip_evaluation.table import markdown
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        columns = evaluate(config)
+    except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:
+        fail(str(error))
+    print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

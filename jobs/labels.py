@@ -1,0 +1,21 @@
+"""Short names of models in tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+
+def model_labels(paths: Sequence[str]) -> list[str]:
+    """That of the run for `<run>/export`, else the last part; the whole path where these are equal."""
+    parts = [[part for part in path.split("/") if part] for path in paths]
+    short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
+    counts = Counter(short)
+    labels = [name if counts[name] == 1 else path for name, path in zip(short, paths, strict=True)]
+    seen = Counter(labels)
+    numbered = Counter[str]()
+    for index, label in enumerate(labels):
+        if seen[label] > 1:  # the same model with several TempNets
+            numbered[label] += 1
+            labels[index] = f"{label} ({numbered[label]})"
+    return labels

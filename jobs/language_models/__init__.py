@@ -1,0 +1,1 @@
+"""Language models as a task of the training loop: configuration, modules, calibration, validation, report, export."""

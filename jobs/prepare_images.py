@@ -1,0 +1,58 @@
+"""Index image–text archives and check every image once, ahead of training (which otherwise does it itself).
+
+python -m jobs.prepare_images --source s3://bucket/cc3m
+python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --split test
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from jobs.command_line import fail
+from jobs.training.config import RunSection
+from pipelines.prepare_images import PrepareImagesConfig
+
+_NUM_EXAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareImagesJob:
+    """What to prepare, and where to."""
+
+    prepare: Annotated[PrepareImagesConfig, tyro.conf.arg(name="")]
+    storage: str = ""
+    """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job."""
+    from jobs.cluster import start_ray
+    from pipelines.prepare_images import check_source, describe, prepare_images
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)
+        storage = RunSection(name="prepared", storage=job.storage).resolved_storage
+        check_source(job.prepare)
+        start_ray()
+        started = time.monotonic()
+        manifest = prepare_images(job.prepare, f"{storage}/prepared", max_bad_share_field="max_bad_share")
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
+    examples = [example for reading in manifest.readings for example in reading.examples]
+    for example in examples[:_NUM_EXAMPLES]:
+        print(f"  {example}")
+    if len(examples) > _NUM_EXAMPLES:
+        print("  …")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""The command of a training job: a preset, a plan, a run, and where to look afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jobs.command_line import fail
+from jobs.training.config import TrainingConfig
+from jobs.training.task import Plan
+
+Config = TypeVar("Config", bound=TrainingConfig)
+
+
+def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool) -> Mapping[str, Any] | None:
+    """Make the plan; print it, or run it and print the results; returns the outcome, or None for a dry run.
+
+    Exits with a message on whatever is refused, and on a run that failed.
+    """
+    from ray.train import TrainingFailedError
+
+    from jobs.training.job import FatalTrainingError
+    from jobs.training.launch import train
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        plan = make_plan(config)
+        if dry_run:
+            print(plan.describe())
+            return None
+        outcome = train(plan)
+    except (ValueError, OSError, TooManyProblemsError, FatalTrainingError, TrainingFailedError) as error:
+        fail(str(error))
+    print(f"\n{plan.summary_table(outcome)}\n")
+    return outcome
+
+
+def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: Sequence[str]) -> None:
+    """The last lines of a job: its directories, MLflow, and what can be typed next.
+
+    Args:
+        results: what is worth opening in the report's directory.
+        commands: arguments of `python -m`.
+    """
+    print(f"  results   {outcome['directory']}/report ({results})")
+    print(f"  model     {outcome['export']}\n")
+    print("To look around, type:")
+    if outcome["tracking_uri"]:
+        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {outcome['tracking_uri']}")
+    for command in commands:
+        print(f"  .venv/bin/python -m {command}")

@@ -1,0 +1,67 @@
+"""Optimizer state of a ZeRO 1 or 2 checkpoint for another number of workers.
+
+DeepSpeed lays every parameter group out as one flat vector, divides that among the workers, and refuses to load the parts
+under another division. A checkpoint says where in its part each parameter's fragment lies, so whole moments can be put
+together, and the engine says which fragment of them it wants where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any]) -> None:
+    """Set AdamW's moments and step count from the parts of all the workers that wrote them.
+
+    Args:
+        engine: fresh, with a ZeRO 1 or 2 optimizer; its weights are those of the checkpoint already.
+        directory: where DeepSpeed wrote its files.
+        read: reads one of them, without unpickling anything but tensors and DeepSpeed's records.
+    """
+    moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in _parts(directory)])
+    zero = engine.optimizer
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    for group, flat_weights in enumerate(zero.single_partition_of_fp32_groups):
+        state = {key: torch.zeros_like(flat_weights) for key in MOMENTS}
+        for parameter in zero.bit16_groups[group]:
+            mapping = parameter._hp_mapping
+            if mapping is None:  # lies wholly with other workers
+                continue
+            wanted, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+            for key in MOMENTS:
+                fragment = moments[names[parameter]][key][wanted.start : wanted.start + wanted.numel]
+                state[key][place.start : place.start + place.numel] = fragment
+        zero.optimizer.state[flat_weights] = {"step": num_steps.clone(), **state}
+
+
+def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
+    """Parameter name → moment → (n,), and the number of steps taken."""
+    fragments: dict[str, dict[str, list[Tensor]]] = {}
+    num_steps = torch.zeros(())
+    for part in parts:
+        states = part["base_optimizer_state"]["state"]
+        for group, mapping in enumerate(part["param_slice_mappings"]):
+            for name, place in mapping.items():
+                kept = fragments.setdefault(name, {key: [] for key in MOMENTS})
+                for key in MOMENTS:
+                    kept[key].append(states[group][key].flatten()[place.start : place.start + place.numel])
+                num_steps = torch.as_tensor(states[group]["step"])
+    whole = {name: {key: torch.cat(pieces) for key, pieces in kept.items()} for name, kept in fragments.items()}
+    return whole, num_steps
+
+
+def _parts(directory: Path) -> list[Path]:
+    """The optimizer files of all workers, in the order of their ranks."""
+
+    def rank(file: Path) -> int:
+        return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
+
+    return sorted(directory.glob("*zero_pp_rank_*_optim_states.pt"), key=rank)

@@ -1,0 +1,1 @@
+"""Contrastive losses with personalised temperatures, exact on any number of ranks."""

@@ -1,0 +1,93 @@
+"""What is logged about the temperatures and the per-sample estimates of a contrastive step: sums that add up over ranks.
+
+Shapes: b pairs of a rank; modalities 0 = image, 1 = text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tempnet.contrastive.losses import ContrastiveOutput
+from tempnet.statistics import BOUND_SHARE, histogram_of, histogram_quantile
+
+_SCALARS = (
+    "num_pairs",
+    "tau_image",
+    "tau_text",
+    "tau_squared",
+    "num_at_lower_bound",
+    "num_at_upper_bound",
+    "num_estimates",
+    "log_u",
+    "log_u_squared",
+    "num_gradients",
+    "dual_gradient",
+    "dual_gradient_absolute",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PairStatistics:
+    """Sums over pairs, and a histogram of both modalities' τ over [τ₀, τ_max]."""
+
+    sums: Tensor
+    """float64: the scalars, then the histogram."""
+    tau_min: float
+    tau_max: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, output: ContrastiveOutput, tau_min: float, tau_max: float) -> PairStatistics:
+        """The statistics of one rank's part of a batch; `tau_min` and `tau_max` are the ends of the histogram."""
+        tau = output["tau"].double()
+        margin = BOUND_SHARE * (tau_max - tau_min)
+        sums = dict.fromkeys(_SCALARS, tau.new_zeros(()))
+        sums["num_pairs"] = tau.new_tensor(tau.shape[1])
+        sums["tau_image"], sums["tau_text"] = tau.sum(1)
+        sums["tau_squared"] = tau.square().sum()
+        sums["num_at_lower_bound"] = (tau <= tau_min + margin).sum()
+        sums["num_at_upper_bound"] = (tau >= tau_max - margin).sum()
+        if (log_u := output["log_u"]) is not None:
+            known = log_u[log_u.isfinite()].double()  # a pair that never had a negative has no estimate
+            sums["num_estimates"] = tau.new_tensor(known.numel())
+            sums["log_u"], sums["log_u_squared"] = known.sum(), known.square().sum()
+        if (gradient := output["dual_gradient"]) is not None:
+            sums["num_gradients"] = tau.new_tensor(gradient.numel())
+            sums["dual_gradient"] = gradient.double().sum()
+            sums["dual_gradient_absolute"] = gradient.double().abs().sum()
+        scalars = torch.stack([sums[name].double() for name in _SCALARS])
+        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), tau_min, tau_max)
+
+    def summary(self) -> dict[str, float]:
+        """Means, spread, quantiles and shares; what a loss does not have (estimates, gradients) is left out."""
+        raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
+        histogram = self.sums[len(_SCALARS) :]
+        count = 2 * raw["num_pairs"]
+        mean = (raw["tau_image"] + raw["tau_text"]) / count
+        summary = {
+            "tau_mean": mean,
+            "tau_std": _deviation(raw["tau_squared"] / count, mean),
+            "tau_mean_image": raw["tau_image"] / raw["num_pairs"],
+            "tau_mean_text": raw["tau_text"] / raw["num_pairs"],
+            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
+            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
+        }
+        for share in (0.05, 0.50, 0.95):
+            summary[f"tau_q{round(100 * share):02d}"] = histogram_quantile(histogram, share, self.tau_min, self.tau_max)
+        if num_estimates := raw["num_estimates"]:
+            mean = raw["log_u"] / num_estimates
+            summary |= {"log_u_mean": mean, "log_u_std": _deviation(raw["log_u_squared"] / num_estimates, mean)}
+        if num_gradients := raw["num_gradients"]:
+            summary |= {
+                "dual_gradient_mean": raw["dual_gradient"] / num_gradients,
+                "dual_gradient_absolute": raw["dual_gradient_absolute"] / num_gradients,
+            }
+        return summary
+
+
+def _deviation(mean_square: float, mean: float) -> float:
+    return math.sqrt(max(mean_square - mean**2, 0.0))

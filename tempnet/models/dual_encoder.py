@@ -1,0 +1,210 @@
+"""An image tower and a text tower that map into one space of unit vectors, in which an image lies near its captions.
+
+A saved dual encoder is a directory whose two towers load with Transformers alone:
+
+    config.json           DualEncoderConfig
+    model.safetensors     the projections; none of a tower that projects itself (CLIP)
+    image_encoder/        a Transformers model
+    text_encoder/         a Transformers model and its tokenizer
+    tempnet_image/, tempnet_text/    the TempNets that were trained with it, if any
+
+Shapes: n samples, S side of the image, t text tokens, d size of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tempnet.models.batch_norm import synchronize_batch_norm
+from tempnet.models.dual_encoder_config import DualEncoderConfig
+from tempnet.models.towers import (
+    image_features,
+    image_width,
+    load_clip_towers,
+    load_tower,
+    projects_itself,
+    read_config,
+    text_features,
+    text_width,
+)
+from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
+
+IMAGE_ENCODER_DIRECTORY = "image_encoder"
+TEXT_ENCODER_DIRECTORY = "text_encoder"
+IMAGE_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_image"
+TEXT_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_text"
+
+
+class DualEncoder(nn.Module):
+    """Two towers, each with a linear projection without activation, and unit embeddings in float32.
+
+    Batch norms inside the towers count the batch of all ranks (`tempnet.models.batch_norm`).
+
+    Args:
+        image_encoder: any Transformers vision model (`tempnet.models.towers`).
+        text_encoder: any Transformers text encoder.
+        config: sizes; a tower that projects itself (CLIP) must give vectors of `embedding_size`.
+        autocast_dtype: the dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
+
+    Raises:
+        ValueError: if a tower takes no input of the configured size, or gives vectors of another.
+    """
+
+    image_mean: Tensor
+    image_std: Tensor
+
+    def __init__(
+        self,
+        image_encoder: PreTrainedModel,
+        text_encoder: PreTrainedModel,
+        config: DualEncoderConfig,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.autocast_dtype = autocast_dtype
+        image_size_out = image_width(image_encoder, config.image_size)
+        text_size_out = text_width(text_encoder, config.num_text_tokens)
+        self.image_encoder, self.text_encoder = image_encoder, text_encoder
+        synchronize_batch_norm(self)
+        self.image_projection = _projection(image_encoder, image_size_out, config)
+        self.text_projection = _projection(text_encoder, text_size_out, config)
+        # Of bytes: 255 times those of the configuration.
+        self.register_buffer("image_mean", 255.0 * torch.tensor(config.image_mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("image_std", 255.0 * torch.tensor(config.image_std).view(3, 1, 1), persistent=False)
+        self.train()
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """uint8 (n, S, S, 3) → (n, d) unit rows in float32."""
+        side = self.config.image_size
+        if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
+            raise ValueError(
+                f"images are uint8 of shape (n, {side}, {side}, 3), not {images.dtype} of {tuple(images.shape)}"
+            )
+        # Pixels keep their order in memory, colours last, which is the fast one for convolutions.
+        pixels = (images.permute(0, 3, 1, 2).to(self._dtype) - self.image_mean) / self.image_std
+        with self._autocast(images.device.type):
+            features = image_features(self.image_encoder, pixels)
+        return self._embed(features, self.image_projection)
+
+    def encode_texts(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(n, t) tokens and their mask (1 token, 0 padding) → (n, d) unit rows in float32."""
+        with self._autocast(input_ids.device.type):
+            features = text_features(self.text_encoder, input_ids, attention_mask)
+        return self._embed(features, self.text_projection)
+
+    def save_pretrained(
+        self, directory: str | Path, tokenizer: Any = None, *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write the layout at the head of this file; the directory is created.
+
+        Args:
+            directory: where to.
+            tokenizer: the Transformers tokenizer of the text tower, written beside it.
+            state_dict: parameters and buffers of this module by name, where its own are only parts (ZeRO-3).
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = dict(self.state_dict() if state_dict is None else state_dict)
+        self.config.save(directory / CONFIG_FILE)
+        projections = {name: value.contiguous() for name, value in state.items() if "_projection." in name}
+        save_file({name: projections[name] for name in self._projection_names()}, directory / WEIGHTS_FILE)
+        for encoder, name in (
+            (self.image_encoder, IMAGE_ENCODER_DIRECTORY),
+            (self.text_encoder, TEXT_ENCODER_DIRECTORY),
+        ):
+            prefix = f"{name}."
+            part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            encoder.save_pretrained(directory / name, state_dict=part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory / TEXT_ENCODER_DIRECTORY)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> DualEncoder:
+        """Read what :meth:`save_pretrained` wrote, or a Transformers CLIPModel; it comes in eval mode.
+
+        Raises:
+            ValueError: naming the source, if it holds neither, or something of it is missing.
+        """
+        directory = Path(source)
+        if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
+            clip = read_config(source)
+            if clip.model_type != "clip":
+                raise ValueError(
+                    f"{source} holds no dual encoder: neither {IMAGE_ENCODER_DIRECTORY}/, nor a Transformers CLIPModel "
+                    f"(its model_type is {clip.model_type!r})"
+                )
+            config = DualEncoderConfig.of_clip(clip, directory)
+            return cls(*load_clip_towers(source), config, autocast_dtype=autocast_dtype).eval()
+        for name in (CONFIG_FILE, WEIGHTS_FILE, TEXT_ENCODER_DIRECTORY):
+            if not (directory / name).exists():
+                raise ValueError(f"{directory} holds no dual encoder: {name} is missing")
+        encoder = cls(
+            load_tower(directory / IMAGE_ENCODER_DIRECTORY, "image"),
+            load_tower(directory / TEXT_ENCODER_DIRECTORY, "text"),
+            DualEncoderConfig.load(directory / CONFIG_FILE),
+            autocast_dtype=autocast_dtype,
+        )
+        state = _read_tensors(directory / WEIGHTS_FILE)
+        shapes = {name: tuple(value.shape) for name, value in sorted(state.items())}
+        expected = {name: tuple(encoder.get_parameter(name).shape) for name in encoder._projection_names()}
+        if shapes != expected:
+            raise ValueError(f"{directory / WEIGHTS_FILE} holds {shapes}, not the projections {expected}")
+        encoder.load_state_dict(state, strict=False)
+        return encoder.eval()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """float32, unless the whole module was made double for a test of exactness."""
+        return self.image_mean.dtype
+
+    def _autocast(self, device: str) -> torch.autocast:
+        return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    def _embed(self, features: Tensor, projection: nn.Module) -> Tensor:
+        """Similarities are divided by τ as low as 0.005: what makes them is float32 even around bfloat16 towers."""
+        with torch.autocast(features.device.type, enabled=False):
+            return F.normalize(projection(features.to(self._dtype)), dim=-1)
+
+    def _projection_names(self) -> list[str]:
+        return sorted(name for name, _ in self.named_parameters() if name.startswith(("image_proj", "text_proj")))
+
+
+def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:
+    """The image's and the text's TempNet that lie beside a dual encoder, in eval mode.
+
+    Raises:
+        FileNotFoundError: if one is missing, with the path.
+    """
+    directory = Path(directory)
+    return (
+        TempNet.from_pretrained(directory / IMAGE_TEMPNET_DIRECTORY),
+        TempNet.from_pretrained(directory / TEXT_TEMPNET_DIRECTORY),
+    )
+
+
+def _projection(encoder: nn.Module, width: int, config: DualEncoderConfig) -> nn.Module:
+    if not projects_itself(encoder):
+        return nn.Linear(width, config.embedding_size)
+    if width != config.embedding_size:
+        raise ValueError(
+            f"DualEncoderConfig.embedding_size = {config.embedding_size}, but {type(encoder).__name__} projects to {width}"
+        )
+    return nn.Identity()
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no tensors that can be read: {error}") from error

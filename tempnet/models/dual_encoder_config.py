@@ -1,0 +1,79 @@
+"""What a dual encoder reads, and the space it maps into: one small JSON file beside its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
+# Where Transformers keeps the mean and standard deviation that a CLIPModel was trained with.
+_PREPROCESSOR_FILE = "preprocessor_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualEncoderConfig:
+    """What a dual encoder reads, and the space it maps into (defaults: TempNet §6.2 and Appendix D)."""
+
+    embedding_size: int = 256
+    """d, the dimension of the embeddings."""
+    image_size: int = 224
+    """S, the side of the square images, in pixels."""
+    image_mean: tuple[float, float, float] = _IMAGENET_MEAN
+    """Mean of red, green and blue in [0, 1] over the images that the image tower was trained on; ImageNet's by default."""
+    image_std: tuple[float, float, float] = _IMAGENET_STD
+    """Their standard deviations."""
+    num_text_tokens: int = 30
+    """t, the tokens of a text, padding included; longer texts are cut off."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_size", "image_size", "num_text_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"DualEncoderConfig.{name} = {getattr(self, name)} must be at least 1")
+        for name in ("image_mean", "image_std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"DualEncoderConfig.{name} = {getattr(self, name)} must have three numbers: R, G, B")
+        if min(self.image_std) <= 0.0:
+            raise ValueError(f"DualEncoderConfig.image_std = {self.image_std} must be positive")
+
+    def save(self, path: Path) -> None:
+        """Write the fields as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> DualEncoderConfig:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if the file is none, or has fields that this version does not know.
+        """
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in _read_json(path).items()
+        }
+        if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
+            raise ValueError(f"{path}: unknown fields {unknown}; was it written by a newer version?")
+        return cls(**values)
+
+    @classmethod
+    def of_clip(cls, clip: Any, directory: Path) -> DualEncoderConfig:
+        """That of a Transformers CLIPModel: `clip` is its configuration, `directory` may hold that of its images."""
+        path = directory / _PREPROCESSOR_FILE
+        preprocessor = _read_json(path) if path.is_file() else {}
+        return cls(
+            embedding_size=clip.projection_dim,
+            image_size=clip.vision_config.image_size,
+            image_mean=tuple(preprocessor.get("image_mean", OPENAI_CLIP_MEAN)),
+            image_std=tuple(preprocessor.get("image_std", OPENAI_CLIP_STD)),
+            num_text_tokens=clip.text_config.max_position_embeddings,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON object: {error}") from error

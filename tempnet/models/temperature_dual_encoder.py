@@ -1,0 +1,113 @@
+"""A dual encoder and a contrastive loss, with its TempNets, in one module whose forward returns the loss.
+
+Data-parallel wrappers see one module with all parameters. What the ranks exchange is the loss's affair
+(`tempnet.contrastive`), but for the statistics of batch norm (`tempnet.models.batch_norm`).
+
+Shapes: b pairs of this rank, S side of the image, t text tokens, d size of the embedding, d2 prototypes of a TempNet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.network import TempNet
+
+
+class TemperatureDualEncoder(nn.Module):
+    """`encoder` with `loss`; the loss holds the TempNets where it needs them.
+
+    Args:
+        encoder: the two towers.
+        loss: what is computed from their embeddings.
+        freeze_encoder: the encoder stays in eval mode, without a graph, and its parameters are not trained.
+
+    Raises:
+        ValueError: if a TempNet reads embeddings of another size.
+    """
+
+    def __init__(self, encoder: DualEncoder, loss: ContrastiveLoss, *, freeze_encoder: bool = False) -> None:
+        super().__init__()
+        for modality, network in (("image", loss.image_tempnet), ("text", loss.text_tempnet)):
+            if network is not None and network.config.input_size != encoder.config.embedding_size:
+                raise ValueError(
+                    f"the {modality} TempNet was built for embeddings of {network.config.input_size}, "
+                    f"the encoder's have {encoder.config.embedding_size}"
+                )
+        self.encoder = encoder
+        self.loss = loss
+        self.freeze_encoder = freeze_encoder
+        if freeze_encoder:
+            encoder.requires_grad_(False)
+        self.train()
+
+    def train(self, mode: bool = True) -> TemperatureDualEncoder:
+        """As nn.Module.train, but a frozen encoder stays in eval mode: no dropout, and batch norm keeps its statistics."""
+        super().train(mode)
+        if self.freeze_encoder:
+            self.encoder.eval()
+        return self
+
+    def forward(
+        self,
+        images: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        ids: Tensor,
+        image_ids: Tensor,
+        *,
+        gamma: float,
+    ) -> ContrastiveOutput:
+        """This rank's pairs: uint8 images (b, S, S, 3), tokens and mask (b, t), int64 ids of the pairs and of their images
+        (b,); `gamma` is γ of the moving averages (`tempnet.contrastive.gamma_at`)."""
+        with torch.no_grad() if self.freeze_encoder else contextlib.nullcontext():
+            image = self.encoder.encode_images(images)
+            text = self.encoder.encode_texts(input_ids, attention_mask)
+        return self.loss(image, text, ids, image_ids, gamma=gamma)
+
+    def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
+        """Set the prototypes of both TempNets to the first d2 rows of their own modality (TempNet Appendix D.1).
+
+        A TempNet without a projection layer (ablation) has none. All ranks must give the same rows.
+
+        Args:
+            image_embeddings: (d2 or more, d) unit rows of randomly chosen training images.
+            text_embeddings: the same of texts.
+
+        Raises:
+            ValueError: if there are fewer than d2 rows.
+        """
+        image_tempnet, text_tempnet = self._tempnets()
+        for modality, network, embeddings in (
+            ("image", image_tempnet, image_embeddings),
+            ("text", text_tempnet, text_embeddings),
+        ):
+            if not network.config.projection:
+                continue
+            num_prototypes = network.config.num_prototypes
+            if len(embeddings) < num_prototypes:
+                raise ValueError(
+                    f"the {modality} TempNet has {num_prototypes} prototypes, which are the embeddings of as many training "
+                    f"samples, but there are only {len(embeddings)}: choose num_prototypes of at most that"
+                )
+            network.init_prototypes(embeddings[:num_prototypes])
+
+    @torch.no_grad()
+    def predict_temperatures(self, image_embeddings: Tensor, text_embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, d) and (m, d) embeddings → τ of the images (n,) and of the texts (m,).
+
+        Raises:
+            ValueError: if the loss has no TempNets.
+        """
+        image_tempnet, text_tempnet = self._tempnets()
+        return image_tempnet(image_embeddings), text_tempnet(text_embeddings)
+
+    def _tempnets(self) -> tuple[TempNet, TempNet]:
+        image, text = self.loss.image_tempnet, self.loss.text_tempnet
+        if image is None or text is None:
+            raise ValueError(f"the loss {self.loss.config.name!r} has no TempNets")
+        return image, text

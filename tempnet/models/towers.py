@@ -1,0 +1,207 @@
+"""The towers of a dual encoder: any Transformers vision model, any text encoder, and the one vector each gives a sample.
+
+    image   `image_embeds` where the tower projects itself (CLIP), else the model's own pooling without parameters
+            (ResNet, Swin, …), else the first token (ViT, DeiT, …)
+    text    `text_embeds` where the tower projects itself, else the first token, [CLS], as SogCLR's and TempNet's code does
+
+A pooling layer with parameters (BERT's and ViT's tanh) is taken off: it belongs to another objective, many checkpoints have
+none, and a text encoder's would never be trained, which data-parallel wrappers do not like.
+
+Shapes: n samples, S side of the image, t text tokens, w width of the tower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    CLIPModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+Modality = Literal["image", "text"]
+_INPUT_NAMES = {"image": "pixel_values", "text": "input_ids"}
+_KINDS = {"image": "vision model", "text": "text encoder"}
+# What AutoModel would load without its projection.
+_PROJECTING: dict[str, Any] = {
+    "clip_vision_model": CLIPVisionModelWithProjection,
+    "clip_text_model": CLIPTextModelWithProjection,
+}
+
+
+def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
+    """A pretrained tower in float32, from safetensors only.
+
+    Args:
+        path: local directory or hub name of a Transformers model; of a CLIPModel the side of this modality is taken.
+        modality: what it must encode.
+
+    Raises:
+        ValueError: naming the path, if there is no such model, it encodes something else, or weights are missing.
+    """
+    config = read_config(path)
+    if config.model_type == "clip":
+        return load_clip_towers(path)[0 if modality == "image" else 1]
+    tower, info = _read(_PROJECTING.get(config.model_type, AutoModel), path)
+    _remove_pooler(tower)
+    _check_modality(tower, modality, str(path))
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
+        raise ValueError(f"{path} lacks weights of a {type(tower).__name__}: {', '.join(missing[:4])}")
+    return tower
+
+
+def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTrainedModel:
+    """A tower with random weights.
+
+    Args:
+        model_type: of a Transformers configuration, such as "resnet", "vit", "distilbert" or "clip_vision_model".
+        modality: what it must encode.
+        sizes: fields of that configuration; the rest keep its defaults.
+
+    Raises:
+        ValueError: naming the model type, if there is none, or it encodes something else.
+    """
+    try:
+        config = AutoConfig.for_model(model_type, **sizes)
+        source = _PROJECTING.get(model_type)
+        tower = AutoModel.from_config(config) if source is None else source(config)
+    except ValueError as error:
+        raise ValueError(f"no Transformers model of type {model_type!r}: {_first_line(error)}") from error
+    _remove_pooler(tower)
+    _check_modality(tower, modality, model_type)
+    return tower
+
+
+def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The image and the text side of a Transformers CLIPModel, each with its projection."""
+    clip, _ = _read(CLIPModel, path)
+    config = clip.config
+    # What a tower of its own believes may differ: CLIPModel goes by the outer configuration.
+    config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
+    image, text = CLIPVisionModelWithProjection(config.vision_config), CLIPTextModelWithProjection(config.text_config)
+    for tower, names in ((image, ("vision_model", "visual_projection")), (text, ("text_model", "text_projection"))):
+        for name in names:
+            setattr(tower, name, getattr(clip, name))
+    return image, text
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The Transformers configuration of a directory or hub name.
+
+    Raises:
+        ValueError: naming the path, if there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no Transformers model: {_first_line(error)}") from error
+
+
+def image_features(tower: nn.Module, pixels: Tensor) -> Tensor:
+    """(n, 3, S, S) normalised pixels → (n, w)."""
+    output = tower(pixel_values=pixels)
+    if (embeddings := output.get("image_embeds")) is not None:
+        return embeddings
+    if (pooled := output.get("pooler_output")) is not None:
+        return pooled.flatten(1)  # ResNet: (n, w, 1, 1)
+    return output["last_hidden_state"][:, 0]
+
+
+def text_features(tower: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(n, t) tokens and their mask (1 token, 0 padding) → (n, w)."""
+    output = tower(input_ids=input_ids, attention_mask=attention_mask)
+    if (embeddings := output.get("text_embeds")) is not None:
+        return embeddings
+    return output["last_hidden_state"][:, 0]
+
+
+def projects_itself(tower: nn.Module) -> bool:
+    """Whether the features are in the space of the embeddings already."""
+    return isinstance(tower, tuple(_PROJECTING.values()))
+
+
+@torch.no_grad()
+def image_width(tower: PreTrainedModel, image_size: int) -> int:
+    """w, found by encoding one black image.
+
+    Raises:
+        ValueError: if the tower takes no images of this size.
+    """
+    pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
+    with _evaluating(tower):
+        try:
+            return image_features(tower, pixels).shape[-1]
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the image encoder ({type(tower).__name__}) takes no images of {image_size} × {image_size}: "
+                f"{_first_line(error)}"
+            ) from error
+
+
+@torch.no_grad()
+def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
+    """w, found by encoding two texts that differ in the last token alone.
+
+    Raises:
+        ValueError: if the tower takes no texts of this length, or its first token does not see the others.
+    """
+    ids = torch.zeros(2, num_tokens, dtype=torch.int64, device=tower.device)
+    ids[1, -1] = 1
+    with _evaluating(tower):
+        try:
+            features = text_features(tower, ids, torch.ones_like(ids))
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"the text encoder ({type(tower).__name__}) takes no texts of {num_tokens} tokens: {_first_line(error)}"
+            ) from error
+    if not projects_itself(tower) and torch.equal(features[0], features[1]):
+        raise ValueError(
+            f"the first token of {type(tower).__name__} does not see the tokens after it: a decoder is no text encoder"
+        )
+    return features.shape[-1]
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+def _read(source: Any, path: str | Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        return source.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path} holds no weights that can be read: {_first_line(error)}") from error
+
+
+def _remove_pooler(tower: nn.Module) -> None:
+    pooler = getattr(tower, "pooler", None)
+    if pooler is not None and any(True for _ in pooler.parameters()):
+        tower.register_module("pooler", None)
+
+
+def _check_modality(tower: PreTrainedModel, modality: Modality, source: str) -> None:
+    if tower.main_input_name != _INPUT_NAMES[modality]:
+        raise ValueError(
+            f"{source} is no {_KINDS[modality]}: a {type(tower).__name__} reads {tower.main_input_name}, "
+            f"not {_INPUT_NAMES[modality]}"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,128 @@
+"""Tiny real image-text models, images with captions and images in folders of classes, all from a seed."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+
+from pipelines.tokenization import END_OF_TEXT, train_bpe
+from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
+from tempnet.models.towers import random_tower
+
+SIDE = 16
+CLASSES = ("cat", "maple_tree", "truck")
+WORDS = ("photo", "small", "big", "red", "green", "dog", "cat", "truck", "maple", "tree", "beside", "under", "house")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE that ends every text with the token that CLIP looks for."""
+    tokenizer = train_bpe([" ".join(WORDS)] * 5, 280)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    tokenizer.pad_token = END_OF_TEXT
+    return tokenizer
+
+
+def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
+    """A ResNet and a DistilBERT with projections, random, as `train_clip` exports them."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    image = random_tower(
+        "resnet", "image", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+    )  # fmt: skip
+    text = random_tower(
+        "distilbert", "text", vocab_size=len(tokenizer), dim=16, n_heads=2, n_layers=1, hidden_dim=32,
+        max_position_embeddings=32, initializer_range=0.4,
+    )  # fmt: skip
+    config = DualEncoderConfig(embedding_size=12, image_size=SIDE, num_text_tokens=12)
+    DualEncoder(image, text, config).save_pretrained(directory, tokenizer)
+    return str(directory)
+
+
+def make_clip(directory: Path, *, seed: int = 0) -> str:
+    """A random Transformers CLIPModel with its tokenizer beside it."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={
+            **tower, "vocab_size": len(tokenizer), "max_position_embeddings": 20, "eos_token_id": 0, "bos_token_id": 0,
+            "pad_token_id": 0, "initializer_range": 0.4,
+        },
+        vision_config={**tower, "image_size": SIDE, "patch_size": 8, "initializer_range": 0.4},
+        projection_dim=12,
+    )  # fmt: skip
+    CLIPModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def make_image(rng: np.random.Generator) -> np.ndarray:
+    """(SIDE, SIDE, 3) uint8: four patches of colour."""
+    return rng.integers(0, 256, (2, 2, 3), dtype=np.uint8).repeat(SIDE // 2, 0).repeat(SIDE // 2, 1)
+
+
+def png(image: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes | None]) -> str:
+    """A tar of files; a member without bytes is a folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data or b"")
+            info.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
+            tar.addfile(info, io.BytesIO(data or b""))
+    return str(path)
+
+
+def make_pairs(directory: Path, *, num_images: int = 20) -> tuple[list[np.ndarray], list[tuple[str, int]]]:
+    """Two tars of images with one to five captions each, one image of which is damaged.
+
+    Returns:
+        the images that can be read, in order, and (caption, number of its image).
+    """
+    rng = np.random.default_rng(1)
+    images, captions = [], []
+    members: list[dict[str, bytes | None]] = [{}, {}]
+    for number in range(num_images):
+        image, key = make_image(rng), f"{number:05d}"
+        texts = [" ".join(rng.choice(WORDS, size=rng.integers(2, 9))) for _ in range(1 + number % 5)]
+        part = members[number * 2 // num_images]
+        part[f"{key}.png"] = b"\x89PNG no more" if number == 3 else png(image)
+        part[f"{key}.json"] = json.dumps({"caption": texts}).encode()
+        if number != 3:
+            captions += [(text, len(images)) for text in texts]
+            images.append(image)
+    for number, part in enumerate(members):
+        write_tar(directory / f"{number:05d}.tar", part)
+    return images, captions
+
+
+def make_classes(path: Path, *, num_images: int = 21) -> tuple[list[np.ndarray], list[int]]:
+    """A tar of folders, one image of which is damaged; the others, in order of path, and their classes."""
+    rng = np.random.default_rng(2)
+    members: dict[str, bytes | None] = {}
+    kept = []
+    for number in range(num_images):
+        label, image = number % len(CLASSES), make_image(rng)
+        name = f"test/{CLASSES[label]}/{number:04d}.png"
+        members[name] = png(image)[:60] if number == 4 else png(image)
+        if number != 4:
+            kept.append((name, image, label))
+    write_tar(path, members)
+    kept.sort(key=lambda one: one[0])
+    return [image for _, image, _ in kept], [label for *_, label in kept]

@@ -1,0 +1,140 @@
+"""Recall in tiles and zero-shot accuracy against brute force in float64 with argsort, ties and collapse included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tempnet.contrastive.ranks import on_grid
+from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+
+
+def units(rng: np.random.Generator, num: int, size: int) -> Tensor:
+    return F.normalize(torch.from_numpy(rng.standard_normal((num, size))), dim=-1).float()
+
+
+def best_first(scores: np.ndarray, is_own: np.ndarray) -> list[int]:
+    """Candidates from best to worst; among equals those that belong to the query come last."""
+    return sorted(range(len(scores)), key=lambda at: (-scores[at], is_own[at]))
+
+
+def brute_force(
+    image: np.ndarray, text: np.ndarray, image_of_text: np.ndarray, ks: tuple[int, ...]
+) -> dict[str, float]:
+    scores = image @ text.T
+    belongs = np.arange(len(image))[:, None] == image_of_text[None]
+    found: dict[str, list[bool]] = {}
+    for name, matrix, own in (("text", scores, belongs), ("image", scores.T, belongs.T)):
+        for row, mine in zip(matrix, own, strict=True):
+            if mine.any():
+                order = best_first(row, mine)
+                for k in ks:
+                    found.setdefault(f"{name}_recall@{k}", []).append(bool(mine[order[:k]].any()))
+    figures = {name: float(np.mean(hits)) for name, hits in found.items()}
+    return figures | {"mean_recall": float(np.mean(list(figures.values())))}
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    """Images with uneven numbers of texts, some of them none; texts in any order."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_texts = draw(st.lists(st.integers(0, 6), min_size=1, max_size=17).filter(any))
+    image_of_text = rng.permutation(np.repeat(np.arange(len(num_texts)), num_texts))
+    return {"rng": rng, "image_of_text": image_of_text, "num_images": len(num_texts)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([1, 2, 5, 64]), st.integers(2, 9))
+def test_recall_is_that_of_brute_force(problem: dict[str, Any], tile_size: int, size: int) -> None:
+    rng, image_of_text = problem["rng"], problem["image_of_text"]
+    text = units(rng, len(image_of_text), size)
+    image = units(rng, problem["num_images"], size)
+    of = torch.from_numpy(image_of_text)
+    expected = brute_force(image.double().numpy(), text.double().numpy(), image_of_text, (1, 5, 10))
+    assert recall(image, text, of, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([1, 3, 64]))
+def test_equal_scores_count_against_the_query(problem: dict[str, Any], tile_size: int) -> None:
+    """Embeddings are a few signed axes, so that most scores are equal, and exact in any arithmetic."""
+    rng, image_of_text = problem["rng"], problem["image_of_text"]
+    axes = torch.cat([torch.eye(3), -torch.eye(3)])
+    text, image = (
+        axes[torch.from_numpy(rng.integers(0, 6, num))] for num in (len(image_of_text), problem["num_images"])
+    )
+    expected = brute_force(image.double().numpy(), text.double().numpy(), image_of_text, (1, 2, 3))
+    assert recall(image, text, torch.from_numpy(image_of_text), (1, 2, 3), tile_size) == pytest.approx(expected)
+
+
+def test_a_collapsed_model_and_one_without_numbers_find_nothing() -> None:
+    """All rows equal, with coordinates whose products are not exact in float32: any rounding would break the ties."""
+    row = units(np.random.default_rng(0), 1, 256)
+    of = torch.arange(500) // 5
+    for image, text in (
+        (row.expand(100, -1), row.expand(500, -1)),
+        (torch.full((100, 8), torch.nan), torch.full((500, 8), torch.nan)),
+    ):
+        for tile_size in (7, 64, 2048):
+            assert set(recall(image, text, of, tile_size=tile_size).values()) == {0.0}
+        assert set(accuracy(text, image, of, tile_size=7).values()) == {0.0}
+
+
+def test_a_perfect_model_finds_everything() -> None:
+    image = units(np.random.default_rng(0), 40, 16)
+    of = torch.arange(200) % 40
+    assert set(recall(image, image[of], of, ks=(1, 5), tile_size=13).values()) == {1.0}
+
+
+@pytest.mark.parametrize("size", [3, 256, 1024])
+def test_scores_on_the_grid_are_exact(size: int) -> None:
+    """Whatever the order of the sum, and next to the score of the rows themselves."""
+    rng = np.random.default_rng(size)
+    a, b = units(rng, 20, size), units(rng, 30, size)
+    scores = on_grid(a) @ on_grid(b).T
+    order = torch.from_numpy(rng.permutation(size))
+    assert torch.equal(scores, on_grid(a)[:, order] @ on_grid(b)[:, order].T)
+    assert torch.equal(scores, (on_grid(a)[:, None] * on_grid(b)).sum(-1))
+    assert torch.equal(scores * 2**48, (scores * 2**48).round())
+    torch.testing.assert_close(scores, a.double() @ b.double().T, atol=1e-6, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8), st.sampled_from([1, 4, 100]))
+def test_accuracy_is_that_of_brute_force(seed: int, num_images: int, num_classes: int, tile_size: int) -> None:
+    rng = np.random.default_rng(seed)
+    image, classes = units(rng, num_images, 6), units(rng, num_classes, 6)
+    labels = rng.integers(0, num_classes, num_images)
+    order = np.argsort(-(image.double() @ classes.double().T).numpy(), axis=1)
+    expected = {
+        f"top@{k}": np.mean([label in row[:k] for label, row in zip(labels, order, strict=True)]) for k in (1, 3, 5)
+    }
+    assert accuracy(image, classes, torch.from_numpy(labels), tile_size=tile_size) == pytest.approx(expected)
+
+
+def test_a_class_is_the_normalised_mean_of_its_prompts() -> None:
+    prompts = units(np.random.default_rng(0), 12, 5).reshape(3, 4, 5)
+    for row, mean in zip(class_embeddings(prompts).double().numpy(), prompts.double().numpy().mean(1), strict=True):
+        np.testing.assert_allclose(row, mean / np.sqrt((mean**2).sum()), rtol=1e-6, atol=1e-7)
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    image, text, of = torch.eye(4)[:2], torch.eye(4)[:3], torch.tensor([0, 1, 1])
+    with pytest.raises(ValueError, match=r"image_of_text holds 2, but there are 2 images: expected 0 … 1"):
+        recall(image, text, torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"image_of_text has shape \(2,\): expected \(3,\)"):
+        recall(image, text, of[:2])
+    with pytest.raises(ValueError, match=r"text has shape \(0, 4\)"):
+        recall(image, text[:0], of[:0])
+    with pytest.raises(ValueError, match=r"differ in size: image \(2, 3\), text \(3, 4\)"):
+        recall(image[:, :3], text, of)
+    with pytest.raises(ValueError, match=r"class_of_image holds -1, but there are 3 classes"):
+        accuracy(image, text, torch.tensor([-1, 0]))
