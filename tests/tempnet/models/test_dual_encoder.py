@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import AutoModel, CLIPImageProcessor
+from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, PreTrainedTokenizerFast
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.dual_encoder import (
@@ -82,6 +85,16 @@ def test_the_saved_towers_load_with_transformers_alone(tmp_path: Path) -> None:
         weight, bias = (state[f"{modality}_projection.{name}"] for name in ("weight", "bias"))
         expected = encode(encoder, batch)[0 if modality == "image" else 1]
         torch.testing.assert_close(F.normalize(F.linear(values, weight, bias), dim=-1), expected, rtol=0, atol=1e-6)
+
+
+def test_the_tokenizer_lies_in_the_text_encoder(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "dog": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    tiny_encoder().save_pretrained(tmp_path, tokenizer)
+    again = AutoTokenizer.from_pretrained(tmp_path / "text_encoder")
+    assert again(["a dog", "dog"], padding=True)["input_ids"] == [[2, 3], [3, 0]]
+    assert DualEncoder.from_pretrained(tmp_path).config.num_text_tokens == NUM_TOKENS
 
 
 def test_a_clip_model_of_transformers(tmp_path: Path) -> None:
