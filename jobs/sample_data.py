@@ -1,4 +1,4 @@
-"""Make the sample data: English documentation prose of the installed packages, and a tokenizer trained on it.
+"""Make the sample data: English prose of the installed packages, captioned images, and a tokenizer trained on each.
 
 python -m jobs.sample_data --directory data/sample
 """
@@ -11,16 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 
 from jobs.command_line import fail
 from pipelines.archives import list_archives
-from pipelines.sample_text import write_corpus
+from pipelines.sample_images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
+from pipelines.sample_text import NUM_BYTES_DEFAULT, write_corpus
 from pipelines.text import Document, read_documents
-from pipelines.tokenization import train_bpe
+from pipelines.tokenization import train_bpe, train_wordpiece
 
 _NUM_TOKENIZER_CHARACTERS = 6_000_000
+_CAPTION_VOCAB_SIZE = 1024  # More than the captions have words: each becomes one token.
+
+Part = Literal["text", "images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,33 +33,76 @@ class SampleDataConfig:
     """What to make and where."""
 
     directory: str = "data/sample"
-    """Gets `text/train`, `text/validation` and `tokenizer`."""
-    num_bytes: int = 24_000_000
+    """Gets `text/train`, `text/validation` and `tokenizer`; `images/{train,validation,test,zero_shot,tokenizer}`."""
+    parts: tuple[Part, ...] = ("text", "images")
+    """What to make, of `text` and `images`."""
+    num_bytes: int = NUM_BYTES_DEFAULT
     """Text to collect, at most."""
     vocab_size: int = 2048
-    """Tokens of the tokenizer."""
+    """Tokens of the text's tokenizer."""
+    num_images: int = NUM_IMAGES_DEFAULT
+    """Image-text pairs to train on; 1 000 images each for validation, test and zero-shot classification come with them."""
+    image_size: int = IMAGE_SIZE_DEFAULT
+    """Pixels of an image's side."""
 
     def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("parts is empty: choose text, images or both")
         if self.num_bytes < 1_000_000:
             raise ValueError(f"num_bytes = {self.num_bytes} is too little to train on: choose at least 1 000 000")
         if self.vocab_size < 512:
             raise ValueError(f"vocab_size = {self.vocab_size} is too small for a byte-level BPE: choose at least 512")
+        if self.num_images < 1:
+            raise ValueError(f"num_images = {self.num_images} is not positive: choose at least 1")
+        if not 32 <= self.image_size <= 1024:
+            raise ValueError(f"image_size = {self.image_size} is outside 32 … 1024: smaller, the shapes cannot be told")
 
 
 def make_sample_data(config: SampleDataConfig) -> str:
-    """Make the sample data, unless the same is there already; returns a line for a person."""
+    """Make the parts of the sample data that are not there already; returns a line for a person about each.
+
+    `sample.json` says what is there: for every part, the fields that it was made with and a summary.
+    """
     directory = Path(config.directory)
-    record = directory / "sample.json"
-    if record.is_file() and json.loads(record.read_text())["config"] == asdict(config):
-        return f"{directory} is there already"
-    started = time.monotonic()
+    path = directory / "sample.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    lines = []
+    for part in dict.fromkeys(config.parts):
+        fields = {name: value for name, value in asdict(config).items() if name in _FIELDS[part]}
+        if record.get(part, {}).get("config") == fields:
+            lines.append(f"{directory / part} is there already")
+            continue
+        started = time.monotonic()
+        summary, line = _make_text(config) if part == "text" else _make_images(config)
+        record[part] = {"config": fields, "summary": summary}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        lines.append(f"{directory / part}: {line}, in {time.monotonic() - started:.0f} s")
+    return "\n".join(lines)
+
+
+_FIELDS = {"text": ("num_bytes", "vocab_size"), "images": ("num_images", "image_size")}
+
+
+def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
+    directory = Path(config.directory)
     summary = write_corpus(directory / "text", num_bytes=config.num_bytes)
     train_bpe(_texts(directory / "text" / "train"), config.vocab_size).save_pretrained(directory / "tokenizer")
-    record.write_text(json.dumps({"config": asdict(config), "summary": asdict(summary)}, indent=1) + "\n")
-    return (
-        f"{directory}: {summary.num_documents_train} training documents ({summary.num_bytes_train / 1e6:.1f} MB), "
+    return asdict(summary), (
+        f"{summary.num_documents_train} training documents ({summary.num_bytes_train / 1e6:.1f} MB), "
         f"{summary.num_documents_validation} for validation ({summary.num_bytes_validation / 1e6:.1f} MB), "
-        f"a tokenizer of {config.vocab_size} tokens, in {time.monotonic() - started:.0f} s"
+        f"a tokenizer of {config.vocab_size} tokens"
+    )
+
+
+def _make_images(config: SampleDataConfig) -> tuple[dict[str, int], str]:
+    directory = Path(config.directory, "images")
+    summary = write_images(directory, num_images=config.num_images, image_size=config.image_size)
+    tokenizer = train_wordpiece(read_captions(directory / "train"), _CAPTION_VOCAB_SIZE)
+    tokenizer.save_pretrained(directory / "tokenizer")
+    return asdict(summary), (
+        f"{summary.num_images_train} training pairs ({summary.num_bytes / 1e6:.1f} MB with all splits), "
+        f"{summary.num_images_validation} images for validation, {summary.num_images_test} for test, "
+        f"{summary.num_images_zero_shot} in {summary.num_classes_zero_shot} classes, a tokenizer of {len(tokenizer)} tokens"
     )
 
 

@@ -1,12 +1,14 @@
-"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small byte-level BPE."""
+"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small one (BPE or WordPiece)."""
 
 from __future__ import annotations
 
 import hashlib
+import string
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,3 +81,48 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A WordPiece tokenizer of BERT's kind, lower-casing, with at most this vocabulary; `[PAD]` is token 0.
+
+    The vocabulary is the special tokens, every ASCII letter and digit, also as the continuation of a word (so that no
+    plain word is unknown), punctuation, and the most frequent words. It is made here, as `WordPieceTrainer` numbers the
+    tokens differently each time.
+    """
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(
+            word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
+        )
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    characters = string.ascii_lowercase + string.digits
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [
+        *special_tokens,
+        *string.punctuation,
+        *characters,
+        *(f"##{character}" for character in characters),
+        *words,
+    ]
+    vocabulary = {token: number for number, token in enumerate(list(dict.fromkeys(tokens))[:vocab_size])}
+    tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]")
+    tokenizer.add_special_tokens(special_tokens)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
+    )

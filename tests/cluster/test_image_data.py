@@ -1,0 +1,117 @@
+"""Preparing image–text pairs through a real Ray Data: what is kept, what is counted, and what goes on."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jobs.prepare_images import main
+from pipelines.image_manifest import ImageManifest, read_index
+from pipelines.prepare_images import PrepareImagesConfig, prepare_images
+from pipelines.problems import TooManyProblemsError
+
+pytestmark = pytest.mark.cluster
+
+
+def jpeg(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, keys: range) -> None:
+    """One tar as img2dataset writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for key in keys:
+            for suffix, data in (("jpg", jpeg(key)), ("txt", f"caption {key}".encode()), ("json", b"{}")):
+                info = tarfile.TarInfo(f"{key:09d}.{suffix}")
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Five shards of sparse keys: whole, cut in its fourth sample, not a tar, with three keys of the first, empty."""
+    directory = tmp_path / "cc"
+    write_shard(directory / "00000.tar", range(100, 110))
+    write_shard(directory / "00001.tar", range(2000, 2010))
+    cut = directory / "00001.tar"
+    with tarfile.open(cut) as file:
+        cut.write_bytes(cut.read_bytes()[: file.getmember("000002003.jpg").offset_data + 100])
+    (directory / "00002.tar").write_bytes(b"\xff" * 2000)
+    write_shard(directory / "00003.tar", range(107, 115))
+    write_shard(directory / "00004.tar", range(0))
+    (directory / "00000_stats.json").write_text("{}")
+    return directory
+
+
+def prepare(source: Path, root: Path, max_bad_share: float = 0.5) -> ImageManifest:
+    return prepare_images(PrepareImagesConfig(source=str(source), max_bad_share=max_bad_share), str(root))
+
+
+def test_bad_shards_cost_what_they_lack_and_the_share_is_held(
+    cluster: dict[str, str], shards: Path, tmp_path: Path
+) -> None:
+    manifest = prepare(shards, tmp_path / "prepared")
+    assert manifest.shard_sizes == (10, 3, 0, 5, 0)
+    assert manifest.problems == {"truncated_archive": 2, "duplicated_key": 3, "empty_archive": 1}
+    kept = [key for number in range(5) for key in read_index(manifest, number).column("key").to_pylist()]
+    assert kept == [f"{key:09d}" for key in [*range(100, 110), *range(2000, 2003), *range(110, 115)]]
+    # The same data under a stricter configuration fails, naming share, kinds and archives.
+    with pytest.raises(
+        TooManyProblemsError,
+        match=r"6 of 24 records .*cc are unreadable \(25\.00%\), more than data\.max_bad_share = 1\.00%.*00003\.tar",
+    ):
+        prepare(shards, tmp_path / "prepared", max_bad_share=0.01)
+
+
+def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
+    cluster: dict[str, str], shards: Path, tmp_path: Path
+) -> None:
+    first = prepare(shards, tmp_path)
+    directory = Path(first.directory)
+    times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert prepare(shards, tmp_path) == first
+    assert times == {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    (directory / "manifest.json").unlink()
+    (directory / "archive-00003.json").unlink()
+    again = prepare(shards, tmp_path)
+    assert (again, again.digest) == (first, first.digest)
+    changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
+    assert changed == {"manifest.json", "archive-00003.json", "index-00003.arrow"}
+    # Other content has another directory.
+    write_shard(shards / "00004.tar", range(500, 503))
+    other = prepare(shards, tmp_path)
+    assert other.directory != first.directory
+    assert other.num_pairs == first.num_pairs + 3
+
+
+def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(
+    cluster: dict[str, str], shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = ["--storage", str(tmp_path / "runs")]
+    assert main(["--source", str(shards), "--max-bad-share", "0.5", *storage]) == 0
+    printed = capsys.readouterr().out
+    manifest = ImageManifest.load(printed.splitlines()[0])
+    assert f"18 pairs of 18 images (5 shards, digest {manifest.digest})" in printed
+    assert "unreadable: 3 duplicated_key, 1 empty_archive, 2 truncated_archive" in printed
+    assert "00001.tar (truncated_archive: corrupt tar: it ends within 000002003.jpg)" in printed
+    for arguments, message in {
+        ("--source", str(tmp_path / "nowhere")): "nowhere",
+        ("--source", str(shards), "--captions", str(shards / "00000_stats.json")): "is not understood",
+        ("--source", str(shards)): "more than max_bad_share = 1.00%",
+        ("--source", str(shards), "--split", "test"): "captions, which is empty",
+        ("--source", str(shards), "--max-pixels", "0"): "max_pixels = 0",
+    }.items():
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, *storage])
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import sample_data
+from jobs.sample_data import SampleDataConfig, make_sample_data
+from pipelines.tokenization import load_tokenizer
+
+
+def make(directory: Path, *parts: sample_data.Part, num_images: int = 60) -> str:
+    return make_sample_data(
+        SampleDataConfig(
+            directory=str(directory), parts=parts, num_bytes=1_000_000, num_images=num_images, image_size=32
+        )
+    )
+
+
+def test_parts_are_made_once_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_data, "_NUM_TOKENIZER_CHARACTERS", 100_000)
+    assert make(tmp_path, "images").startswith(f"{tmp_path}/images: 60 training pairs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "sample.json"]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert make(tmp_path, "images") == f"{tmp_path}/images is there already"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times
+    first, second = make(tmp_path, "text", "images").splitlines()
+    assert "training documents" in first
+    assert second == f"{tmp_path}/images is there already"
+    assert load_tokenizer(str(tmp_path / "tokenizer")).eos_token is not None
+    assert (tmp_path / "images" / "tokenizer" / "tokenizer.json").is_file()
+    record = json.loads((tmp_path / "sample.json").read_text())
+    assert sorted(record) == ["images", "text"]
+    assert record["images"]["config"] == {"num_images": 60, "image_size": 32}
+    assert record["images"]["summary"]["num_images_test"] == 1000
+    with pytest.raises(FileExistsError, match="images"):
+        make(tmp_path, "images", num_images=61)
+
+
+def test_values_are_checked(tmp_path: Path) -> None:
+    for field, value in (("parts", ()), ("num_images", 0), ("image_size", 16), ("num_bytes", 1), ("vocab_size", 10)):
+        with pytest.raises(ValueError, match=field):
+            SampleDataConfig(directory=str(tmp_path), **{field: value})
