@@ -124,7 +124,9 @@ class MetricLogger:
         now = int(time.time() * 1000)
         with self._lock:
             self._waiting += [
-                Metric(key, float(value), now, step) for key, value in metrics.items() if math.isfinite(value)
+                Metric(metric_name(key), float(value), now, step)
+                for key, value in metrics.items()
+                if math.isfinite(value)
             ]
 
     def unsent(self) -> list[list[Any]]:
@@ -168,9 +170,14 @@ class MetricLogger:
         return True
 
 
+def metric_name(key: str) -> str:
+    """A name that MLflow takes: it knows no @."""
+    return key.replace("@", "_at_")
+
+
 def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
     """Step → value of a metric; where a restart logged a step again, the last value counts."""
-    history = MlflowClient(run.uri).get_metric_history(run.run_id, key)
+    history = MlflowClient(run.uri).get_metric_history(run.run_id, metric_name(key))
     return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
 
 
@@ -191,7 +198,9 @@ def finish_run(
     now = int(time.time() * 1000)
     client.log_batch(
         run.run_id,
-        metrics=[Metric(key, float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)],
+        metrics=[
+            Metric(metric_name(key), float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)
+        ],
         tags=[RunTag(key, value) for key, value in tags.items()],
     )
     if artifacts is not None:

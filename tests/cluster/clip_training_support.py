@@ -1,0 +1,53 @@
+"""Small image data and small contrastive configurations for the cluster tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jobs.clip.config import (
+    ClipConfig,
+    DualEncoderSection,
+    PairDataSection,
+    PairTemperatureSection,
+    RetrievalValidationSection,
+)
+from jobs.training.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
+
+
+def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
+    """A 24-step run of two tiny towers (4 epochs), two workers, ZeRO 1, float32; sections override fields."""
+    config = ClipConfig(
+        run=RunSection(name=name, storage=str(storage), num_steps=24, checkpoint_every=4, log_every=4, max_restarts=1),
+        data=PairDataSection(
+            train=str(images / "train"),
+            validation=str(images / "validation"),
+            tokenizer=str(images / "tokenizer"),
+            caption_noise=0.1,
+            shuffle_window=50,
+            num_readers=2,
+        ),
+        model=DualEncoderSection(
+            image_size=32,
+            embedding_size=16,
+            image_stem_width=8,
+            image_widths=(8, 16),
+            image_depths=(1, 1),
+            image_block="basic",
+            text_hidden_size=16,
+            text_num_layers=1,
+            text_num_heads=2,
+            text_dropout=0.0,
+        ),
+        temperature=PairTemperatureSection(loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8),
+        optimizer=OptimizerSection(
+            batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02
+        ),
+        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1, precision="fp32", num_threads=1),
+        validation=RetrievalValidationSection(every=12, batch_size=16),
+        tracking=TrackingSection(experiment="contrastive"),
+    )
+    return replace(
+        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    )

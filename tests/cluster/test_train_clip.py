@@ -1,0 +1,174 @@
+"""The contrastive job for real: equal over workers and ZeRO stages, exact after kills, also with other workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clip_training_support import tiny_clip_config
+from mlflow import MlflowClient
+from ray.train import TrainingFailedError
+from safetensors.torch import load_file
+from test_train_lm import training_worker_pids, wait_for
+from transformers import AutoModel
+
+from jobs.clip.config import ClipConfig
+from jobs.clip.plan import make_plan
+from jobs.training.launch import train
+from jobs.training.tracking import TrackedRun, metric_history
+from pipelines.sample_images import read_captions, write_images
+from pipelines.tokenization import train_wordpiece
+from tempnet.contrastive.retrieval import recall
+from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+
+pytestmark = pytest.mark.cluster
+
+NUM_PAIRS = 100
+NUM_STEPS = 24
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("clip") / "images"
+    write_images(
+        directory, num_images=NUM_PAIRS, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
+    )
+    train_wordpiece(read_captions(directory / "train"), 600).save_pretrained(directory / "tokenizer")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(ray_head: dict[str, str], images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The uninterrupted run that others are held against: two workers, ZeRO 1, float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        return train(make_plan(tiny_clip_config(images, tmp_path_factory.mktemp("reference"), "reference")))
+
+
+def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
+
+
+def sample_states(outcome: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The columns of the last checkpoint, whole, in the order of ids."""
+    directory = Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}"
+    files = sorted(directory.glob("samples-*.safetensors"))
+    parts = [load_file(file) for file in files]
+    columns = {}
+    for name in parts[0]:
+        whole = torch.empty(2, NUM_PAIRS)
+        for rank, part in enumerate(parts):
+            whole[:, rank :: len(parts)] = part[name]
+        columns[name] = whole
+    return columns
+
+
+def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
+    """Batches, losses of all steps, recalls and the state of every sample."""
+    assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
+    for step in expected:
+        assert losses[step] == pytest.approx(expected[step], abs=tolerance), step
+    assert outcome["validation"]["tau_mean"] == pytest.approx(reference["validation"]["tau_mean"], rel=10 * tolerance)
+    states, wanted = sample_states(outcome), sample_states(reference)
+    assert states.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.isfinite(wanted[name]).all()  # four epochs: every sample was visited
+        torch.testing.assert_close(states[name], wanted[name], rtol=0, atol=100 * tolerance)
+
+
+def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], images: Path) -> None:
+    report = {path.name for path in (Path(reference["directory"]) / "report").iterdir()}
+    assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
+    run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["temperature.loss"] == "tempnet"
+    assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}
+    for key in ("train/tau_mean", "train/tau_q95", "train/log_u_mean", "train/dual_gradient_mean",
+                "train/pairs_per_second", "train/learning_rate/tempnet"):  # fmt: skip
+        assert {4, 8, NUM_STEPS} <= set(history(reference, key)), key
+    assert sorted(history(reference, "validation/mean_recall")) == [12, NUM_STEPS]
+    best = max(history(reference, "validation/mean_recall").values())
+    assert reference["best_rating"] == best
+    assert sum(reference["histograms"]["image"]) == 20
+    assert sum(reference["histograms"]["text"]) == 100
+
+
+def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, Any], images: Path) -> None:
+    from pipelines.image_manifest import ImageManifest
+    from pipelines.pairs import PairSource
+    from pipelines.tokenization import load_fast_tokenizer
+
+    export = Path(reference["export"])
+    encoder = DualEncoder.from_pretrained(export)
+    load_pair_tempnets(export)
+    AutoModel.from_pretrained(export / "image_encoder")  # without this project
+    prepared = Path(reference["directory"]).parent / "prepared"
+    (directory,) = prepared.glob("validation-*")
+    tokenizer = load_fast_tokenizer(str(export / "text_encoder"))
+    source = PairSource(manifest=ImageManifest.load(str(directory)), tokenizer=tokenizer, image_size=32)
+    captions, owners = source.captions()
+    tokens = source.encoder.encode(captions)
+    with torch.no_grad():
+        image = encoder.encode_images(torch.from_numpy(source.read_images(range(20))))
+        text = encoder.encode_texts(*(torch.from_numpy(tokens[name]) for name in ("input_ids", "attention_mask")))
+    scores = recall(image, text, torch.from_numpy(owners))
+    assert scores["mean_recall"] == pytest.approx(reference["best_rating"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [{"num_workers": 1, "zero_stage": 0}, {"num_workers": 2, "zero_stage": 2}],
+    ids=lambda value: f"{value['num_workers']} workers, ZeRO {value['zero_stage']}",
+)
+def test_workers_and_stages_do_not_change_the_result(
+    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path, workers: dict[str, int]
+) -> None:
+    outcome = train(make_plan(tiny_clip_config(images, tmp_path, "other", workers=workers)))
+    assert_same(outcome, reference, tolerance=1e-4)
+
+
+def test_killed_twice_and_continued_with_two_workers_and_then_with_one(
+    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
+) -> None:
+    config = tiny_clip_config(images, tmp_path, "killed")
+
+    def kill_after(step: int) -> Callable[[], None]:
+        def kill() -> None:
+            snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
+            wait_for(
+                lambda: snapshot.exists() and any(f"{at:08d}" in snapshot.read_text() for at in range(step, 25, 4))
+            )
+            os.kill(training_worker_pids()[-1], signal.SIGKILL)
+
+        return kill
+
+    def kill_both() -> None:
+        kill_after(4)()
+        first = training_worker_pids()
+        wait_for(lambda: bool(training_worker_pids()) and not set(first) & set(training_worker_pids()))
+        kill_after(8)()
+
+    killer = threading.Thread(target=kill_both)
+    killer.start()
+    with pytest.raises(TrainingFailedError):  # the second kill is one more than max_restarts
+        train(make_plan(config))
+    killer.join()
+    outcome = train(make_plan(tiny_clip_config(images, tmp_path, "killed", workers={"num_workers": 1})))
+    assert outcome["world_size"] == 1
+    assert 8 <= outcome["resumed_from_step"] < NUM_STEPS
+    assert_same(outcome, reference, tolerance=1e-4)
+
+
+def test_a_batch_of_more_pairs_than_there_are_is_refused(cluster: dict[str, str], images: Path, tmp_path: Path) -> None:
+    config: ClipConfig = tiny_clip_config(images, tmp_path, "large", optimizer={"batch_size": 128})
+    with pytest.raises(ValueError, match=r"optimizer\.batch_size = 128 is more than the 100 pairs"):
+        train(make_plan(config))
