@@ -12,12 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
     """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
+
+    Args:
+        needs_eos: documents are closed by an end-of-text token; captions are not, and BERT's kind has none.
 
     Raises:
         ValueError: if nothing usable is found under that name, it is no fast tokenizer, or it has no end-of-text token
-            to close documents with; the message names the value.
+            and needs one; the message names the value.
     """
     tokenizer: PreTrainedTokenizerFast
     try:
@@ -36,7 +39,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
             f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
             f"a tokenizer.json, is needed. {reason}"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if needs_eos and tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
     return tokenizer
 
