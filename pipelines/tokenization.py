@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,23 +13,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
-    """As :func:`load_fast_tokenizer`, one that can close documents.
-
-    Raises:
-        ValueError: likewise, or if it has no end-of-text token; the message names the value.
-    """
-    tokenizer = load_fast_tokenizer(name_or_path)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
-    return tokenizer
-
-
-def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
     """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
 
+    Args:
+        needs_eos: documents are closed by an end-of-text token; captions are not, and BERT's kind has none.
+
     Raises:
-        ValueError: if nothing usable is found under that name, or it is no fast tokenizer; the message names the value.
+        ValueError: if nothing usable is found under that name, it is no fast tokenizer, or it has no end-of-text token
+            and needs one; the message names the value.
     """
     tokenizer: PreTrainedTokenizerFast
     try:
@@ -49,6 +40,8 @@ def load_fast_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
             f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
             f"a tokenizer.json, is needed. {reason}"
         ) from error
+    if needs_eos and tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer = {name_or_path!r} has no end-of-text token (eos_token) to close documents with")
     return tokenizer
 
 

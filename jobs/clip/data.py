@@ -10,7 +10,7 @@ from jobs.clip.config import ClipConfig
 from pipelines.image_manifest import ImageManifest
 from pipelines.pairs import PairSource
 from pipelines.prepare_images import PrepareImagesConfig, describe, prepare_images
-from pipelines.tokenization import load_fast_tokenizer
+from pipelines.tokenization import load_tokenizer
 
 
 def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
@@ -36,7 +36,7 @@ def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
     """Views and tokens of a prepared data set."""
     return PairSource(
         manifest=manifest,
-        tokenizer=load_fast_tokenizer(config.tokenizer),
+        tokenizer=load_tokenizer(config.tokenizer, needs_eos=False),
         image_size=config.model.image_size,
         num_text_tokens=config.data.num_text_tokens,
         seed=config.run.seed,

@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pyarrow.fs
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.archives import resolve
 from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 
 def export_encoder(module: TemperatureDualEncoder, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from transformers import PreTrainedTokenizerFast
 
 from jobs.clip.config import ClipConfig
@@ -12,6 +11,7 @@ from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.dual_encoder_config import DualEncoderConfig
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.models.towers import load_tower, random_tower
 from tempnet.network import TempNet
 

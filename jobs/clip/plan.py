@@ -23,7 +23,7 @@ from pipelines.captions import CaptionEncoder
 from pipelines.image_manifest import ImageManifest
 from pipelines.prepare_images import check_source
 from pipelines.stream import READ_CPUS
-from pipelines.tokenization import load_fast_tokenizer
+from pipelines.tokenization import load_tokenizer
 from tempnet.contrastive.config import check_negatives
 
 
@@ -156,7 +156,7 @@ def make_plan(config: ClipConfig) -> ClipPlan:
             check_source(preparation(config, split))
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"data.{split}: {error}") from error
-    tokenizer = load_fast_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     try:
         CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
     except ValueError as error:

@@ -10,7 +10,6 @@ import numpy as np
 import ray.train.torch
 import torch
 from deepspeed import DeepSpeedEngine
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from torch import Tensor
 
 from jobs.clip.config import ClipConfig
@@ -24,6 +23,7 @@ from pipelines.plan import StreamPlan
 from pipelines.stream import Batch, RankStream
 from tempnet.contrastive.losses import gamma_at
 from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.statistics import histogram_of
 
 _FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tempnet.contrastive.retrieval import recall
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from torch import Tensor
 
 from jobs.clip.config import ClipConfig
 from pipelines.pairs import PairSource
+from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.world import World
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

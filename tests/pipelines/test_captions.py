@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.captions import RANDOM_WORD, CaptionEncoder, CaptionNoise
-from pipelines.tokenization import train_bpe
+from pipelines.tokenization import load_tokenizer, train_bpe
 
 WORDS = [f"w{number}" for number in range(40)]
 
@@ -55,6 +56,14 @@ def test_a_tokenizer_without_padding_pads_under_the_mask() -> None:
     assert encoded["attention_mask"][0].tolist() == [1] * num_tokens + [0] * (30 - num_tokens)
     assert encoded["input_ids"].max() < len(tokenizer)
     assert CaptionEncoder(tokenizer=tokenizer).encode([])["input_ids"].shape == (0, 30)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_loaded_for_captions_only(tmp_path: Path) -> None:
+    bert_like().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        load_tokenizer(str(tmp_path))
+    encoder = CaptionEncoder(tokenizer=load_tokenizer(str(tmp_path), needs_eos=False), num_text_tokens=6)
+    assert encoder.encode(["w1 w2"])["input_ids"].tolist() == [[2, 5, 6, 3, 0, 0]]
 
 
 def test_too_few_tokens_are_refused() -> None:

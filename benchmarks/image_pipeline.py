@@ -1,0 +1,192 @@
+"""Images a second per core: `PairSource` beside a plain webdataset + torch DataLoader pipeline with the same transforms.
+
+    .venv/bin/python -m benchmarks.image_pipeline [--data DIR] [--image-size 224] [--num-rounds 5]
+
+Each gives batches of uint8 views (random-resized crop .5–1, bicubic, flip) and 30 tokens a caption; scaling and
+normalisation happen on the device. Ours is read through the source itself, in this process, in a training plan's order,
+and checks every image against its checksum and takes every pair's digest, which the peers do not. The plain pipeline is
+what one writes by hand: a shuffle buffer of 1000, Pillow, no DataLoader workers; the second peer also lets Pillow decode a
+JPEG no larger than its crop needs (`draft`), as ours does. One process and one thread, so that CPU seconds are core
+seconds; each round times every pipeline once, in turn, over the same number of images; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import platform
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Before tokenizers starts threads, whose seconds would be counted too.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import numpy as np
+import torch
+import tyro
+import webdataset
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.image_archives import list_image_archives
+from pipelines.image_decoding import MAX_PIXELS
+from pipelines.image_index import assemble, index_archive, index_name
+from pipelines.image_manifest import ImageManifest
+from pipelines.images import AugmentationConfig, random_crop
+from pipelines.pairs import PairSource
+from pipelines.plan import StreamPlan
+from pipelines.tokenization import train_bpe
+
+TARGET = 0.95
+NUM_TEXT_TOKENS = 30
+OURS, PLAIN, DRAFT = "PairSource", "webdataset + DataLoader", "webdataset + DataLoader, draft"
+IMAGES = "jpg;jpeg;png;webp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to measure."""
+
+    data: str = ""
+    """A local directory of img2dataset tars. Default: generated ones of `num_images` photograph-like JPEGs."""
+    num_images: int = 2048
+    stored_size: int = 384
+    """Shorter side of the generated images."""
+    image_size: int = 224
+    batch_size: int = 64
+    num_batches: int = 16
+    """Of one pipeline in one round."""
+    num_rounds: int = 7
+
+
+def generate(directory: Path, num_images: int, size: int) -> None:
+    """Tars of 512 samples: noise with the spectrum of photographs, 3 : 4 or 4 : 3, JPEG quality 90."""
+    rng = np.random.default_rng(0)
+    for first in range(0, num_images, 512):
+        with tarfile.open(directory / f"{first // 512:05d}.tar", "w") as file:
+            for number in range(first, min(first + 512, num_images)):
+                shape = (size, size * 4 // 3) if rng.random() < 0.5 else (size * 4 // 3, size)
+                fy, fx = np.meshgrid(np.fft.fftfreq(shape[0]), np.fft.rfftfreq(shape[1]), indexing="ij")
+                spectrum = np.fft.rfft2(rng.standard_normal((3, *shape))) / (np.hypot(fx, fy) + 1 / size)
+                pixels = np.fft.irfft2(spectrum, shape)
+                pixels = 128 + 50 * (pixels - pixels.mean()) / pixels.std()
+                buffer = io.BytesIO()
+                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+                image.save(buffer, "JPEG", quality=90)
+                caption = " ".join(f"word{word}" for word in rng.integers(200, size=rng.integers(6, 20)))
+                for suffix, data in (("jpg", buffer.getvalue()), ("txt", caption.encode())):
+                    info = tarfile.TarInfo(f"{number:09d}.{suffix}")
+                    info.size = len(data)
+                    file.addfile(info, io.BytesIO(data))
+
+
+def prepare(source: str, directory: str) -> ImageManifest:
+    """As pipelines.prepare_images, without Ray."""
+    entries = [
+        index_archive(source, archive, None, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
+        for number, archive in enumerate(list_image_archives(source))
+    ]
+    return assemble(entries, None, directory=directory, source=source, captions_uri="", max_pixels=MAX_PIXELS)
+
+
+def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments: Arguments) -> Iterator[Any]:
+    """Batches of a training plan."""
+    source = PairSource(
+        manifest=manifest, tokenizer=tokenizer, image_size=arguments.image_size, num_text_tokens=NUM_TEXT_TOKENS
+    )
+    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=0)
+    place = 0
+    while True:
+        (window, *_) = plan.windows(place, place + 1)
+        places = np.arange(place, min(place + arguments.batch_size, window.stop))
+        yield source.read(*plan.blocks(window, places), window.epoch)
+        place = int(places[-1]) + 1
+
+
+def webdataset_loader(
+    tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
+) -> Iterator[Any]:
+    """What one writes by hand."""
+    rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), arguments.image_size
+
+    def transform(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, str]:
+        image = Image.open(io.BytesIO(sample[0]))
+        width, height = image.size
+        left, top, right, bottom = random_crop(width, height, augmentation, rng)
+        if with_draft:
+            least = (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top)))
+            image.draft(None, least)
+        x, y = image.width / width, image.height / height
+        view = image.convert("RGB").resize(
+            (size, size), Image.Resampling.BICUBIC, box=(left * x, top * y, right * x, bottom * y)
+        )
+        if rng.random() < augmentation.flip_probability:
+            view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(view)), sample[1].decode()
+
+    def collate(samples: list[tuple[torch.Tensor, str]]) -> dict[str, torch.Tensor]:
+        tokens = tokenizer(
+            [text for _, text in samples],
+            padding="max_length",
+            truncation=True,
+            max_length=NUM_TEXT_TOKENS,
+            return_tensors="pt",
+        )
+        return {"images": torch.stack([image for image, _ in samples]), **tokens}
+
+    dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), handler=webdataset.warn_and_continue)
+    dataset = dataset.repeat().shuffle(1000).to_tuple(IMAGES, "txt").map(transform)
+    return iter(torch.utils.data.DataLoader(dataset, batch_size=arguments.batch_size, collate_fn=collate))
+
+
+def main(arguments: Arguments) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(arguments.data or f"{scratch}/data")
+        if not arguments.data:
+            data.mkdir()
+            generate(data, arguments.num_images, arguments.stored_size)
+        Path(scratch, "prepared").mkdir()
+        manifest = prepare(str(data), f"{scratch}/prepared")
+        tars = [shard.archive for shard in manifest.shards if shard.num_pairs]
+        num_bytes = sum(shard.num_bytes for shard in manifest.shards) / manifest.num_images
+        origin = arguments.data or f"generated images, shorter side {arguments.stored_size}"
+        print(
+            f"{platform.machine()}, Pillow {Image.__version__}, webdataset {webdataset.__version__}\n"
+            f"{origin}: {manifest.num_pairs} pairs, {num_bytes / 1024:.0f} KiB an image, unreadable: "
+            f"{sum(manifest.problems.values())}; views of {arguments.image_size}"
+        )
+        tokenizer = train_bpe([f"word{number}" for number in range(200)], 512)
+        tokenizer.pad_token = tokenizer.eos_token
+        makers: dict[str, Callable[[], Iterator[Any]]] = {
+            OURS: lambda: ours(manifest, tokenizer, arguments),
+            PLAIN: lambda: webdataset_loader(tars, tokenizer, arguments, with_draft=False),
+            DRAFT: lambda: webdataset_loader(tars, tokenizer, arguments, with_draft=True),
+        }
+        pipelines = {name: make() for name, make in makers.items()}
+        speeds: dict[str, list[float]] = {name: [] for name in pipelines}
+        for number in range(arguments.num_rounds + 1):
+            for name, batches in pipelines.items():
+                started, num_images = time.process_time(), 0
+                while num_images < arguments.num_batches * arguments.batch_size:
+                    num_images += len(next(batches)["images"])
+                if number:  # the first round fills the shuffle buffer and warms up
+                    speeds[name].append(num_images / (time.process_time() - started))
+    print(f"{'':<34}{'images/s a core':>16}{'ours / it':>11}")
+    for name, values in speeds.items():
+        ratios = [own / value for own, value in zip(speeds[OURS], values, strict=True)]
+        spread = "" if name == OURS else f"  ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"{name:<34}{statistics.median(values):>16.1f}{statistics.median(ratios):>11.3f}{spread}")
+    print(f"target: at least {TARGET} of {PLAIN!r}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
