@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import string
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
