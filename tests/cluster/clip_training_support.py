@@ -41,8 +41,9 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
             text_dropout=0.0,
         ),
         temperature=PairTemperatureSection(loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8),
+        # Some gradients (an attention's key biases) are rounding and nothing else; Adam would make steps of full size of it.
         optimizer=OptimizerSection(
-            batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02
+            batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02, epsilon=1e-4
         ),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1, precision="fp32", num_threads=1),
         validation=RetrievalValidationSection(every=12, batch_size=16),

@@ -1,0 +1,160 @@
+"""Contrastive configurations: every preset is whole, wrong values are named, nothing starts that cannot end."""
+
+from __future__ import annotations
+
+import io
+import math
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from jobs import train_clip
+from jobs.clip.config import ClipConfig
+from jobs.clip.models import build_encoder
+from jobs.clip.plan import make_plan
+from jobs.command_line import parse_preset
+from jobs.presets.clip import PRESETS
+from pipelines.tokenization import train_wordpiece
+from tempnet.contrastive.config import LOSS_KINDS, check_negatives
+
+Change = Callable[..., ClipConfig]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.run.name == name
+    check_negatives(config.temperature.loss_config, config.optimizer.batch_size)
+    network = config.temperature.network_config(config.model.embedding_size)
+    loss = config.temperature.loss_config
+    assert (network.tau_min, network.tau_max) == (loss.tau_min, loss.tau_max)
+    if not name.endswith("-small"):
+        assert f"{name}-small" in PRESETS
+        assert config.optimizer.batch_size == 512
+        assert (config.optimizer.weight_decay, config.optimizer.beta1, config.optimizer.beta2) == (0.02, 0.9, 0.999)
+        assert config.run.num_steps * config.optimizer.warmup_share == pytest.approx(1000)
+        assert (config.temperature.rho, config.model.image_size) == (8.0, 224)
+        if loss.kind.normaliser == "global":
+            assert (loss.tau_min, loss.tau_max, loss.gamma, loss.tau) == (0.001, 0.05, 0.8, 0.01)
+
+
+def test_the_presets_cover_every_loss() -> None:
+    shown = {PRESETS[name]().temperature.loss for name in PRESETS}
+    assert shown | {"clip_fixed"} == set(LOSS_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer.micro-batch-size", "32"], "optimizer.micro_batch_size = 32: a contrastive loss compares all pairs"),
+        (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
+        (["--temperature.loss", "simclr"], "temperature.loss = 'simclr' is unknown: choose one of clip"),
+        (["--temperature.loss", "sogclr_given"], "the loss sogclr_given needs a table"),
+        (["--temperature.tau-min", "0.1"], "0 < tau_min < tau_max does not hold"),
+        (["--temperature.gamma", "0"], "gamma = 0 must lie in (0, 1]"),
+        (["--model.freeze", "True"], "model.freeze = True needs model.path"),
+        (["--model.text-num-heads", "7"], "not divisible by text_num_heads = 7"),
+        (["--model.image-depths", "1", "1"], "must be equally many positive numbers"),
+        (["--data.caption-noise", "1.5"], "data.caption_noise = 1.5 must lie in [0, 1]"),
+        (["--data.min-crop-scale", "0"], "min_scale = 0"),
+        (["--optimizer.batch-size", "127"], "is not divisible by workers.num_workers = 2"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_values_are_refused_with_their_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_preset(PRESETS, ["clip-cc3m-tempnet-small", *arguments], job="train_clip", purpose="")
+    assert exit_info.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
+    """The small preset on a real (tiny) tar, with sections changed."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "JPEG")
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
+            for name, data in (("a.jpg", picture.getvalue()), ("a.txt", b"a black square")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    train_wordpiece(["a black square"], 200).save_pretrained(tmp_path / "tokenizer")
+
+    def make(preset: str = "clip-cc3m-tempnet-small", **sections: dict[str, Any]) -> ClipConfig:
+        config = PRESETS[preset]()
+        defaults: dict[str, dict[str, Any]] = {
+            "run": {"storage": str(tmp_path / "runs")},
+            "data": {
+                "train": str(tmp_path / "train"),
+                "validation": str(tmp_path / "validation"),
+                "tokenizer": str(tmp_path / "tokenizer"),
+            },
+        }
+        for name in defaults.keys() | sections.keys():
+            values = {**defaults.get(name, {}), **sections.get(name, {})}
+            config = replace(config, **{name: replace(getattr(config, name), **values)})
+        return config
+
+    return make
+
+
+def test_a_good_configuration_has_a_plan(change: Change) -> None:
+    plan = make_plan(change())
+    text = plan.describe()
+    assert "128 pairs: 2 workers × 64, each image against 127 captions" in text
+    assert f"ρ = 4 of at most log 127 = {math.log(127):.3f}" in text
+    # Table 13's formula for two networks on embeddings of 128.
+    assert plan.num_tempnet_parameters == 2 * (128 * 256 + 256 + 256 * 256 + 256 + 2)
+
+
+def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, dict[str, Any]], str]] = [
+        ({"temperature": {"rho": 5.0}}, r"temperature: rho = 5 is not below log\(B − 1\) = 4\.8442"),
+        ({"data": {"train": str(tmp_path / "nowhere")}}, r"data\.train: .*nowhere"),
+        ({"data": {"validation_captions": str(tmp_path / "no.json")}}, r"data\.validation: .*no\.json"),
+        ({"data": {"tokenizer": str(tmp_path / "train")}}, "tokenizer = .*train' cannot be loaded"),
+        ({"data": {"num_text_tokens": 2}}, r"data\.num_text_tokens = 2 must exceed the 2 special tokens"),
+        ({"model": {"image_path": str(tmp_path)}}, "holds no Transformers model"),
+        ({"model": {"path": str(tmp_path)}}, "holds no"),
+        ({"workers": {"activation_checkpointing": True}}, r"workers\.activation_checkpointing = True would run the batch"),
+        ({"temperature": {"loss": "sogclr_given", "table": str(tmp_path / "none")}}, r"temperature\.table = .* not exist"),
+    ]
+    for sections, message in cases:
+        with pytest.raises((ValueError, OSError), match=message):
+            make_plan(change(**sections))
+
+
+def test_a_saved_encoder_must_have_the_sizes_that_the_configuration_says(change: Change, tmp_path: Path) -> None:
+    from pipelines.tokenization import load_tokenizer
+
+    config = change()
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    build_encoder(config, tokenizer).save_pretrained(tmp_path / "encoder", tokenizer)
+    saved = {"path": str(tmp_path / "encoder"), "freeze": True}
+    assert "(frozen)" in make_plan(change(model=saved, data={"tokenizer": ""})).describe()
+    with pytest.raises(ValueError, match=r"model\.image_size = 32, but model\.path = .* was made for 48"):
+        make_plan(change(model=saved | {"image_size": 32}))
+    with pytest.raises(ValueError, match=r"leaves nothing to train with temperature\.loss = 'clip'"):
+        change(model=saved, temperature={"loss": "clip"})
+
+
+def test_a_refusal_reaches_the_person_as_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["clip-cc3m-clip-small", "--data.train", str(tmp_path / "nowhere"), "--run.storage", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        train_clip.main(arguments)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: data.train:")
+    assert "Traceback" not in error
