@@ -46,7 +46,7 @@ class World:
         if self.size == 1:
             return x
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x, group=self.group)
+        dist.all_gather_single(gathered, x, group=self.group)
         return gathered
 
     def sum(self, x: Tensor) -> Tensor:
@@ -57,13 +57,11 @@ class World:
         return x
 
     def sum_part(self, x: Tensor) -> Tensor:
-        """(B, …) on every rank → this rank's (b, …) of the sum over the ranks. `x` may be overwritten."""
+        """(B, …) on every rank → this rank's (b, …) of the sum over the ranks."""
         if self.size == 1:
             return x
-        if dist.get_backend(self.group) != "nccl":  # gloo reduces to all
-            return self.sum(x)[self.part(len(x))]
         reduced = x.new_empty(len(x) // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(reduced, x.contiguous(), group=self.group)
+        dist.reduce_scatter_single(reduced, x.contiguous(), group=self.group)
         return reduced
 
     def barrier(self) -> None:
