@@ -105,8 +105,8 @@ def read_samples(
     """Stream the samples of one archive, in the order they are stored in.
 
     Without a caption file, a sample is WebDataset's: consecutive members of a tar with the same name up to its first dot,
-    an image beside a `.txt` or a `.json` with a field "captions" or "caption". A list there is several captions of the image and
-    is preferred; otherwise the `.txt` is. With a caption file, samples are the images that it names, and nothing else is
+    an image beside a `.txt` or a `.json` with a field "captions" or "caption". A list there is several captions of the
+    image and is preferred; otherwise the `.txt` is. With a caption file, samples are the images that it names, and nothing else is
     looked at.
 
     Raises OSError if the archive cannot be opened or the filesystem fails.

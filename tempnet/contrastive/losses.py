@@ -190,8 +190,8 @@ class ContrastiveLoss(nn.Module):
             sums = tiles.gradients(
                 scale[0, part],
                 scale[1],
-                (shift + diagonal * scale)[0, part],
-                (shift + diagonal * scale)[1],
+                (diagonal + shift * tau)[0, part],
+                (diagonal + shift * tau)[1],
                 with_image=needs.image,
                 with_text=needs.text,
                 with_products=needs.tau and not is_artanh,

@@ -4,8 +4,8 @@ Rank r computes S = f(e_I e_Tᵀ) of its own images with all texts: row i is the
 part of the text anchor j against the images. f is the identity, or 2·artanh for the temperature-free loss.
 
     pass 1    log Σ_{j∈N(i)} exp(S_ij/τ_i) of every row, and of every column over this rank's rows
-    pass 2    the weights exp(S_ij/τ_i − c_i) with c_i known by then, those of rows and columns added, times f′, and from them
-              the gradients of the embeddings; where τ is learned, also Σ_j weight_ij·S_ij
+    pass 2    the weights exp((S_ij − s_i)/τ_i) with s_i known by then, those of rows and columns added, times f′, and from
+              them the gradients of the embeddings; where τ is learned, also Σ_j weight_ij·S_ij
 
 The tile is computed again in the second pass instead of being kept: 4 matrix products instead of 3, and memory O(tile²).
 The positives' own share of the gradient is not here: it is known in closed form once the sums are (`losses`).
@@ -15,6 +15,7 @@ Shapes: B global batch, b local rows, d embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from tempnet.contrastive.pairs import PositivePairs
 
 # Stands for "no negative": finite, so that 0 · S stays 0, and far enough that exp(S/τ − c) is exactly 0.
 _NO_NEGATIVE = -1e9
+# exp2 with log₂e in the scale: torch's exp takes ten times as long on a CPU where results underflow, as most do at small τ.
+_LOG2_E = math.log2(math.e)
 # Cosines are kept this far from ±1, where artanh is infinite (arXiv 2501.17683).
 _COSINE_MARGIN = 1e-6
 
@@ -90,7 +93,7 @@ class SimilarityTiles:
                 (0, tile.columns, column_scale, column_sums, tile.column_work),
             ):
                 top, part_scale = tile.logits.amax(dim, keepdim=True), scale[part].unsqueeze(dim)
-                weights = torch.sub(tile.logits, top, out=work).mul_(part_scale).exp_()
+                weights = torch.sub(tile.logits, top, out=work).mul_(part_scale * _LOG2_E).exp2_()
                 log_sum = weights.sum(dim).log_() + (top * part_scale).squeeze(dim)
                 sums[part] = torch.logaddexp(sums[part], log_sum)
         return row_sums, column_sums
@@ -106,7 +109,7 @@ class SimilarityTiles:
         with_text: bool,
         with_products: bool,
     ) -> TileGradients:
-        """Pass 2, with weights exp(S·scale − shift) of the rows and of the columns.
+        """Pass 2, with weights exp((S − shift)·scale) of the rows and of the columns.
 
         Args:
             row_scale, row_shift: (b,); a shift of +inf switches an anchor off.
@@ -120,10 +123,10 @@ class SimilarityTiles:
         column_products = torch.zeros_like(column_scale) if with_products else None
         for tile in self._tiles():
             rows, columns, logits = tile.rows, tile.columns, tile.logits
-            row_weights = torch.mul(logits, row_scale[rows, None], out=tile.row_work)
-            row_weights.sub_(row_shift[rows, None]).exp_()
-            column_weights = torch.mul(logits, column_scale[columns], out=tile.column_work)
-            column_weights.sub_(column_shift[columns]).exp_()
+            row_weights = torch.sub(logits, row_shift[rows, None], out=tile.row_work)
+            row_weights.mul_(row_scale[rows, None] * _LOG2_E).exp2_()
+            column_weights = torch.sub(logits, column_shift[columns], out=tile.column_work)
+            column_weights.mul_(column_scale[columns] * _LOG2_E).exp2_()
             if row_products is not None and column_products is not None:
                 row_products[rows] += torch.mul(row_weights, logits, out=tile.spare).sum(1)
                 column_products[columns] += logits.mul_(column_weights).sum(0)
