@@ -1,35 +1,40 @@
-r"""Predict the temperature of every token of one's own text with a trained model.
+r"""Predict temperatures with a trained model: of every token of one's own text, or of image-text pairs.
 
 python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text data/sample/text/validation \
     --output temperatures
 python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md --html temperatures.html
 
-The first writes tables, with Ray, and goes on where it was interrupted; the second shows the first tokens as a coloured page.
+python -m jobs.predict_temperatures --model runs/clip-cc12m-tempnet-frozen/export --images data/cc3m \
+    --output temperatures-cc3m
+
+The first writes tables, with Ray, and goes on where it was interrupted; the second shows the first tokens as a coloured
+page. The third writes two temperatures for every pair, which the loss `sogclr_given` trains with; `--images --help` lists
+its options.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tyro
 
 from jobs.command_line import fail
+from jobs.pair_prediction.config import PredictPairTemperaturesConfig
 from jobs.prediction.config import PredictTemperaturesConfig
+
+Config = TypeVar("Config")
 
 DEFAULT_PAGE = "temperatures.html"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job."""
-    try:
-        config = tyro.cli(
-            PredictTemperaturesConfig, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__
-        )
-    except ValueError as error:
-        fail(str(error))
+    if any(argument.split("=")[0] == "--images" for argument in arguments):
+        return _predict_pairs(arguments)
+    config = _parse(PredictTemperaturesConfig, arguments)
     from jobs.prediction.page import check_page, first_documents, write_page
     from jobs.prediction.settings import claim_output, resolve_settings
     from pipelines.archives import resolve
@@ -55,6 +60,50 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     return 0
+
+
+def _predict_pairs(arguments: Sequence[str]) -> int:
+    config = _parse(PredictPairTemperaturesConfig, arguments)
+    from jobs.pair_prediction.job import PairPredictionFailedError, predict_pairs
+    from jobs.pair_prediction.settings import resolve_settings
+    from jobs.prediction.settings import claim_output
+    from pipelines.archives import resolve
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        settings = resolve_settings(config)
+        output = config.output if "://" in config.output else resolve(config.output)[1]
+        claim_output(output, settings.record())
+        _print_pair_summary(predict_pairs(settings, output, config.workers), output)
+    except (ValueError, OSError, TooManyProblemsError, PairPredictionFailedError) as error:
+        fail(str(error))
+    return 0
+
+
+def _parse(config: type[Config], arguments: Sequence[str]) -> Config:
+    # `--images --help` asks for the options of pairs.
+    arguments = ["--help"] if "--help" in arguments or "-h" in arguments else arguments
+    try:
+        return tyro.cli(config, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__)
+    except ValueError as error:
+        fail(str(error))
+
+
+def _print_pair_summary(summary: dict[str, Any], output: str) -> None:
+    """Figures of τ, and where things are."""
+    now, seconds = summary["num_pairs_now"], summary["seconds_now"]
+    if now:
+        print(
+            f"{now} pairs predicted in {seconds:.0f} s, starting Ray, preparing and the models included: "
+            f"{now / seconds:,.0f} pairs/s"
+        )
+    for name in ("tau_image", "tau_text"):
+        low, high = (100 * summary[f"{name}_share_{end}_bound"] for end in ("lower", "upper"))
+        print(
+            f"{name:<9} mean {summary[f'{name}_mean']:.4f}, standard deviation {summary[f'{name}_std']:.4f}; "
+            f"{low:.1f} % at the lower bound, {high:.1f} % at the upper"
+        )
+    print(f"table   {output}/part-*.parquet, one row a pair\ntotals  {output}/_summary.json")
 
 
 def _print_summary(summary: dict[str, Any], output: str) -> None:

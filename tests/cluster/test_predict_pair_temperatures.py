@@ -1,0 +1,151 @@
+"""Temperatures of image-text pairs through a real Ray Data: the right ones, however the job is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from clip_support import make_dual_encoder, make_pairs
+
+from jobs.pair_prediction.config import PredictPairTemperaturesConfig
+from jobs.pair_prediction.job import predict_pairs
+from jobs.pair_prediction.settings import resolve_settings
+from jobs.predict_temperatures import main
+from jobs.prediction.config import PredictionWorkers
+from jobs.prediction.settings import claim_output
+from pipelines.image_manifest import ImageManifest
+from pipelines.temperature_table import read_temperatures
+from pipelines.tokenization import load_fast_tokenizer
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.network import TempNet, TempNetConfig
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dual encoder with TempNets whose τ differ from sample to sample."""
+    directory = tmp_path_factory.mktemp("model") / "export"
+    make_dual_encoder(directory)
+    for seed, name in enumerate(("tempnet_image", "tempnet_text")):
+        torch.manual_seed(seed)
+        network = TempNet(TempNetConfig.for_embeddings(12, rho=2.0, hidden_size=16, num_prototypes=8))
+        with torch.no_grad():
+            network.first_layer.weight.mul_(20.0)
+            network.pool_weight.normal_(std=4.0)
+        network.save_pretrained(directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray], list[tuple[str, int]]]:
+    directory = tmp_path_factory.mktemp("pairs")
+    return directory, *make_pairs(directory)
+
+
+def words(model: Path, source: Path, output: Path) -> list[str]:
+    options = "--part-pairs 7 --max-bad-share 0.1 --batch-size 4 --workers.cpus-per-worker 0.5"
+    return ["--model", str(model), "--images", str(source), "--output", str(output), *options.split()]
+
+
+def tables(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in output.glob("part-*.parquet")}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
+    cluster: dict[str, str],
+    model: Path,
+    data: tuple[Path, list[np.ndarray], list[tuple[str, int]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, images, captions = data
+    assert main([*words(model, source, tmp_path / "whole"), "--with-embeddings"]) == 0
+    printed = capsys.readouterr().out
+    whole = tables(tmp_path / "whole")
+    rows = [row for name in sorted(whole) for row in pq.read_table(tmp_path / "whole" / name).to_pylist()]
+    assert len(whole) > 6
+    assert [row["id"] for row in rows] == list(range(len(captions)))
+    assert [row["caption"] for row in rows] == [text for text, _ in captions]
+
+    # The same by the models alone: whole images, as these are of the model's size, and captions one by one.
+    encoder, tokenizer = DualEncoder.from_pretrained(model), load_fast_tokenizer(str(model / "text_encoder"))
+    networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
+    with torch.inference_mode():
+        image = encoder.encode_images(torch.from_numpy(np.stack(images)))
+        tokens = [tokenizer(text, truncation=True, max_length=12, return_tensors="pt") for text, _ in captions]
+        text = torch.cat([encoder.encode_texts(one["input_ids"], one["attention_mask"]) for one in tokens])
+        image = image[[number for _, number in captions]]
+        for name, network, embeddings in (("image", networks[0], image), ("text", networks[1], text)):
+            stored = np.array([row[f"{name}_embedding"] for row in rows])
+            np.testing.assert_allclose(stored, embeddings.numpy(), atol=1e-5)
+            tau = np.array([row[f"tau_{name}"] for row in rows])
+            np.testing.assert_allclose(tau, network(embeddings).numpy(), atol=1e-5)
+            assert tau.std() > 1e-3
+            assert f"tau_{name}".ljust(10) + f"mean {tau.mean():.4f}, standard deviation {tau.std():.4f}" in printed
+    summary = json.loads((tmp_path / "whole" / "_summary.json").read_text())
+    assert summary["problems"] == {"corrupt_image": 1}
+
+    # Interrupted after some parts, and continued by two workers: the same bytes, and what was done stays.
+    config = PredictPairTemperaturesConfig(
+        model=str(model),
+        images=str(source),
+        output=str(tmp_path / "parts"),
+        part_pairs=7,
+        max_bad_share=0.1,
+        with_embeddings=True,
+        batch_size=4,
+        workers=PredictionWorkers(num_workers=2, cpus_per_worker=0.5),
+    )
+    settings = resolve_settings(config)
+    claim_output(config.output, settings.record())
+
+    def interrupt(line: str) -> None:
+        if " part " in line:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        predict_pairs(settings, config.output, config.workers, say=interrupt)
+    (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)  # if writing was quick, all of them are there
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("part-*.parquet")}
+    assert times
+    lines: list[str] = []
+    continued = predict_pairs(settings, config.output, config.workers, say=lines.append)
+    assert tables(tmp_path / "parts") == whole
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert f"holds {len(times)} of {len(whole)} parts" in lines[1]
+    assert {name: continued[name] for name in summary} == summary
+    assert predict_pairs(settings, config.output, config.workers, say=lines.append)["num_pairs_now"] == 0
+
+    # The table in the order of the data set, for training with given temperatures.
+    (prepared,) = (tmp_path / "whole" / "_prepared").iterdir()
+    tau = read_temperatures(str(tmp_path / "whole"), ImageManifest.load(str(prepared)))
+    np.testing.assert_array_equal(
+        tau, np.array([[row[name] for row in rows] for name in ("tau_image", "tau_text")], np.float32)
+    )
+
+    # The same output for something else is refused.
+    with pytest.raises(SystemExit):
+        main(words(model, source, tmp_path / "whole"))
+    assert "with_embeddings" in capsys.readouterr().err
+
+
+def test_too_much_that_cannot_be_read_ends_before_the_models(
+    cluster: dict[str, str],
+    model: Path,
+    data: tuple[Path, list[np.ndarray], list[tuple[str, int]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words(model, data[0], tmp_path / "output"), "--max-bad-share", "0.01"])
+    assert "max_bad_share = 1.00%" in capsys.readouterr().err
+    assert not tables(tmp_path / "output")
