@@ -1,4 +1,4 @@
-"""The Ray Data job: units → decoded images → a pool of encoders → the store; one pass over the data a model.
+"""The Ray Data job: units → decoded images → a pool of encoders → the store.
 
 Decoding and the encoders are stages that run at the same time. A unit goes through them as one row, and is written by the
 driver as soon as it is encoded, so that an interrupted evaluation goes on with the units that are left.
@@ -34,30 +34,47 @@ class EvaluationFailedError(RuntimeError):
 
 
 class _Worker:
-    """One of the pool: a row with the images or the texts of a unit in, a row with their embeddings out."""
+    """One of the pool: a row with the images or the texts of a unit in, a row with their embeddings out.
 
-    def __init__(self, spec: ModelSpec, config: EvaluateClipConfig) -> None:
+    It holds one model at a time. Rows come in the order of the models, or nearly so: it changes seldom.
+    """
+
+    def __init__(self, models: Sequence[ModelSpec], config: EvaluateClipConfig) -> None:
         torch.set_num_threads(max(1, int(config.workers.cpus_per_worker)))
-        self._encoder = Encoder(
-            spec, precision=config.precision, batch_size=config.batch_size, use_gpu=config.workers.use_gpu
-        )
-        self._image_shape = (-1, spec.image_size, spec.image_size, 3)
+        self._models = models
+        self._config = config
+        self._loaded: tuple[int, Encoder] | None = None
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         (row,) = rows.to_pylist()
+        encoder = self._encoder(row["model"])
         started = time.monotonic()
         if texts := json.loads(row["texts"]):
-            embedded = self._encoder.texts(texts)
+            embedded = encoder.texts(texts)
         else:
+            size = self._models[row["model"]].image_size
             # A copy: torch wants memory that it may write.
-            images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(self._image_shape)
-            embedded = self._encoder.images(images)
+            images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(-1, size, size, 3)
+            embedded = encoder.images(images)
         return (
             rows.drop_columns(["images", "texts"])
             .append_column("embeddings", pa.array([embedded.tobytes()], pa.large_binary()))
             .append_column("size", pa.array([embedded.shape[1]]))
             .append_column("seconds", pa.array([time.monotonic() - started]))
         )
+
+    def _encoder(self, number: int) -> Encoder:
+        if self._loaded is None or self._loaded[0] != number:
+            self._loaded = None  # frees the one before
+            config = self._config
+            encoder = Encoder(
+                self._models[number],
+                precision=config.precision,
+                batch_size=config.batch_size,
+                use_gpu=config.workers.use_gpu,
+            )
+            self._loaded = (number, encoder)
+        return self._loaded[1]
 
 
 def encode(
@@ -72,20 +89,18 @@ def encode(
         EvaluationFailedError: with the reason.
     """
     num_done, started = 0, time.monotonic()
-    for spec in dict.fromkeys(unit.model for unit in units):
-        own = [unit for unit in units if unit.model == spec]
-        # Closing stops Ray Data's executor when this loop is left early.
-        with contextlib.closing(_rows(config, spec, own, sets)) as rows:
-            for row in rows:
-                unit = own[row["unit"]]
-                store.write(unit, _embeddings(row))
-                num_done += 1
-                left = (time.monotonic() - started) / num_done * (len(units) - num_done)
-                print(
-                    f"{num_done:>{len(str(len(units)))}}/{len(units)}  {unit.title}  {row['seconds']:.1f} s  "
-                    f"{int(left) // 60}:{int(left) % 60:02d} left",
-                    flush=True,
-                )
+    # Closing stops Ray Data's executor when this loop is left early.
+    with contextlib.closing(_rows(config, units, sets)) as rows:
+        for row in rows:
+            unit = units[row["unit"]]
+            store.write(unit, _embeddings(row))
+            num_done += 1
+            left = (time.monotonic() - started) / num_done * (len(units) - num_done)
+            print(
+                f"{num_done:>{len(str(len(units)))}}/{len(units)}  {unit.title}  {row['seconds']:.1f} s  "
+                f"{int(left) // 60}:{int(left) % 60:02d} left",
+                flush=True,
+            )
 
 
 def _embeddings(row: dict[str, Any]) -> Embeddings:
@@ -95,36 +110,32 @@ def _embeddings(row: dict[str, Any]) -> Embeddings:
 
 
 def _rows(
-    config: EvaluateClipConfig, spec: ModelSpec, units: Sequence[Unit], sets: Mapping[str, ImageSet]
+    config: EvaluateClipConfig, units: Sequence[Unit], sets: Mapping[str, ImageSet]
 ) -> Generator[dict[str, Any], None, None]:
     """A row for every finished unit: its number, what it gave, and the encoder's seconds."""
+    models = list(dict.fromkeys(unit.model for unit in units))
     # Put once: captured by the function, they would travel with every task.
     shared = ray.put((units, dict(sets)))
-    size = spec.image_size
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
         units, sets = ray.get(shared)
         unit = units[row["unit"]]
-        if unit.modality == "text":
-            numbers = np.arange(unit.start, unit.stop)
-            return {
-                **row,
-                "images": b"",
-                "texts": json.dumps(unit.texts),
-                "numbers": numbers.tobytes(),
-                "problems": "[]",
-            }
-        images, numbers, problems = read_images(sets[unit.data], range(unit.start, unit.stop), size)
+        images, numbers = b"", np.arange(unit.start, unit.stop)
+        problems: list[str] = []
+        if unit.modality == "image":
+            pixels, numbers, problems = read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
+            images = pixels.tobytes()
         return {
             **row,
-            "images": images.tobytes(),
-            "texts": "[]",
+            "images": images,
+            "texts": json.dumps(unit.texts),
             "numbers": numbers.tobytes(),
             "problems": json.dumps(problems),
         }
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = ray.data.from_items([{"unit": number} for number in range(len(units))], override_num_blocks=len(units))
+    items = [{"unit": number, "model": models.index(unit.model)} for number, unit in enumerate(units)]
+    rows = ray.data.from_items(items, override_num_blocks=len(units))
     rows.context.enable_progress_bars = False
     # A block is as small as can be, one unit: encoders need not wait for others.
     rows.context.target_max_block_size = 1
@@ -132,7 +143,7 @@ def _rows(
         _Worker,
         batch_size=1,
         batch_format="pyarrow",
-        fn_constructor_args=(spec, config),
+        fn_constructor_args=(models, config),
         compute=ray.data.ActorPoolStrategy(size=min(config.workers.num_workers, len(units))),
         num_cpus=config.workers.cpus_per_worker,
         num_gpus=1 if config.workers.use_gpu else None,
@@ -142,4 +153,4 @@ def _rows(
         yield from encoded.iter_rows()
     except RayError as error:
         reason = str(getattr(error, "cause", None) or error).strip()
-        raise EvaluationFailedError(f"{spec.label}: {reason}") from error
+        raise EvaluationFailedError(f"a worker failed: {reason}") from error

@@ -124,7 +124,8 @@ def _archives(source: str) -> tuple[tuple[str, ...], list[_Entry]]:
 
 def _directory(source: str) -> tuple[tuple[str, ...], list[_Entry]]:
     filesystem, root = resolve(source)
-    files, entries = [], []
+    files: list[str] = []
+    entries: list[_Entry] = []
     for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
         name = relative(file.path, root)
         if not _is_hidden(name):

@@ -33,7 +33,7 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
     _encode_missing(config, [unit for image, text in units for unit in (*image, *text)], data, store)
     columns = []
     for number, model in enumerate(models):
-        metrics = {}
+        metrics: dict[str, float] = {}
         for one, (image, text) in zip(data, units[number * len(data) :], strict=False):
             figures = one.figures(_embeddings(store, image), _embeddings(store, text))
             metrics |= {f"{one.name}/{name}": value for name, value in figures.items()}

@@ -24,7 +24,7 @@ WORDS = ("photo", "small", "big", "red", "green", "dog", "cat", "truck", "maple"
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE that ends every text with the token that CLIP looks for."""
-    tokenizer = train_bpe([" ".join(WORDS)] * 5, 280)
+    tokenizer = train_bpe([" ".join(WORDS)] * 5, 300)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
     )
@@ -41,9 +41,9 @@ def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
     )  # fmt: skip
     text = random_tower(
         "distilbert", "text", vocab_size=len(tokenizer), dim=16, n_heads=2, n_layers=1, hidden_dim=32,
-        max_position_embeddings=32, initializer_range=0.4,
+        max_position_embeddings=48, initializer_range=0.4,
     )  # fmt: skip
-    config = DualEncoderConfig(embedding_size=12, image_size=SIDE, num_text_tokens=12)
+    config = DualEncoderConfig(embedding_size=12, image_size=SIDE, num_text_tokens=40)
     DualEncoder(image, text, config).save_pretrained(directory, tokenizer)
     return str(directory)
 
@@ -55,7 +55,7 @@ def make_clip(directory: Path, *, seed: int = 0) -> str:
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(
         text_config={
-            **tower, "vocab_size": len(tokenizer), "max_position_embeddings": 20, "eos_token_id": 0, "bos_token_id": 0,
+            **tower, "vocab_size": len(tokenizer), "max_position_embeddings": 40, "eos_token_id": 0, "bos_token_id": 0,
             "pad_token_id": 0, "initializer_range": 0.4,
         },
         vision_config={**tower, "image_size": SIDE, "patch_size": 8, "initializer_range": 0.4},

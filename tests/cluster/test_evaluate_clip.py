@@ -29,7 +29,7 @@ def dual_encoder(path: str) -> tuple[Embed, Embed]:
     model, tokenizer = DualEncoder.from_pretrained(path), AutoTokenizer.from_pretrained(f"{path}/text_encoder")
 
     def text(text: str) -> torch.Tensor:
-        tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=12)
+        tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=40)
         return model.encode_texts(tokens["input_ids"], tokens["attention_mask"])[0]
 
     return lambda image: model.encode_images(torch.from_numpy(image)[None])[0], text
@@ -45,7 +45,7 @@ def clip(path: str) -> tuple[Embed, Embed]:
         return features / features.norm()
 
     def text(text: str) -> torch.Tensor:
-        tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=20)
+        tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=40)
         features = model.text_projection(model.text_model(**tokens).pooler_output)[0]
         return features / features.norm()
 
