@@ -147,10 +147,6 @@ def make_plan(config: ClipConfig) -> ClipPlan:
         ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
     """
     uri = tracking_uri(config)
-    try:
-        check_negatives(config.temperature.loss_config, config.optimizer.batch_size)
-    except ValueError as error:
-        raise ValueError(f"temperature: {error}") from error
     for split in ("train", "validation"):
         try:
             check_source(preparation(config, split))
@@ -190,12 +186,16 @@ def make_plan(config: ClipConfig) -> ClipPlan:
 
 
 def _check_sizes(config: ClipConfig, train: ImageManifest) -> None:
-    """Refuse a batch, or prototypes, of more pairs than there are."""
+    """Refuse a batch, or prototypes, of more pairs than there are, and a ρ that they make infeasible."""
     if config.optimizer.batch_size > train.num_pairs:
         raise ValueError(
             f"optimizer.batch_size = {config.optimizer.batch_size} is more than the {train.num_pairs} pairs of "
             f"data.train = {config.data.train!r}: choose at most {train.num_pairs}"
         )
+    try:
+        check_negatives(config.temperature.loss_config, config.optimizer.batch_size, train.num_pairs)
+    except ValueError as error:
+        raise ValueError(f"temperature.{error}") from error
     temperature = config.temperature
     if temperature.needs_tempnets and temperature.projection and temperature.num_prototypes > train.num_pairs:
         raise ValueError(

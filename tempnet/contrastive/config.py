@@ -137,22 +137,25 @@ def gamma_at(config: ContrastiveLossConfig, step: int, num_steps: int) -> float:
     return config.gamma_min + (1.0 - config.gamma_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def check_negatives(config: ContrastiveLossConfig, batch_size: int) -> None:
-    """Refuse a global batch without negatives, and a ρ that its number of negatives makes infeasible.
+def check_negatives(config: ContrastiveLossConfig, batch_size: int, num_samples: int) -> None:
+    """Refuse a global batch without negatives, and a ρ that the number of contrasts makes infeasible.
+
+    The moving averages of a global loss stand for a mean over all N samples, so that its contrasts are N − 1, not the
+    B − 1 of a batch.
 
     Raises:
-        ValueError: naming ρ, log(B − 1) and what to choose.
+        ValueError: naming ρ, log(N − 1) and what to choose.
     """
     if batch_size < 2:
         raise ValueError(f"the loss {config.name} needs a global batch of at least 2 pairs, not {batch_size}")
     if not config.kind.uses_rho:
         return
     try:
-        check_rho(config.rho, batch_size - 1)
+        check_rho(config.rho, num_samples - 1)
     except ValueError as error:
-        limit = math.log(batch_size - 1)
+        limit = math.log(num_samples - 1)
         raise ValueError(
-            f"rho = {config.rho:g} is not below log(B − 1) = {limit:.4f} for a global batch of B = {batch_size} pairs: "
-            f"every temperature of {config.name} would run to its lower bound. Choose rho below {limit:.4f}, or a batch of "
-            f"more than {math.ceil(math.exp(min(config.rho, 60.0))) + 1} pairs"
+            f"rho = {config.rho:g} is not below log(N − 1) = {limit:.4f} for N = {num_samples} training pairs: every "
+            f"temperature of {config.name} would run to its lower bound. Choose rho below {limit:.4f}, or more than "
+            f"{math.ceil(math.exp(min(config.rho, 60.0))) + 1} pairs"
         ) from error

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from test_train_lm import training_worker_pids, wait_for
 from transformers import AutoModel
 
-from jobs.clip.config import ClipConfig
 from jobs.clip.plan import make_plan
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
@@ -168,7 +167,16 @@ def test_killed_twice_and_continued_with_two_workers_and_then_with_one(
     assert_same(outcome, reference, tolerance=1e-4)
 
 
-def test_a_batch_of_more_pairs_than_there_are_is_refused(cluster: dict[str, str], images: Path, tmp_path: Path) -> None:
-    config: ClipConfig = tiny_clip_config(images, tmp_path, "large", optimizer={"batch_size": 128})
-    with pytest.raises(ValueError, match=r"optimizer\.batch_size = 128 is more than the 100 pairs"):
-        train(make_plan(config))
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"batch_size": 128}}, r"optimizer\.batch_size = 128 is more than the 100 pairs"),
+        ({"temperature": {"rho": 4.6}}, r"temperature\.rho = 4\.6 is not below log\(N − 1\) = 4\.5951"),
+        ({"temperature": {"num_prototypes": 101}}, r"temperature\.num_prototypes = 101 is more than the 100"),
+    ],
+)
+def test_what_the_data_are_too_small_for_is_refused(
+    cluster: dict[str, str], images: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(make_plan(tiny_clip_config(images, tmp_path, "large", **sections)))
