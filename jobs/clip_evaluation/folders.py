@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from pyarrow import fs
 
+from jobs.training.config import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
 from pipelines.image_archives import IMAGE_SUFFIXES
-from pipelines.prepare_images import absolute
 from pipelines.ranges import ByteRange, range_reader
 from pipelines.tars import tar_members
 
@@ -75,7 +75,7 @@ class ClassFolders:
         folders = sorted(set(classes))
         numbers = {folder: number for number, folder in enumerate(folders)}
         return cls(
-            source=absolute(source),
+            source=absolute_path(source),
             files=files,
             names=tuple(entry.name for entry in images),
             places=np.array([(entry.archive, entry.offset, entry.num_bytes) for entry in images], dtype=np.int64),

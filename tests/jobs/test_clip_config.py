@@ -103,10 +103,9 @@ def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
                 "tokenizer": str(tmp_path / "tokenizer"),
             },
         }
-        for name in defaults.keys() | sections.keys():
-            values = {**defaults.get(name, {}), **sections.get(name, {})}
-            config = replace(config, **{name: replace(getattr(config, name), **values)})
-        return config
+        names = defaults.keys() | sections.keys()
+        changed = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
+        return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changed.items()})
 
     return make
 

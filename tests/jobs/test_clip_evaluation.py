@@ -64,7 +64,7 @@ def test_prompts_are_those_of_one_class_after_the_other(tmp_path: Path) -> None:
     templates = read_templates(str(tmp_path / "own.txt"))
     assert prompts(templates, ["cat", "dog"]) == ["a cat", "the cat!", "a dog", "the dog!"]
     (tmp_path / "own.txt").write_text("a {}\na photo\n")
-    with pytest.raises(ValueError, match="'a photo' has no {}"):
+    with pytest.raises(ValueError, match=r"'a photo' has no \{\}"):
         read_templates(str(tmp_path / "own.txt"))
 
 

@@ -234,7 +234,7 @@ class TestMistakes:
         check_negatives(make_config("tempnet", rho=4.0), 16, 64)
         check_negatives(make_config("clip", rho=9.0), 16, 64)  # ρ has no part in it
         with pytest.raises(
-            ValueError, match=r"rho = 4.5 is not below log\(B − 1\) = 4.1431 .* below 4.1431, or a batch of"
+            ValueError, match=r"rho = 4.5 is not below log\(N − 1\) = 4.1431 .* below 4.1431, or more than"
         ):
             check_negatives(make_config("isogclr", rho=4.5), 16, 64)
         with pytest.raises(ValueError, match="at least 2 pairs, not 1"):
