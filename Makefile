@@ -25,8 +25,9 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
+# Two processes: one takes the cluster tests, which share one Ray, the other the rest.
 test: setup lint  ## Lint, then every test, the cluster tests included
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-fast: setup  ## Unit and property tests only (seconds)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not cluster"
