@@ -22,11 +22,14 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         fail(str(error))
     # Imported late: a misspelt field should not wait for Ray and Transformers.
+    from transformers.utils.logging import disable_progress_bar
+
     from jobs.clip_evaluation.encoding import EvaluationFailedError
     from jobs.clip_evaluation.launch import evaluate
     from jobs.clip_evaluation.table import markdown
     from pipelines.problems import TooManyProblemsError
 
+    disable_progress_bar()
     try:
         columns = evaluate(config)
     except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:

@@ -52,7 +52,7 @@ def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
     """The tokenizer that lies with the model, with the model's number of tokens.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or it is of another model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
@@ -61,4 +61,11 @@ def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
         raise ValueError(f"models: {spec.path!r} has no tokenizer in {spec.tokenizer!r}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"models: the tokenizer in {spec.tokenizer!r} is no fast one (it has no tokenizer.json)")
+    # Where there are no files, Transformers makes an empty tokenizer from the model's configuration.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ValueError(f"models: {spec.path!r} has no tokenizer in {spec.tokenizer!r}: it knows no word")
+    if len(tokenizer) > spec.vocab_size:
+        raise ValueError(
+            f"models: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
+        )
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)

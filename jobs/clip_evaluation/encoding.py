@@ -47,21 +47,30 @@ class _Worker:
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         (row,) = rows.to_pylist()
-        encoder = self._encoder(row["model"])
         started = time.monotonic()
-        if texts := json.loads(row["texts"]):
-            embedded = encoder.texts(texts)
-        else:
-            size = self._models[row["model"]].image_size
-            # A copy: torch wants memory that it may write.
-            images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(-1, size, size, 3)
-            embedded = encoder.images(images)
+        embedded, error = np.empty((0, 0), np.float32), row["error"]
+        if not error:
+            try:
+                embedded = self._embed(row)
+            except (OSError, ValueError, RuntimeError) as reason:
+                error = f"{type(reason).__name__}: {reason}"
         return (
-            rows.drop_columns(["images", "texts"])
+            rows.drop_columns(["images", "texts", "error"])
+            .append_column("error", pa.array([error]))
             .append_column("embeddings", pa.array([embedded.tobytes()], pa.large_binary()))
             .append_column("size", pa.array([embedded.shape[1]]))
             .append_column("seconds", pa.array([time.monotonic() - started]))
         )
+
+    def _embed(self, row: dict[str, Any]) -> np.ndarray:
+        """(n, d) rows of the images or texts of a unit."""
+        encoder = self._encoder(row["model"])
+        if texts := json.loads(row["texts"]):
+            return encoder.texts(texts)
+        size = self._models[row["model"]].image_size
+        # A copy: torch wants memory that it may write.
+        images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(-1, size, size, 3)
+        return encoder.images(images)
 
     def _encoder(self, number: int) -> Encoder:
         if self._loaded is None or self._loaded[0] != number:
@@ -93,6 +102,8 @@ def encode(
     with contextlib.closing(_rows(config, units, sets)) as rows:
         for row in rows:
             unit = units[row["unit"]]
+            if row["error"]:
+                raise EvaluationFailedError(f"{unit.title}: {row['error']}")
             store.write(unit, _embeddings(row))
             num_done += 1
             left = (time.monotonic() - started) / num_done * (len(units) - num_done)
@@ -120,17 +131,21 @@ def _rows(
     def read(row: dict[str, Any]) -> dict[str, Any]:
         units, sets = ray.get(shared)
         unit = units[row["unit"]]
-        images, numbers = b"", np.arange(unit.start, unit.stop)
+        images, numbers, error = b"", np.arange(unit.start, unit.stop), ""
         problems: list[str] = []
         if unit.modality == "image":
-            pixels, numbers, problems = read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
-            images = pixels.tobytes()
+            try:
+                pixels, numbers, problems = read_images(sets[unit.data], numbers.tolist(), unit.model.image_size)
+                images = pixels.tobytes()
+            except OSError as reason:
+                error = str(reason)
         return {
             **row,
             "images": images,
             "texts": json.dumps(unit.texts),
             "numbers": numbers.tobytes(),
             "problems": json.dumps(problems),
+            "error": error,  # as a value: Ray Data would bury it under its own
         }
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)

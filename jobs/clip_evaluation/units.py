@@ -37,6 +37,8 @@ class ModelSpec:
     """Of the files of both encoders and their projections, not of TempNets."""
     image_size: int
     num_text_tokens: int
+    vocab_size: int
+    """Tokens that the text encoder knows."""
 
     @classmethod
     def read(cls, label: str, path: str) -> ModelSpec:
@@ -47,7 +49,8 @@ class ModelSpec:
         """
         if not Path(path).is_dir():
             raise ValueError(f"models: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
-        config = DualEncoder.from_pretrained(path).config
+        model = DualEncoder.from_pretrained(path)
+        tokens: Any = model.text_encoder.get_input_embeddings()
         parts = [Path(path), Path(path, IMAGE_ENCODER_DIRECTORY), Path(path, TEXT_ENCODER_DIRECTORY)]
         return cls(
             label=label,
@@ -55,8 +58,9 @@ class ModelSpec:
             digest=files_digest(
                 file for part in parts if part.is_dir() for file in sorted(part.iterdir()) if file.is_file()
             ),
-            image_size=config.image_size,
-            num_text_tokens=config.num_text_tokens,
+            image_size=model.config.image_size,
+            num_text_tokens=model.config.num_text_tokens,
+            vocab_size=tokens.num_embeddings,
         )
 
     @property

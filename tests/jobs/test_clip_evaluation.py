@@ -22,6 +22,7 @@ from jobs.clip_evaluation.prompts import prompts, read_class_names, read_templat
 from jobs.clip_evaluation.table import Column, markdown
 from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, image_units, text_units
 from pipelines.problems import TooManyProblemsError
+from pipelines.tokenization import train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -241,20 +242,18 @@ def test_what_cannot_work_is_refused_in_one_line_before_ray_starts(
     shutil.copytree(model, bare)
     for file in (bare / "text_encoder").glob("tokenizer*"):
         file.unlink()
+    foreign = tmp_path / "foreign"
+    shutil.copytree(model, foreign)
+    sentence = "several other words that nobody would look for in any of these sentences"
+    train_bpe([sentence] * 3, 305).save_pretrained(foreign / "text_encoder")
     zero_shot = ["--zero-shot", f"c={classes}"]
     cases: list[tuple[list[str], str]] = [
         (["--models", "nowhere", *zero_shot], "models: 'nowhere' is no directory"),
         (["--models", str(tmp_path), *zero_shot], f"{tmp_path} holds no Transformers model"),
         (["--models", str(bare), *zero_shot], "has no tokenizer"),
-        (["--models", model, model, *zero_shot], f"models names '{model}' twice"),
-        (["--models", model], "nothing to evaluate on"),
-        (["--models", model, "--zero-shot", classes], "is not NAME=VALUE"),
-        (["--models", model, *zero_shot, f"c={classes}"], "zero_shot names 'c' twice"),
-        (["--models", model, *zero_shot, "--retrieval", "c=x"], "both name a set 'c'"),
+        (["--models", str(foreign), *zero_shot], "has 305 tokens, the model 300"),
         (["--models", model, *zero_shot, "--templates", "imagnet"], "neither imagenet nor cifar, nor a file"),
-        (["--models", model, *zero_shot, "--templates", "d=cifar"], "templates names the set 'd'"),
         (["--models", model, *zero_shot, "--class-names", "c=cifar10"], "has no name for the folder 'cat'"),
-        (["--models", model, *zero_shot, "--captions", "c=x.json"], "captions names the set 'c'"),
         (["--models", model, "--retrieval", f"r={tmp_path}/none"], "no such file or directory"),
         (["--models", model, "--retrieval", f"r={classes}", "--captions", "r=no.json"], "no.json"),
     ]
@@ -265,3 +264,31 @@ def test_what_cannot_work_is_refused_in_one_line_before_ray_starts(
         assert stop.value.code == 2
         assert error.startswith("error: "), arguments
         assert message in error, arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ()}, "models is empty"),
+        ({"models": ("runs/a", "runs/a/")}, "models names 'runs/a' twice"),
+        ({"zero_shot": ()}, "nothing to evaluate on"),
+        ({"zero_shot": ("cifar.tar",)}, r"'cifar\.tar' is not NAME=VALUE"),
+        ({"zero_shot": ("a/b=x",)}, "'a/b=x' is not NAME=VALUE"),
+        ({"zero_shot": ("c=x", "c=y")}, "zero_shot names 'c' twice"),
+        ({"retrieval": ("c=y",)}, "retrieval and zero_shot both name a set 'c'"),
+        ({"captions": ("c=x.json",)}, "captions names the set 'c', which is not among those to evaluate on: none"),
+        ({"templates": ("d=cifar",)}, "templates names the set 'd', which is not among those to evaluate on: c"),
+        ({"templates": ("cifar", "imagenet")}, "only one is for all sets"),
+        ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
+        ({"max_bad_share": 1.5}, r"max_bad_share = 1\.5 must lie in"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvaluateClipConfig(**{"models": ("m",), "zero_shot": ("c=x",), **changes})
+
+
+def test_templates_may_be_one_for_all_sets_or_one_a_set() -> None:
+    config = EvaluateClipConfig(models=("m",), zero_shot=("a=x", "b=y"), templates=("own.txt", "b=cifar"))
+    assert (config.template_set("a"), config.template_set("b")) == ("own.txt", "cifar")
+    assert EvaluateClipConfig(models=("m",), zero_shot=("a=x",), templates=("a=cifar",)).template_set("a") == "cifar"
