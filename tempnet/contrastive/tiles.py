@@ -8,7 +8,7 @@ part of the text anchor j against the images. f is the identity, or 2·artanh fo
               them the gradients of the embeddings; where τ is learned, also Σ_j weight_ij·S_ij
 
 The tile is computed again in the second pass instead of being kept: 4 matrix products instead of 3, and memory O(tile²).
-The positives' own share of the gradient is not here: it is known in closed form once the sums are (`losses`).
+The positives' own share of the gradient is not here: it is known in closed form once the sums are (`step`).
 
 Shapes: B global batch, b local rows, d embedding.
 """
@@ -57,7 +57,7 @@ class _Tile:
     row_work: Tensor
     column_work: Tensor
     spare: Tensor
-    """Free, or the clamped cosines where f is 2·artanh."""
+    """Free, or the cosines where f is 2·artanh."""
 
 
 class SimilarityTiles:
