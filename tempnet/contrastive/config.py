@@ -76,8 +76,8 @@ class ContrastiveLossConfig:
     """λ₁: weight of the term that compares image-image with text-text similarities."""
     cyclic_cross_modal: float = 0.25
     """λ₂: weight of the term that compares ⟨I_j, T_k⟩ with ⟨I_k, T_j⟩."""
-    tile_size: int = 512
-    """Similarities exist in tiles of tile_size² numbers."""
+    tile_size: int | None = None
+    """Similarities exist in tiles of tile_size² numbers, four at a time; None: what fits the device (`tiles`)."""
 
     def __post_init__(self) -> None:
         if self.name not in LOSS_KINDS:
@@ -101,7 +101,7 @@ class ContrastiveLossConfig:
         for field in ("tau_step", "cyclic_in_modal", "cyclic_cross_modal"):
             if not getattr(self, field) >= 0.0:
                 raise ValueError(f"{field} = {getattr(self, field):g} must not be negative")
-        if self.tile_size < 1:
+        if self.tile_size is not None and self.tile_size < 1:
             raise ValueError(f"tile_size = {self.tile_size} must be at least 1")
 
     @classmethod

@@ -39,14 +39,10 @@ class PositivePairs:
 
     def by_tile(self, tile_size: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
         """(tile row, tile column) → the pairs inside that tile, in its own coordinates."""
-        keys = torch.stack([self.rows // tile_size, self.columns // tile_size], dim=1)
-        tiles, inverse, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
-        order = inverse.argsort(stable=True)
-        rows, columns = (self.rows % tile_size)[order], (self.columns % tile_size)[order]
+        num_across = -(-len(self.num_negatives) // tile_size)
+        keys, order = (self.rows // tile_size * num_across + self.columns // tile_size).sort()
+        tiles, counts = torch.unique_consecutive(keys, return_counts=True)
         sizes = counts.tolist()
-        return {
-            (row, column): part
-            for (row, column), part in zip(
-                tiles.tolist(), zip(rows.split(sizes), columns.split(sizes), strict=True), strict=True
-            )
-        }
+        rows, columns = ((x % tile_size)[order].split(sizes) for x in (self.rows, self.columns))
+        names = [divmod(tile, num_across) for tile in tiles.tolist()]
+        return dict(zip(names, zip(rows, columns, strict=True), strict=True))
