@@ -19,7 +19,7 @@ from jobs.prediction.config import PredictionWorkers
 from jobs.prediction.settings import claim_output
 from pipelines.image_manifest import ImageManifest
 from pipelines.temperature_table import read_temperatures
-from pipelines.tokenization import load_fast_tokenizer
+from pipelines.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.network import TempNet, TempNetConfig
 
@@ -77,7 +77,7 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     assert [row["caption"] for row in rows] == [text for text, _ in captions]
 
     # The same by the models alone: whole images, as these are of the model's size, and captions one by one.
-    encoder, tokenizer = DualEncoder.from_pretrained(model), load_fast_tokenizer(str(model / "text_encoder"))
+    encoder, tokenizer = DualEncoder.from_pretrained(model), load_tokenizer(str(model / "text_encoder"), needs_eos=False)
     networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
     with torch.inference_mode():
         image = encoder.encode_images(torch.from_numpy(np.stack(images)))
