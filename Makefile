@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint format lock mlflow bench clean
+.PHONY: help setup run test test-fast test-cluster lint format lock mlflow bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,12 +25,15 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# Two processes: one takes the cluster tests, which share one Ray, the other the rest.
+# The cluster tests, which share one Ray, often wait; the others run beside them.
 test: setup lint  ## Lint, then every test, the cluster tests included
-	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-cluster test-fast
 
-test-fast: setup  ## Unit and property tests only (seconds)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not cluster"
+test-fast: setup  ## Unit and property tests only (a few minutes)
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cluster"
+
+test-cluster: setup  ## The tests that start Ray, DeepSpeed and MLflow
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster
 
 lint: setup  ## Style, import direction, types
 	$(BIN)/ruff check .

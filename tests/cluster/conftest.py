@@ -18,13 +18,6 @@ from jobs.language_models.config import LanguageModelConfig
 from pipelines.tokenization import train_bpe
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process takes all cluster tests, as they share one Ray; another runs the unit tests beside them."""
-    for item in items:
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-
-
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[dict[str, str]]:
     """`ray start --head` with `RAY_AUTH_MODE=token`; its environment, with RAY_ADDRESS and the dashboard's address."""
