@@ -77,7 +77,10 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     assert [row["caption"] for row in rows] == [text for text, _ in captions]
 
     # The same by the models alone: whole images, as these are of the model's size, and captions one by one.
-    encoder, tokenizer = DualEncoder.from_pretrained(model), load_tokenizer(str(model / "text_encoder"), needs_eos=False)
+    encoder, tokenizer = (
+        DualEncoder.from_pretrained(model),
+        load_tokenizer(str(model / "text_encoder"), needs_eos=False),
+    )
     networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
     with torch.inference_mode():
         image = encoder.encode_images(torch.from_numpy(np.stack(images)))
