@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs.command_line import parse_preset
-from jobs.presets.language_models import PRESETS
+from jobs.presets import clip, language_models
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,20 +29,26 @@ def test_make_targets_exist() -> None:
     assert {"run", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.train_lm" in command])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.train_" in command])
 def test_training_commands_parse(command: str) -> None:
     arguments = shlex.split(command)
-    arguments = arguments[arguments.index("jobs.train_lm") + 1 :]
+    (job,) = (word for word in arguments if word.startswith("jobs.train_"))
+    arguments = arguments[arguments.index(job) + 1 :]
+    presets: Mapping[str, Callable[[], Any]]
+    presets = {"jobs.train_lm": language_models.PRESETS, "jobs.train_clip": clip.PRESETS}[job]
     if arguments == ["--help"]:
         with pytest.raises(SystemExit):
-            parse_preset(PRESETS, arguments, job="train_lm", purpose="")
+            parse_preset(presets, arguments, job=job, purpose="")
     else:
-        parse_preset(PRESETS, arguments, job="train_lm", purpose="")
+        parse_preset(presets, arguments, job=job, purpose="")
 
 
 def test_every_job_that_is_shown_is_there() -> None:
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert shown == {"train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm"}
+    assert shown == {
+        "train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm",
+        "train_clip", "prepare_images", "evaluate_clip",
+    }  # fmt: skip
     for job in shown:
         assert (ROOT / "jobs" / f"{job}.py").is_file()
 

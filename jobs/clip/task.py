@@ -125,7 +125,7 @@ class ClipTask:
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Recalls; histograms of τ with the details."""
-        image, text = self.retrieval.embeddings(self.module, engine.device)
+        image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
         tau = None
         if self.module.loss.image_tempnet is not None:
             found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))

@@ -17,7 +17,7 @@ from jobs.clip.config import ClipConfig
 from pipelines.pairs import PairSource
 from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.world import World
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.dual_encoder import DualEncoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,8 @@ class RetrievalSet:
             batch_size=config.validation.batch_size,
         )
 
-    def embeddings(self, module: TemperatureDualEncoder, device: torch.device) -> tuple[Tensor, Tensor]:
+    def embeddings(self, encoder: DualEncoder, world: World, device: torch.device) -> tuple[Tensor, Tensor]:
         """(n, d) of the images and (m, d) of the captions, whole on every rank, on the CPU; all ranks must call it."""
-        encoder = module.encoder
 
         def encode_images(numbers: np.ndarray) -> Tensor:
             return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
@@ -59,8 +58,8 @@ class RetrievalSet:
             )
 
         return (
-            self._encode_all(encode_images, self.num_images, module.loss.world, device),
-            self._encode_all(encode_texts, len(self.captions), module.loss.world, device),
+            self._encode_all(encode_images, self.num_images, world, device),
+            self._encode_all(encode_texts, len(self.captions), world, device),
         )
 
     def _encode_all(

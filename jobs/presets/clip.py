@@ -138,13 +138,13 @@ def small(config: ClipConfig) -> ClipConfig:
         model = DualEncoderSection(
             image_size=48,
             embedding_size=128,
-            image_stem_width=32,
-            image_widths=(32, 64, 128, 256),
+            image_stem_width=24,
+            image_widths=(24, 48, 96, 192),
             image_depths=(1, 1, 1, 1),
             image_block="basic",
-            text_hidden_size=128,
+            text_hidden_size=96,
             text_num_layers=2,
-            text_num_heads=4,
+            text_num_heads=3,
             text_dropout=0.0,
         )
     # As measured on these images (docs/log.md): mean τ in the band.

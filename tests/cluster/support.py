@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,25 @@ from jobs.training.config import OptimizerSection, RunSection, WorkersSection
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+
+
+def readme_lines(pattern: str, paths: dict[str, str]) -> list[str]:
+    """The shell lines of the README that begin so, with its paths replaced by a test's."""
+    readme = (ROOT / "README.md").read_text()
+    for shown, real in paths.items():
+        assert shown in readme
+        readme = readme.replace(shown, real)
+    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if re.match(pattern, line)]
+
+
+def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) -> None:
+    """Run shell lines one after the other; each must end well."""
+    for line in lines:
+        done = subprocess.run(
+            line, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, line + done.stdout + done.stderr
 
 
 def free_port() -> int:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from clip_training_support import tiny_clip_config
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
+from support import ROOT, readme_lines, run_lines
 from test_train_lm import training_worker_pids, wait_for
 from transformers import AutoModel
 
@@ -180,3 +184,32 @@ def test_what_the_data_are_too_small_for_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(make_plan(tiny_clip_config(images, tmp_path, "large", **sections)))
+
+
+def test_the_readmes_commands_run(
+    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
+) -> None:
+    """Its commands on images, with the sample paths replaced by this test's; training itself is tested above."""
+    paths = {
+        "runs/clip-cc3m-tempnet-small/export": reference["export"],
+        "data/sample/images": str(images),
+        ".venv/bin/python": sys.executable,
+    }
+    jobs = "prepare_images|evaluate_clip|predict_temperatures .* --images"
+    lines = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.({jobs}) ", paths)
+    assert len(lines) == 3
+    run_lines(lines, tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    assert list((tmp_path / "prepared").glob("train-pairs-*/manifest.json"))
+    table = tmp_path / "runs" / "temperatures-small"
+    assert list(table.glob("part-*.parquet"))
+    # What the last line of that section does: SogCLR at these temperatures.
+    given = {"loss": "sogclr_given", "table": str(table)}
+    config = tiny_clip_config(
+        images, tmp_path, "given", temperature=given, run={"num_steps": 4}, workers={"num_workers": 1}
+    )
+    outcome = train(make_plan(config))
+    states = load_file(Path(outcome["directory"]) / "checkpoint-00000004" / "samples-00000-of-00001.safetensors")
+    written = pq.read_table(table).sort_by("id")
+    for modality, name in enumerate(("tau_image", "tau_text")):
+        assert states["tau"][modality].tolist() == written[name].to_pylist()
+    assert sum(outcome["histograms"]["image"]) == NUM_PAIRS

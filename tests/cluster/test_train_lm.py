@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from mlflow import MlflowClient
-from support import BIN, ROOT, tiny_config
+from support import BIN, ROOT, readme_lines, run_lines, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.language_models.config import LanguageModelConfig
@@ -329,32 +329,18 @@ def test_the_readmes_other_commands_run(
     reference: dict[str, Any], cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
     """The commands and the Python snippet of the README, with its sample paths replaced by this test's."""
-    readme = (ROOT / "README.md").read_text()
     paths = {
         "runs/gpt2-scratch-small/export": reference["export"],
         "data/sample/text/train": str(corpus / "train"),
         "data/sample/tokenizer": str(corpus / "tokenizer"),
         ".venv/bin/python": sys.executable,
     }
-    for shown, real in paths.items():
-        assert shown in readme
-        readme = readme.replace(shown, real)
-    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
-    jobs = "prepare_text|predict_temperatures|calibrate|generate|evaluate_lm"
-    lines = [
-        line
-        for block in blocks
-        for line in block.splitlines()
-        if re.match(rf"echo |{re.escape(sys.executable)} -m jobs\.({jobs}) ", line)
-    ]
+    jobs = "prepare_text|calibrate|generate|evaluate_lm|predict_temperatures .* --text"
+    lines = readme_lines(rf"echo |{re.escape(sys.executable)} -m jobs\.({jobs}) ", paths)
     assert len(lines) == 8
-    environment = cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    readme = (ROOT / "README.md").read_text()
     (tmp_path / "README.md").write_text(readme)
-    for line in lines:
-        done = subprocess.run(
-            line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, line + done.stdout + done.stderr
+    run_lines(lines, tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
     assert (tmp_path / "temperatures.html").read_text().count('title="τ ') > 500
     assert list((tmp_path / "prepared").glob("train-128-*/manifest.json"))
     assert (tmp_path / "calibration" / "curve.png").stat().st_size > 5000
@@ -362,6 +348,7 @@ def test_the_readmes_other_commands_run(
     assert len(record["tau"]) == len(record["tokens"])
     assert list((tmp_path / "temperatures").glob("*.parquet"))
     (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    snippet = snippet.replace("runs/gpt2-scratch-small/export", reference["export"])
     scope: dict[str, Any] = {}
     exec(snippet, scope)
     assert scope["result"].temperatures.shape == (1, 16)

@@ -1,0 +1,171 @@
+"""Does a frequent meaning get a high or a low temperature? Rank correlations of τ with the true concept frequency over ρ.
+
+    .venv/bin/python -m benchmarks.concept_frequency --base runs/clip-cc3m-clip-small/export \\
+        [--tempnets 7=runs/a/export 4=runs/b/export] [--figure frequency.png]
+
+The sample images know how often their concept occurs. For every ρ the oracle's τ* of an anchor is exact: the minimum of the
+robust loss over all other samples of the training set as contrasts, on the embeddings of `--base`; beside it stand the
+temperatures that TempNets trained at that ρ predict for the same samples from their own encoders' embeddings, and those
+that iSogCLR has learned (`--states ρ=checkpoint`). TempNet §4 and arXiv 2305.11965 say: frequent → high; 1-method says: only while
+ρ is small against log(K/n).
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from safetensors.torch import load_file
+from torch import Tensor
+
+from jobs.presets.clip import SAMPLE_IMAGES
+from pipelines.image_manifest import ImageManifest, read_index
+from pipelines.pairs import PairSource
+from pipelines.tokenization import load_tokenizer
+from tempnet.dro import optimal_temperature
+from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+from tempnet.statistics import spearman
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_NUM_AT_A_TIME = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to measure."""
+
+    base: str
+    """A trained dual encoder: the oracle is computed on its embeddings."""
+    manifest: str
+    """The prepared training pairs, as `jobs.prepare_images` prints their directory."""
+    train: str = f"{SAMPLE_IMAGES}/train"
+    """The tars, whose json hold `concept_frequency`."""
+    rho: tuple[float, ...] = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    tempnets: tuple[str, ...] = ()
+    """ρ=export of models with TempNets."""
+    states: tuple[str, ...] = ()
+    """ρ=checkpoint directory of iSogCLR runs."""
+    num_anchors: int = 2000
+    """Samples that temperatures are computed for."""
+    tau_max: float = 1.0
+    """Wide enough for small ρ."""
+    figure: str = ""
+    """A PNG file."""
+
+
+def concept_frequencies(directory: str, keys: list[str]) -> Tensor:
+    """(N,) how often the concept of each key occurs in the training set."""
+    found: dict[str, int] = {}
+    for path in sorted(Path(directory).glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    record = json.load(tar.extractfile(member))  # type: ignore[arg-type]
+                    found[record["key"]] = record["concept_frequency"]
+    return torch.tensor([found[key] for key in keys], dtype=torch.float64)
+
+
+@torch.no_grad()
+def embed(model: str, source: PairSource, num_images: int) -> tuple[Tensor, Tensor]:
+    """(N, d) of the images and of the captions."""
+    encoder = DualEncoder.from_pretrained(model)
+    captions, _ = source.captions()
+    images, texts = [], []
+    for at in range(0, num_images, _NUM_AT_A_TIME):
+        part = range(at, min(at + _NUM_AT_A_TIME, num_images))
+        images.append(encoder.encode_images(torch.from_numpy(source.read_images(part))))
+        tokens = source.encoder.encode([captions[index] for index in part])
+        texts.append(
+            encoder.encode_texts(*(torch.from_numpy(tokens[name]) for name in ("input_ids", "attention_mask")))
+        )
+    return torch.cat(images), torch.cat(texts)
+
+
+def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_max: float) -> Tensor:
+    """τ* of the anchors' rows against all contrasts but their own, (n,)."""
+    parts = []
+    for part in anchors.split(_NUM_AT_A_TIME):
+        scores = queries[part] @ contrasts.T
+        others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, part[:, None], False)
+        parts.append(optimal_temperature(scores[others].view(len(part), -1), rho, 0.001, tau_max))
+    return torch.cat(parts)
+
+
+def by_rho(values: tuple[str, ...]) -> Mapping[float, Path]:
+    """`ρ=path` arguments."""
+    return {float(value.split("=", 1)[0]): Path(value.split("=", 1)[1]) for value in values}
+
+
+def main(arguments: Arguments) -> None:
+    """Measure, print a table, draw."""
+    manifest = ImageManifest.load(arguments.manifest)
+    encoder = DualEncoder.from_pretrained(arguments.base).config
+    tokenizer = load_tokenizer(f"{arguments.base}/text_encoder", needs_eos=False)
+    source = PairSource(
+        manifest=manifest,
+        tokenizer=tokenizer,
+        image_size=encoder.image_size,
+        num_text_tokens=encoder.num_text_tokens,
+    )
+    keys = [key for number in range(len(manifest.shards)) for key in read_index(manifest, number)["key"].to_pylist()]
+    frequency = concept_frequencies(arguments.train, keys)
+    rng = np.random.default_rng(0)
+    anchors = torch.from_numpy(np.sort(rng.choice(len(keys), min(arguments.num_anchors, len(keys)), replace=False)))
+    image, text = embed(arguments.base, source, manifest.num_images)
+    curves: dict[str, dict[float, float]] = {}
+
+    def add(name: str, rho: float, tau: Tensor) -> None:
+        curves.setdefault(name, {})[rho] = float(spearman(tau, frequency[anchors]))
+        print(f"| {name} | {rho:g} | {float(tau.mean()):.4f} | {curves[name][rho]:+.3f} |", flush=True)
+
+    print("| temperatures | ρ | mean τ | Spearman(τ, concept frequency) |\n|---|---|---|---|")
+    for rho in arguments.rho:
+        add("oracle, images", rho, oracle(image, text, anchors, rho, arguments.tau_max))
+        add("oracle, captions", rho, oracle(text, image, anchors, rho, arguments.tau_max))
+    for rho, path in by_rho(arguments.tempnets).items():
+        own_image, own_text = embed(str(path), source, manifest.num_images)
+        networks = load_pair_tempnets(path)
+        with torch.no_grad():
+            add("TempNet, images", rho, networks[0](own_image[anchors]))
+            add("TempNet, captions", rho, networks[1](own_text[anchors]))
+    for rho, path in by_rho(arguments.states).items():
+        parts = [load_file(file)["tau"] for file in sorted(path.glob("samples-*.safetensors"))]
+        tau = torch.empty(2, manifest.num_pairs)
+        for rank, part in enumerate(parts):
+            tau[:, rank :: len(parts)] = part
+        add("iSogCLR, images", rho, tau[0, anchors])
+        add("iSogCLR, captions", rho, tau[1, anchors])
+    if arguments.figure:
+        draw(Path(arguments.figure), curves)
+
+
+def draw(path: Path, curves: Mapping[str, Mapping[float, float]]) -> None:
+    """One line a kind of temperature."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, values in curves.items():
+        rhos = sorted(values)
+        axes.plot(
+            rhos, [values[rho] for rho in rhos], marker="o", linestyle="-" if "oracle" in name else "--", label=name
+        )
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set(
+        xlabel="ρ, nats",
+        ylabel="Spearman(τ, concept frequency)",
+        title="Which way temperatures order frequent and rare",
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
