@@ -6,8 +6,8 @@
 The sample images know how often their concept occurs. For every ρ the oracle's τ* of an anchor is exact: the minimum of the
 robust loss over all other samples of the training set as contrasts, on the embeddings of `--base`; beside it stand the
 temperatures that TempNets trained at that ρ predict for the same samples from their own encoders' embeddings, and those
-that iSogCLR has learned (`--states ρ=checkpoint`). TempNet §4 and arXiv 2305.11965 say: frequent → high; 1-method says: only while
-ρ is small against log(K/n).
+that iSogCLR has learned (`--states ρ=checkpoint`). TempNet §4 and arXiv 2305.11965 say: frequent → high. That can hold only
+while ρ is small against log(K/n), n the contrasts that tie with the best.
 """
 
 from __future__ import annotations

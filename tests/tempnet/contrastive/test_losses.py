@@ -100,8 +100,8 @@ def test_float32_and_bfloat16_inputs(name: str) -> None:
     gamma=st.sampled_from([0.01, 0.5, 1.0]),
 )
 def test_any_batch(name: str, num_pairs: int, seed: int, repeats: bool, tile_size: int, gamma: float) -> None:
-    found = errors(name, make_batch(num_pairs, seed=seed, repeats=repeats), tile_size=tile_size, gamma=gamma, rho=0.0)
-    # Gradients of few pairs may be sums that all but cancel.
+    found = errors(name, make_batch(num_pairs, seed=seed, repeats=repeats), tile_size=tile_size, gamma=gamma, rho=0.3)
+    # Gradients of few pairs may be sums that all but cancel; with one negative and ρ = 0 that of τ is rounding alone.
     assert max(found.values()) < 1e-6, found
 
 
