@@ -47,12 +47,14 @@ format: setup  ## Format the code
 mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
 	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
 
-bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, the training job (half an hour)
+bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, images, the training job (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
 	$(BIN)/python -m benchmarks.train_step
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.contrastive_loss
+	$(BIN)/python -m benchmarks.image_pipeline
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 
 lock: setup  ## Write requirements.lock from what is installed in .venv

@@ -35,6 +35,9 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
             if not isinstance(loaded, PreTrainedTokenizerFast):
                 raise ValueError("it is no fast tokenizer (it has no tokenizer.json)")
             tokenizer = loaded
+        # Where there are no files, Transformers makes an empty tokenizer from the model's configuration.
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+            raise ValueError("it knows no word")
     except Exception as error:  # Transformers and tokenizers raise whatever the first thing they tried raised
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jobs.clip_evaluation.units import ModelSpec
 from pipelines.captions import CaptionEncoder
+from pipelines.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -55,15 +55,9 @@ def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
         ValueError: if there is none, or it is of another model.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
-    except Exception as error:  # whatever the first thing raised that Transformers tried
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"models: {spec.path!r} has no tokenizer in {spec.tokenizer!r}: {reason}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"models: the tokenizer in {spec.tokenizer!r} is no fast one (it has no tokenizer.json)")
-    # Where there are no files, Transformers makes an empty tokenizer from the model's configuration.
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise ValueError(f"models: {spec.path!r} has no tokenizer in {spec.tokenizer!r}: it knows no word")
+        tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
+    except ValueError as error:
+        raise ValueError(f"models: {spec.path!r} has no tokenizer: {error}") from error
     if len(tokenizer) > spec.vocab_size:
         raise ValueError(
             f"models: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
