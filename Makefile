@@ -27,7 +27,7 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 
 # The cluster tests, which share one Ray, often wait; the others run beside them.
 test: setup lint  ## Lint, then every test, the cluster tests included
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-cluster test-fast
+	$(MAKE) --no-print-directory --jobs 2 test-cluster test-fast
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
 	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cluster"

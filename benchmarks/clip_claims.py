@@ -59,6 +59,8 @@ class Arguments:
     test_captions: str = ""
     flip_probability: float = 0.0
     """Horizontal flips; the captions of the sample images say left and right."""
+    num_workers: int = 2
+    """Of every run; the result does not depend on it."""
     storage: str = "runs/claims"
 
 
@@ -103,6 +105,8 @@ def configuration(
         ),
         data=data,
         temperature=temperature,
+        workers=replace(config.workers, num_workers=arguments.num_workers),
+        tracking=replace(config.tracking, enabled=False),
     )
 
 
