@@ -130,11 +130,22 @@ class ClipTask:
         if self.module.loss.image_tempnet is not None:
             found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
             tau = (found[0].cpu(), found[1].cpu())
-        scores = retrieval_scores(image, text, self.retrieval.image_of_text, tau)
+        scores = retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self._stored_temperatures()
         if self.module.loss.learned is not None:
             scores["tau_mean"] = float(self.module.loss.learned())
         details = {"histograms": self._histograms(tau)} if with_details else None
         return scores, details
+
+    def _stored_temperatures(self) -> dict[str, float]:
+        """Mean and spread over all training samples, where the state holds temperatures. All ranks must call it."""
+        loss = self.module.loss
+        if loss.state is None or "tau" not in loss.state.columns:
+            return {}
+        tau = loss.state.columns["tau"].double()
+        count, total, squares = loss.world.sum(
+            torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
+        ).tolist()
+        return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
 
     def _histograms(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
         """Counts of τ by modality: of the validation set where TempNets predict, of all training samples where the state
