@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-cluster lint format lock mlflow bench clean
+.PHONY: help setup run test test-fast test-language-models test-cluster lint format lock mlflow bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,15 +25,20 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# The cluster tests, which share one Ray, often wait; the others run beside them.
+# Cluster tests wait more than they compute: they run in two processes, each with a Ray of its own, beside the others.
 test: setup lint  ## Lint, then every test, the cluster tests included
-	$(MAKE) --no-print-directory --jobs 2 test-cluster test-fast
+	$(MAKE) --no-print-directory --jobs 3 test-language-models test-cluster test-fast
+
+PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
-	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not cluster"
+	$(PYTEST) -m "not cluster"
 
-test-cluster: setup  ## The tests that start Ray, DeepSpeed and MLflow
-	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster
+test-language-models: setup  ## The main job on a real Ray, with DeepSpeed and MLflow
+	$(PYTEST) tests/cluster/test_train_lm.py
+
+test-cluster: setup  ## All other tests on a real Ray
+	$(PYTEST) -m cluster --ignore tests/cluster/test_train_lm.py
 
 lint: setup  ## Style, import direction, types
 	$(BIN)/ruff check .

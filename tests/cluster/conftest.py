@@ -41,7 +41,7 @@ def ray_head() -> Iterator[dict[str, str]]:
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
         wait_for_ports(head, port, dashboard_port, timeout=120)
-        yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}"}
+        yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}", "HEAD_PID": str(head.pid)}
     finally:
         ray.shutdown()
         head.terminate()

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zstandard
 
 from jobs.language_models.config import (
@@ -44,6 +46,23 @@ def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) ->
             line, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, line + done.stdout + done.stderr
+
+
+def training_worker_pids(cluster: dict[str, str]) -> list[int]:
+    """Ray Train's workers under this test's own head; others may run beside it."""
+    return [
+        process.pid
+        for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True)
+        if (command := process.cmdline()) and command[0].startswith("ray::RayTrainWorker")
+    ]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
 
 
 def free_port() -> int:

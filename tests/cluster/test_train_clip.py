@@ -18,8 +18,7 @@ from clip_training_support import tiny_clip_config
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines
-from test_train_lm import training_worker_pids, wait_for
+from support import ROOT, readme_lines, run_lines, training_worker_pids, wait_for
 from transformers import AutoModel
 
 from jobs.clip.plan import make_plan
@@ -150,14 +149,14 @@ def test_killed_twice_and_continued_with_two_workers_and_then_with_one(
             wait_for(
                 lambda: snapshot.exists() and any(f"{at:08d}" in snapshot.read_text() for at in range(step, 25, 4))
             )
-            os.kill(training_worker_pids()[-1], signal.SIGKILL)
+            os.kill(training_worker_pids(cluster)[-1], signal.SIGKILL)
 
         return kill
 
     def kill_both() -> None:
         kill_after(4)()
-        first = training_worker_pids()
-        wait_for(lambda: bool(training_worker_pids()) and not set(first) & set(training_worker_pids()))
+        first = training_worker_pids(cluster)
+        wait_for(lambda: bool(training_worker_pids(cluster)) and not set(first) & set(training_worker_pids(cluster)))
         kill_after(8)()
 
     killer = threading.Thread(target=kill_both)

@@ -10,16 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from mlflow import MlflowClient
-from support import BIN, ROOT, readme_lines, run_lines, tiny_config
+from support import BIN, ROOT, readme_lines, run_lines, tiny_config, training_worker_pids, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.language_models.config import LanguageModelConfig
@@ -118,7 +116,6 @@ def test_the_export_loads_without_this_project_and_scores_the_same(reference: di
     [
         {"num_workers": 1, "zero_stage": 2},
         {"num_workers": 2, "zero_stage": 0},
-        {"num_workers": 2, "zero_stage": 1},
         {"num_workers": 2, "zero_stage": 3},
     ],
     ids=lambda value: f"{value['num_workers']} workers, ZeRO {value['zero_stage']}",
@@ -136,22 +133,6 @@ def test_workers_and_stages_do_not_change_the_result(
     assert [losses[step] for step in sorted(losses)] == pytest.approx(
         [expected[step] for step in sorted(expected)], abs=1e-4
     )
-
-
-def training_worker_pids() -> list[int]:
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::RayTrainWorker")
-    ]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.02)
 
 
 def has_checkpoint(config: LanguageModelConfig) -> bool:
@@ -173,7 +154,7 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], toler
     assert outcome["num_tokens"] == reference["num_tokens"]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3], ids=lambda stage: f"ZeRO {stage}")
+@pytest.mark.parametrize("stage", [2, 3], ids=lambda stage: f"ZeRO {stage}")
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any], stage: int
 ) -> None:
@@ -182,7 +163,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
 
     def kill() -> None:
         wait_for(lambda: has_checkpoint(config))
-        pid = training_worker_pids()[-1]
+        pid = training_worker_pids(cluster)[-1]
         os.kill(pid, signal.SIGKILL)
         killed.append(pid)
 
