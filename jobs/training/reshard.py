@@ -19,10 +19,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any]) -> None:
-    """Set AdamW's moments and step count from the parts of all the workers that wrote them.
+    """Set AdamW's moments, step count and learning rates from the parts of all the workers that wrote them.
 
     Args:
-        engine: fresh, with a ZeRO 1 or 2 optimizer; its weights are those of the checkpoint already.
+        engine: fresh, with a ZeRO 1 or 2 optimizer; its weights and its schedule are those of the checkpoint already.
         directory: where DeepSpeed wrote its files.
         read: reads one of them, without unpickling anything but tensors and DeepSpeed's records.
     """
@@ -40,6 +40,9 @@ def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str],
                 fragment = moments[names[parameter]][key][wanted.start : wanted.start + wanted.numel]
                 state[key][place.start : place.start + place.numel] = fragment
         zero.optimizer.state[flat_weights] = {"step": num_steps.clone(), **state}
+    # The schedule is restored, but it writes its rates only after a step.
+    for values, rate in zip(zero.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+        values["lr"] = rate
 
 
 def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
