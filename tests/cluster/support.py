@@ -43,7 +43,7 @@ def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) ->
     """Run shell lines one after the other; each must end well."""
     for line in lines:
         done = subprocess.run(
-            line, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=200
+            line, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, line + done.stdout + done.stderr
 
@@ -57,7 +57,7 @@ def training_worker_pids(cluster: dict[str, str]) -> list[int]:
     ]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -84,7 +84,10 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
     with torch.inference_mode():
         image = encoder.encode_images(torch.from_numpy(np.stack(images)))
-        tokens = [tokenizer(text, truncation=True, max_length=12, return_tensors="pt") for text, _ in captions]
+        tokens = [
+            tokenizer(text, truncation=True, max_length=encoder.config.num_text_tokens, return_tensors="pt")
+            for text, _ in captions
+        ]
         text = torch.cat([encoder.encode_texts(one["input_ids"], one["attention_mask"]) for one in tokens])
         image = image[[number for _, number in captions]]
         for name, network, embeddings in (("image", networks[0], image), ("text", networks[1], text)):

@@ -214,7 +214,7 @@ def test_a_killed_job_started_again_with_another_number_of_workers_continues(
     assert not (Path(config.run.directory) / "outcome.json").exists()
     alone = tiny("killed-job", workers={"num_workers": 1})
     again = subprocess.run(
-        [sys.executable, *command(alone)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command(alone)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert again.returncode in (0, 1), again.stdout + again.stderr  # 1: the TempNet may still be constant
     outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
@@ -224,12 +224,12 @@ def test_a_killed_job_started_again_with_another_number_of_workers_continues(
     assert_same_losses(outcome, reference, tolerance=1e-5)
     # A third start has nothing to do, and says so; another configuration under the name is refused.
     third = subprocess.run(
-        [sys.executable, *command(config)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *command(config)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert "This run is finished" in third.stdout
     other = subprocess.run(
         [sys.executable, *command(tiny("killed-job", optimizer={"learning_rate_base": 1e-3}))],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert other.returncode == 2
     assert "taken" in other.stderr
@@ -294,7 +294,7 @@ def test_the_job_runs_through_ray_job_submit_with_token_authentication(ray_head:
         [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".", "--",
          "python", *command(config)],
         cwd=ROOT, env={name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert "validation perplexity at τ" in submit.stdout, submit.stdout + submit.stderr
     outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
