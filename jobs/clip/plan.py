@@ -75,11 +75,7 @@ class ClipPlan:
                 f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
                 f"loss         {loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
                 f"τ in [{loss.tau_min:g}, {loss.tau_max:g}]"
-                + (
-                    f", ρ = {loss.rho:g} of at most log {size - 1} = {np.log(size - 1):.3f}"
-                    if loss.kind.uses_rho
-                    else ""
-                )
+                + (f", ρ = {loss.rho:g}" if loss.kind.uses_rho else "")
                 + (f", γ {loss.gamma_schedule} {loss.gamma:g}" if loss.kind.normaliser == "global" else ""),
                 f"batch        {size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
                 f"steps        {config.run.num_steps} = {config.run.num_steps * size:,} pairs; checkpoint every "
