@@ -16,6 +16,10 @@ from jobs.training.config import TrainingConfig
 from jobs.training.schedules import cosine_with_warmup
 from jobs.training.task import ParameterGroup, with_and_without_decay
 
+# An extension that DeepSpeed compiles for every process group on CPUs, and that only its inference uses. Compiling takes a
+# minute, and a process that is killed meanwhile leaves a lock for which all later runs would wait in silence.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 DEEPSPEED_CONFIGURATIONS = Path(__file__).parents[2] / "infra" / "deepspeed"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 import torch
 from clip_training_support import tiny_clip_config
 from mlflow import MlflowClient
+from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines
+from support import ROOT, readme_lines, run_lines, training_worker_pids, wait_for
 from transformers import AutoModel
 
 from jobs.clip.plan import make_plan
@@ -130,6 +134,33 @@ def test_workers_and_stages_do_not_change_the_result(
     cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path, workers: dict[str, int]
 ) -> None:
     outcome = train(make_plan(tiny_clip_config(images, tmp_path, "other", workers=workers)))
+    assert_same(outcome, reference, tolerance=1e-4)
+
+
+def test_killed_twice_and_continued_with_two_workers_and_then_with_one(
+    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
+) -> None:
+    config = tiny_clip_config(images, tmp_path, "killed", run={"max_restarts": 0})
+    snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
+
+    def last_checkpoint() -> int:
+        names = re.findall(r"checkpoint-(\d{8})", snapshot.read_text()) if snapshot.exists() else []
+        return max(map(int, names), default=0)
+
+    def kill_after(step: int) -> None:
+        wait_for(lambda: last_checkpoint() > step)
+        os.kill(training_worker_pids(cluster)[-1], signal.SIGKILL)
+
+    for _ in range(2):
+        killer = threading.Thread(target=kill_after, args=(last_checkpoint(),))
+        killer.start()
+        with pytest.raises(TrainingFailedError):
+            train(make_plan(config))
+        killer.join()
+    stopped_at = last_checkpoint()
+    outcome = train(make_plan(tiny_clip_config(images, tmp_path, "killed", workers={"num_workers": 1})))
+    assert outcome["world_size"] == 1
+    assert 8 <= stopped_at <= outcome["resumed_from_step"] < NUM_STEPS
     assert_same(outcome, reference, tolerance=1e-4)
 
 
