@@ -57,10 +57,14 @@ class Arguments:
     test: str = ""
     """Test images; also what the best model of a run is chosen by, if it is not the sample images."""
     test_captions: str = ""
+    tokenizer: str = ""
+    """Of the captions. Empty: that of the sample images."""
     flip_probability: float = 0.0
     """Horizontal flips; the captions of the sample images say left and right."""
     num_workers: int = 2
     """Of every run; the result does not depend on it."""
+    num_threads: int = 0
+    """Of every worker. 0: as `jobs.train_clip` chooses; 1 where several of these commands share a machine."""
     storage: str = "runs/claims"
 
 
@@ -96,6 +100,7 @@ def configuration(
             train_captions=arguments.train_captions,
             validation=arguments.test,
             validation_captions=arguments.test_captions,
+            tokenizer=arguments.tokenizer or data.tokenizer,
         )
     num_steps = arguments.num_steps or config.run.num_steps
     return replace(
@@ -105,7 +110,7 @@ def configuration(
         ),
         data=data,
         temperature=temperature,
-        workers=replace(config.workers, num_workers=arguments.num_workers),
+        workers=replace(config.workers, num_workers=arguments.num_workers, num_threads=arguments.num_threads),
         tracking=replace(config.tracking, enabled=False),
     )
 

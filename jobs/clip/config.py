@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jobs.training.config import TrainingConfig, ValidationSection, absolute_path, check_positive, check_share
+from jobs.training.config import (
+    TempNetSection,
+    TrainingConfig,
+    ValidationSection,
+    check_positive,
+    check_share,
+    with_absolute_fields,
+)
 from pipelines.images import AugmentationConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
@@ -121,8 +128,8 @@ class DualEncoderSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairTemperatureSection:
-    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`)."""
+class PairTemperatureSection(TempNetSection):
+    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`); both TempNets are alike."""
 
     loss: str = "tempnet"
     """clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or tempnet_in_batch."""
@@ -145,24 +152,8 @@ class PairTemperatureSection:
     """isogclr: momentum of the per-sample temperatures."""
     table: str = ""
     """sogclr_given: temperatures of the training pairs, as `jobs.predict_temperatures` writes them."""
-    hidden_size: int = 256
-    """d1 of the TempNets."""
-    num_prototypes: int = 256
-    """d2 of the TempNets: prototypes, initialised from as many random training samples."""
     phi_init: float = 0.01
     """Initial φ of the pooling."""
-    normalize_input: bool = True
-    """Ablation (Table 20)."""
-    transform: bool = True
-    """Ablation (Table 20)."""
-    projection: bool = True
-    """Ablation (Table 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Ablation (Table 20)."""
-    depth: Literal[3, 4] = 3
-    """Ablation (Table 22)."""
-    stop_gradient: bool = True
-    """Ablation (Table 18)."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
@@ -191,12 +182,9 @@ class PairTemperatureSection:
 
     def network_config(self, embedding_size: int) -> TempNetConfig:
         """Either TempNet of this section."""
-        switches = ("normalize_input", "transform", "projection", "pooling", "depth", "stop_gradient")
-        sizes = ("hidden_size", "num_prototypes", "phi_init")
-        values = {name: getattr(self, name) for name in (*switches, *sizes)}
         loss = self.loss_config
         return TempNetConfig.for_embeddings(
-            embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **values
+            embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **self.network_options
         )
 
 
@@ -254,23 +242,12 @@ class ClipConfig(TrainingConfig):
 
 def with_absolute_paths(config: ClipConfig) -> ClipConfig:
     """The configuration for the workers, whose working directory is another: local paths made absolute."""
-    data, model, temperature = config.data, config.model, config.temperature
+    data = dataclasses.replace(config.data, tokenizer=config.tokenizer)
+    paths = ("train", "validation", "train_captions", "validation_captions", "tokenizer")
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=dataclasses.replace(
-            data,
-            train=absolute_path(data.train),
-            validation=absolute_path(data.validation),
-            train_captions=absolute_path(data.train_captions),
-            validation_captions=absolute_path(data.validation_captions),
-            tokenizer=absolute_path(config.tokenizer),
-        ),
-        model=dataclasses.replace(
-            model,
-            path=absolute_path(model.path),
-            image_path=absolute_path(model.image_path),
-            text_path=absolute_path(model.text_path),
-        ),
-        temperature=dataclasses.replace(temperature, table=absolute_path(temperature.table)),
+        data=with_absolute_fields(data, *paths),
+        model=with_absolute_fields(config.model, "path", "image_path", "text_path"),
+        temperature=with_absolute_fields(config.temperature, "table"),
     )

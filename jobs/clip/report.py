@@ -9,7 +9,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from jobs.training.tracking import TrackedRun, metric_history, survive_outage
+from jobs.training.curves import draw_curves
+from jobs.training.tracking import TrackedRun
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -55,8 +56,7 @@ def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRu
     if outcome["histograms"]:
         _draw_histogram(directory / "histogram.png", outcome)
     if tracked:
-        with survive_outage("the training curves"):
-            _draw_curves(directory / "curves.png", tracked, outcome)
+        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: {outcome['loss']}")
 
 
 def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
@@ -68,21 +68,4 @@ def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
     axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _draw_curves(path: Path, tracked: TrackedRun, outcome: Mapping[str, Any]) -> None:
-    figure, all_axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for axes, (title, keys) in zip(all_axes.flat, _CURVES.items(), strict=True):
-        for key in keys:
-            if history := metric_history(tracked, key):
-                steps = sorted(history)
-                marker = "o" if key.startswith("validation") else None
-                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8)
-    figure.suptitle(f"{outcome['run']}: {outcome['loss']}")
-    figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -6,7 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.training.config import TrainingConfig, ValidationSection, absolute_path, check_positive, check_share
+from jobs.training.config import (
+    TempNetSection,
+    TrainingConfig,
+    ValidationSection,
+    check_positive,
+    check_share,
+    with_absolute_fields,
+)
 from tempnet.network import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
 
@@ -77,7 +84,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureSection:
+class TemperatureSection(TempNetSection):
     """The loss and the temperature network."""
 
     loss: str = "dro"
@@ -99,24 +106,6 @@ class TemperatureSection:
     """τ_max."""
     path: str = ""
     """A saved TempNet to start from; its sizes and switches must agree with this section."""
-    hidden_size: int = 256
-    """d1."""
-    num_prototypes: int = 256
-    """d2."""
-    phi_init: float = 1.0
-    """Initial φ of the pooling."""
-    normalize_input: bool = True
-    """Ablation (Table 20)."""
-    transform: bool = True
-    """Ablation (Table 20)."""
-    projection: bool = True
-    """Ablation (Table 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Ablation (Table 20)."""
-    depth: Literal[3, 4] = 3
-    """Ablation (Table 21)."""
-    stop_gradient: bool = True
-    """Ablation (Table 18)."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
@@ -145,10 +134,9 @@ class TemperatureSection:
 
     def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
         """The network of this section on an effective vocabulary."""
-        switches = ("normalize_input", "transform", "projection", "pooling", "depth", "stop_gradient")
-        sizes = ("hidden_size", "num_prototypes", "phi_init", "tau_min", "tau_max")
-        values = {name: getattr(self, name) for name in (*switches, *sizes)}
-        return TempNetConfig.for_logits(vocab_size, rho=rho, **values)
+        return TempNetConfig.for_logits(
+            vocab_size, rho=rho, tau_min=self.tau_min, tau_max=self.tau_max, **self.network_options
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,19 +185,14 @@ class LanguageModelConfig(TrainingConfig):
 
 def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
     """The configuration for the workers, whose working directory is another: local paths made absolute."""
-
-    data, model, temperature = config.data, config.model, config.temperature
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=dataclasses.replace(
-            data,
-            train=absolute_path(data.train),
-            validation=absolute_path(data.validation),
-            tokenizer=absolute_path(config.tokenizer),
+        data=with_absolute_fields(
+            dataclasses.replace(config.data, tokenizer=config.tokenizer), "train", "validation", "tokenizer"
         ),
-        model=dataclasses.replace(model, path=absolute_path(model.path)),
-        temperature=dataclasses.replace(temperature, path=absolute_path(temperature.path)),
+        model=with_absolute_fields(config.model, "path"),
+        temperature=with_absolute_fields(config.temperature, "path"),
     )
 
 

@@ -12,7 +12,8 @@ import matplotlib
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from jobs.training.tracking import TrackedRun, metric_history, survive_outage
+from jobs.training.curves import draw_curves
+from jobs.training.tracking import TrackedRun
 from pipelines.tokenization import token_texts
 
 matplotlib.use("Agg")
@@ -86,8 +87,7 @@ def write_report(
     (directory / "tokens.html").write_text(page)
     _draw_histogram(directory / "histogram.png", outcome)
     if tracked:
-        with survive_outage("the training curves"):
-            _draw_curves(directory / "curves.png", tracked, outcome)
+        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: ρ = {outcome['rho']:.3f}")
 
 
 def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
@@ -147,20 +147,4 @@ def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
     axes.set(xlabel="τ", ylabel="share of tokens", title=f"{outcome['run']}: τ on validation text")
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _draw_curves(path: Path, tracked: TrackedRun, outcome: Mapping[str, Any]) -> None:
-    figure, all_axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for axes, (title, keys) in zip(all_axes.flat, _CURVES.items(), strict=True):
-        for key in keys:
-            if history := metric_history(tracked, key):
-                steps = sorted(history)
-                marker = "o" if key.startswith("validation") else None
-                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"{outcome['run']}: ρ = {outcome['rho']:.3f}")
-    figure.savefig(path, dpi=110)
     plt.close(figure)

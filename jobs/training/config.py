@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+Section = TypeVar("Section")
 
 
 def check_positive(section: str, config: Any, *names: str) -> None:
@@ -149,6 +152,35 @@ class TrackingSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TempNetSection:
+    """Sizes and switches of a TempNet; a kind of training adds the loss that it learns by."""
+
+    hidden_size: int = 256
+    """d1 of a TempNet."""
+    num_prototypes: int = 256
+    """d2 of a TempNet."""
+    phi_init: float = 1.0
+    """Initial φ of the pooling."""
+    normalize_input: bool = True
+    """Ablation (Table 20)."""
+    transform: bool = True
+    """Ablation (Table 20)."""
+    projection: bool = True
+    """Ablation (Table 20)."""
+    pooling: Literal["parametric", "linear"] = "parametric"
+    """Ablation (Table 20)."""
+    depth: Literal[3, 4] = 3
+    """Ablation (Tables 21 and 22)."""
+    stop_gradient: bool = True
+    """Ablation (Table 18)."""
+
+    @property
+    def network_options(self) -> dict[str, Any]:
+        """The fields above, as a `TempNetConfig` takes them."""
+        return {option.name: getattr(self, option.name) for option in dataclasses.fields(TempNetSection)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSection:
     """Scores on held-out data."""
 
@@ -196,3 +228,8 @@ class TrainingConfig:
 def absolute_path(value: str) -> str:
     """A local path made absolute, for the workers, whose working directory is another; URIs and hub names stay."""
     return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value
+
+
+def with_absolute_fields(section: Section, *names: str) -> Section:
+    """A section of a configuration with :func:`absolute_path` of the fields that are named."""
+    return dataclasses.replace(section, **{name: absolute_path(getattr(section, name)) for name in names})  # type: ignore[type-var]
