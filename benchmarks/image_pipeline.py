@@ -106,7 +106,7 @@ def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments:
     while True:
         (window, *_) = plan.windows(place, place + 1)
         places = np.arange(place, min(place + arguments.batch_size, window.stop))
-        yield source.read(*plan.blocks(window, places), window.epoch)
+        yield source.read(*plan.locate(window, places), window.epoch)
         place = int(places[-1]) + 1
 
 
