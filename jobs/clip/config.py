@@ -104,6 +104,8 @@ class DualEncoderSection:
     text_num_heads: int = 12
     text_dropout: float = 0.1
     """Of a random DistilBERT."""
+    text_attention: Literal["sdpa", "eager"] = "sdpa"
+    """Transformers' attention in the text tower; eager is the faster one for captions on CPUs."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "image_size", "embedding_size", "image_stem_width", "text_hidden_size",

@@ -74,6 +74,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
             ),
             autocast_dtype=autocast,
         )
+    encoder.text_encoder.set_attn_implementation(settings.text_attention)
     num_embeddings = next(encoder.text_encoder.get_input_embeddings().parameters()).shape[0]
     if len(tokenizer) > num_embeddings:
         raise ValueError(

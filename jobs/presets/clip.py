@@ -133,7 +133,9 @@ def small(config: ClipConfig) -> ClipConfig:
     """The twin of a preset on the sample images, two CPU cores and about two minutes."""
     model, temperature = config.model, config.temperature
     if model.path:
-        model = DualEncoderSection(path=SMALL_EXPORT, freeze=True, image_size=48, embedding_size=128)
+        model = DualEncoderSection(
+            path=SMALL_EXPORT, freeze=True, image_size=48, embedding_size=128, text_attention="eager"
+        )
     else:
         model = DualEncoderSection(
             image_size=48,
@@ -146,6 +148,7 @@ def small(config: ClipConfig) -> ClipConfig:
             text_num_layers=2,
             text_num_heads=3,
             text_dropout=0.0,
+            text_attention="eager",
         )
     # As measured on these images (docs/log.md): mean τ in the band.
     temperature = replace(temperature, rho=7.0, table=SMALL_TABLE if temperature.table else "")

@@ -99,6 +99,11 @@ class OptimizerSection:
     epsilon: float = 1e-8
     warmup_share: float = 0.01
     """Share of the steps in which the rate climbs linearly from 0."""
+    warmup_share_tempnet: float | None = None
+    """Likewise for the TempNet. None: warmup_share."""
+    rest_share_tempnet: float = 0.0
+    """Share of the steps, before its warm-up, in which the TempNet stays as it is. Contrastive losses with moving averages
+    want an epoch: on a sample's first visit ρ − log(batch size − 1) > 0 would push every τ down to the floor."""
     final_share: float = 0.0
     """Share of the rate that is left at the end of the cosine."""
     max_grad_norm: float = 1.0
@@ -106,7 +111,9 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         check_positive("optimizer", self, "batch_size", "learning_rate_base", "learning_rate_tempnet", "epsilon")
-        check_share("optimizer", self, "beta1", "beta2", "warmup_share", "final_share")
+        check_share("optimizer", self, "beta1", "beta2", "warmup_share", "final_share", "rest_share_tempnet")
+        if self.warmup_share_tempnet is not None:
+            check_share("optimizer", self, "warmup_share_tempnet")
         for name in ("micro_batch_size", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must not be negative")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,11 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
 
 
 def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
-    """DeepSpeed with AdamW and one cosine schedule a group."""
+    """DeepSpeed with AdamW; every group has its rate, and the TempNet's its own schedule."""
     settings = config.optimizer
     decayed = with_and_without_decay(groups, settings.weight_decay)
     optimizer = torch.optim.AdamW(decayed, betas=(settings.beta1, settings.beta2), eps=settings.epsilon)
-    factor = cosine_with_warmup(
-        config.run.num_steps, warmup_share=settings.warmup_share, final_share=settings.final_share
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(decayed))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -55,6 +52,21 @@ def start_engine(module: nn.Module, groups: list[ParameterGroup], config: Traini
         dist_init_required=False,
     )
     return engine
+
+
+def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:
+    settings = config.optimizer
+    own = settings.warmup_share_tempnet
+    if group != "tempnet":
+        return cosine_with_warmup(
+            config.run.num_steps, warmup_share=settings.warmup_share, final_share=settings.final_share
+        )
+    return cosine_with_warmup(
+        config.run.num_steps,
+        warmup_share=settings.warmup_share if own is None else own,
+        final_share=settings.final_share,
+        rest_share=settings.rest_share_tempnet,
+    )
 
 
 def whole_parameters(module: nn.Module, stage: int) -> Iterator[tuple[str, Tensor]]:

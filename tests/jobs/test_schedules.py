@@ -24,3 +24,11 @@ def test_no_warm_up() -> None:
     factor = cosine_with_warmup(10, warmup_share=0.0)
     assert factor(0) == 1.0
     assert factor(10) == pytest.approx(0.0)
+
+
+def test_a_rest_comes_before_the_warm_up() -> None:
+    factor = cosine_with_warmup(1000, warmup_share=0.1, rest_share=0.2)
+    assert {factor(step) for step in range(200)} == {0.0}
+    assert [factor(step) for step in (200, 249, 299)] == pytest.approx([0.01, 0.5, 1.0])
+    assert factor(650) == pytest.approx(0.5)
+    assert factor(1000) == pytest.approx(0.0)
