@@ -124,9 +124,8 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
             return dense(image, text, ids)
     else:
         state = SampleState(2 * batch_size, config.state_columns) if config.state_columns else None
-        ours = ContrastiveLoss(
-            config, state=state, **dict(zip(("image_tempnet", "text_tempnet"), networks, strict=False))
-        )
+        image_tempnet, text_tempnet = networks or (None, None)
+        ours = ContrastiveLoss(config, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state)
 
         def loss() -> Tensor:
             return ours(image, text, ids, ids, gamma=GAMMA)["loss"]

@@ -102,8 +102,8 @@ class OptimizerSection:
     warmup_share_tempnet: float | None = None
     """Likewise for the TempNet. None: warmup_share."""
     rest_share_tempnet: float = 0.0
-    """Share of the steps, before its warm-up, in which the TempNet stays as it is. Contrastive losses with moving averages
-    want an epoch: on a sample's first visit ρ − log(batch size − 1) > 0 would push every τ down to the floor."""
+    """Share of the steps, before its warm-up, in which the TempNet stays as it is: a base that knows nothing yet has a KL
+    near 0, below any ρ, which pushes every τ down."""
     final_share: float = 0.0
     """Share of the rate that is left at the end of the cosine."""
     max_grad_norm: float = 1.0
