@@ -1,0 +1,170 @@
+"""SoftTriple (arXiv 1909.05235) and TripleEntropy (its sum with cross-entropy, for fine-tuning classifiers).
+
+With unit rows x and w_c^k, K centres for each of C classes:
+
+    S'_c = Σ_k softmax_k(xᵀw_c^k / γ) · xᵀw_c^k
+    ℓ    = −log softmax(λ·(S' − δ·onehot(y)))_y
+    R    = Σ_c Σ_{s<t} √(2 − 2·w_c^s·w_c^t + ε) / (C·K·(K−1))            the optional regulariser: centres that can merge, do
+    L    = β·CE + (1 − β)·(ℓ + weight·R)                                   TripleEntropy
+
+ℓ is the mean over every non-padding token of a sentence, CE is that of the pooled sentence. Everything inside is float32,
+whatever the inputs and the parameters are. Neither the (n, C, K) similarities nor the (K, K) distances are held whole:
+both are computed a tile at a time, and again in the backward pass.
+
+Shapes: n vectors of dimension d, C classes, K centres a class.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORE_INDEX = -100
+
+_TILE_VALUES = 1 << 22
+_EPSILON = 1e-5  # as the authors' code has it: the root's slope at 0 is infinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftTripleConfig:
+    """The settings of the loss; the defaults are the paper's best (TripleEntropy, Table 1).
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    num_centers: int = 2000
+    """K."""
+    gamma: float = 0.1
+    """γ, the temperature of the softmax over the centres of a class."""
+    scale: float = 3.3
+    """λ."""
+    margin: float = 0.3
+    """δ."""
+    beta: float = 0.9
+    """β, the share of the cross-entropy."""
+    regularizer: float = 0.0
+    """Weight of R; 0: it is not computed."""
+
+    def __post_init__(self) -> None:
+        if self.num_centers < 1:
+            raise ValueError(f"num_centers = {self.num_centers} must be positive")
+        for name in ("gamma", "scale"):
+            if not (value := getattr(self, name)) > 0.0 or math.isinf(value):
+                raise ValueError(f"{name} = {value:g} must be positive and finite")
+        for name in ("margin", "regularizer"):
+            if not (value := getattr(self, name)) >= 0.0 or math.isinf(value):
+                raise ValueError(f"{name} = {value:g} must not be negative, and finite")
+        if not 0.0 <= self.beta <= 1.0:
+            raise ValueError(f"beta = {self.beta:g} must lie in [0, 1]")
+
+
+class SoftTriple(nn.Module):
+    """ℓ + weight·R, with the centres as its parameter.
+
+    Args:
+        embedding_size: d.
+        num_classes: C, at least 2.
+        config: the settings.
+
+    Raises:
+        ValueError: for fewer than two classes.
+    """
+
+    def __init__(self, embedding_size: int, num_classes: int, config: SoftTripleConfig) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise ValueError(f"num_classes = {num_classes}: a classifier needs two classes or more")
+        self.config = config
+        self.centers = nn.Parameter(torch.empty(num_classes, config.num_centers, embedding_size))
+        nn.init.kaiming_uniform_(self.centers.view(-1, embedding_size), a=math.sqrt(5))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar; 0 where every label is ignored, but for R.
+
+        Args:
+            embeddings: (…, d), of any length but 0.
+            labels: (…) int64 in [0, C), or -100 for what does not count, such as padding.
+
+        Raises:
+            ValueError: naming a label that is out of range.
+        """
+        num_classes = len(self.centers)
+        is_counted = labels != IGNORE_INDEX
+        x, y = embeddings[is_counted], labels[is_counted]
+        if len(y) and not 0 <= (worst := int(y[(y - (num_classes - 1) / 2).abs().argmax()])) < num_classes:
+            raise ValueError(f"label {worst} is not in [0, {num_classes})")
+        with torch.autocast(embeddings.device.type, enabled=False):
+            centers = F.normalize(_wide(self.centers), dim=-1)
+            logits = self.config.scale * self._similarities(F.normalize(_wide(x), dim=-1), centers)
+            margin = self.config.scale * self.config.margin * F.one_hot(y, num_classes).to(logits)
+            loss = F.cross_entropy(logits - margin, y, reduction="sum") / max(1, len(y))
+            if self.config.regularizer and self.config.num_centers > 1:
+                loss = loss + self.config.regularizer * center_regularizer(centers)
+        return loss
+
+    def class_similarities(self, embeddings: Tensor) -> Tensor:
+        """S' of (…, d), shape (…, C): the classes' scores without a margin."""
+        with torch.autocast(embeddings.device.type, enabled=False):
+            x = F.normalize(_wide(embeddings).flatten(0, -2), dim=-1)
+            found = self._similarities(x, F.normalize(_wide(self.centers), dim=-1))
+        return found.view(*embeddings.shape[:-1], -1)
+
+    def _similarities(self, x: Tensor, centers: Tensor) -> Tensor:
+        rows = max(1, _TILE_VALUES // (centers.shape[0] * centers.shape[1]))
+        parts = [
+            checkpoint(_soft_similarities, part, centers, self.config.gamma, use_reentrant=False)
+            for part in x.split(rows)
+        ]
+        return torch.cat(parts)
+
+
+def center_regularizer(centers: Tensor) -> Tensor:
+    """R of unit centres (C, K, d), K > 1."""
+    num_classes, num_centers, _ = centers.shape
+    rows = max(1, _TILE_VALUES // num_centers)
+    total = centers.new_zeros(())
+    for of_class in centers:
+        for start in range(0, num_centers, rows):
+            total = total + checkpoint(_distances, of_class, start, start + rows, use_reentrant=False)
+    return total / (num_classes * num_centers * (num_centers - 1))
+
+
+def triple_entropy(cross_entropy: Tensor, soft_triple: Tensor, beta: float) -> Tensor:
+    """L from its two parts."""
+    return beta * cross_entropy + (1.0 - beta) * soft_triple
+
+
+def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:
+    """(b, t): the label of a sentence for each of its tokens, -100 at padding.
+
+    Args:
+        labels: (b,) of the sentences.
+        attention_mask: (b, t), 1 for tokens.
+        with_padding: count padding too, as the authors' code does.
+    """
+    every = labels[:, None].expand(attention_mask.shape)
+    return every if with_padding else every.masked_fill(attention_mask == 0, IGNORE_INDEX)
+
+
+def _soft_similarities(x: Tensor, centers: Tensor, gamma: float) -> Tensor:
+    similarities = torch.einsum("nd,ckd->nck", x, centers)
+    return ((similarities / gamma).softmax(-1) * similarities).sum(-1)
+
+
+def _distances(centers: Tensor, start: int, stop: int) -> Tensor:
+    """Σ over pairs s < t of one class with s in [start, stop)."""
+    part = centers[start:stop]
+    squares = 2.0 - 2.0 * part @ centers.T
+    is_pair = torch.ones_like(squares, dtype=torch.bool).triu(start + 1)
+    # Rounding may leave a square just below 0; a masked one must not carry an infinite slope back.
+    return torch.where(is_pair, squares.clamp(min=0.0) + _EPSILON, 1.0).sqrt().where(is_pair, 0.0).sum()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
