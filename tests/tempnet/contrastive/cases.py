@@ -12,10 +12,12 @@ from torch import Tensor
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig, ContrastiveOutput
 from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
 from tests.tempnet.contrastive.dense import Dense
 
 NAMES = tuple(LOSS_KINDS)
+UNIMODAL_NAMES = tuple(name for name, kind in LOSS_KINDS.items() if not kind.is_cyclic and kind.temperature != "given")
 NUM_SAMPLES, SIZE = 40, 6
 
 
@@ -53,7 +55,7 @@ def make_config(name: str, **changes: Any) -> ContrastiveLossConfig:
 
 
 def make_loss(config: ContrastiveLossConfig, *, world: World | None = None, seed: int = 0) -> ContrastiveLoss:
-    """In float64, with its state and networks."""
+    """Of two modalities, in float64, with its state and networks."""
     torch.manual_seed(seed)
     networks: dict[str, Any] = {}
     if config.kind.temperature == "tempnet":
@@ -65,6 +67,12 @@ def make_loss(config: ContrastiveLossConfig, *, world: World | None = None, seed
         assert state is not None
         state.fill("tau", make_table())
     return ContrastiveLoss(config, state=state, world=world, **networks).double()
+
+
+def make_unimodal_loss(config: ContrastiveLossConfig, *, world: World | None = None) -> UnimodalLoss:
+    """Of one space, likewise; its network is the bimodal loss's first."""
+    bimodal = make_loss(config, world=world)
+    return UnimodalLoss(config, tempnet=bimodal.image_tempnet, state=bimodal.state, world=world).double()
 
 
 def make_table() -> Tensor:
@@ -91,9 +99,12 @@ def dense_parameters(dense: Dense) -> list[Tensor]:
     return [] if dense.log_tau is None else [dense.log_tau]
 
 
-def run(loss: ContrastiveLoss, batch: Batch, gamma: float = 0.7) -> ContrastiveOutput:
+def run(loss: ContrastiveLoss | UnimodalLoss, batch: Batch, gamma: float = 0.7) -> ContrastiveOutput:
     """Forward and backward."""
-    output = loss(batch.image, batch.text, batch.ids, batch.image_ids, gamma=gamma)
+    if isinstance(loss, UnimodalLoss):
+        output = loss(batch.image, batch.text, batch.ids, gamma=gamma)
+    else:
+        output = loss(batch.image, batch.text, batch.ids, batch.image_ids, gamma=gamma)
     output["loss"].backward()
     return output
 

@@ -17,15 +17,30 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
-from tests.tempnet.contrastive.cases import NAMES, make_batch, make_config, make_loss, run
+from tests.tempnet.contrastive.cases import (
+    NAMES,
+    UNIMODAL_NAMES,
+    make_batch,
+    make_config,
+    make_loss,
+    make_unimodal_loss,
+    run,
+)
 
 NUM_PAIRS = 16
+ALL_NAMES = (*NAMES, *(f"unimodal {name}" for name in UNIMODAL_NAMES))
 
 
 def two_steps(name: str, world: World, directory: Path) -> dict[str, Any]:
-    """Losses, this rank's slice of the embedding gradients, parameter gradients averaged over the ranks."""
-    loss = make_loss(make_config(name, tile_size=5), world=world).float()
+    """Losses, this rank's slice of the embedding gradients, parameter gradients averaged over the ranks.
+
+    A name may be that of a loss, or "unimodal" and the name.
+    """
+    kind, _, base = name.rpartition(" ")
+    make = make_unimodal_loss if kind else make_loss
+    loss = make(make_config(base, tile_size=5), world=world).float()
     found: dict[str, Any] = {}
     for step in range(2):
         # 16 pairs with repeated ids and images, over the boundaries between ranks too.
@@ -43,8 +58,9 @@ def two_steps(name: str, world: World, directory: Path) -> dict[str, Any]:
         for key, parameter in loss.named_parameters():
             assert parameter.grad is not None
             found[f"parameter {key} {step}"] = world.sum(parameter.grad.clone()) / world.size
-    if loss.state is not None:
-        loss.state.save(directory / name)
+    state = loss.bimodal.state if isinstance(loss, UnimodalLoss) else loss.state
+    if state is not None:
+        state.save(directory / name)
     return found
 
 
@@ -52,7 +68,7 @@ def work(rank: int, size: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
     world = World.current()
-    torch.save({name: two_steps(name, world, directory) for name in NAMES}, directory / f"rank-{rank}.pt")
+    torch.save({name: two_steps(name, world, directory) for name in ALL_NAMES}, directory / f"rank-{rank}.pt")
     # All ranks must see a wrong id, whoever has it: no rank may be left waiting in a collective.
     part = make_batch(NUM_PAIRS).part(world.part(NUM_PAIRS))
     if rank == 0:
