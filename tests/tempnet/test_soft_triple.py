@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pytorch_metric_learning.losses import SoftTripleLoss
 from torch import Tensor
 
 from tempnet import soft_triple
@@ -63,6 +64,20 @@ def test_loss_and_gradients(tile_values: int, num_classes: int, num_centers: int
         torch.autograd.grad(loss, [x, module.centers]), torch.autograd.grad(expected, [x, module.centers]), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_the_public_library_agrees() -> None:
+    config = SoftTripleConfig(num_centers=5, gamma=0.07, scale=8.0, margin=0.1)
+    torch.manual_seed(7)
+    module = SoftTriple(12, 4, config).double()
+    theirs = SoftTripleLoss(4, 12, centers_per_class=5, la=8.0, gamma=0.07, margin=0.1).double()
+    with torch.no_grad():
+        theirs.fc.copy_(module.centers.view(20, 12).T)
+    x, labels = torch.randn(30, 12, dtype=torch.float64, requires_grad=True), torch.randint(4, (30,))
+    found, expected = module(x, labels), theirs(x, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for value, wanted in zip(torch.autograd.grad(found, x), torch.autograd.grad(expected, x), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning.losses import NTXentLoss
 from torch import Tensor
 
 from tempnet import TempNet, TempNetConfig
@@ -97,6 +98,16 @@ def test_nt_xent_is_torchs_cross_entropy_of_the_whole_matrix() -> None:
     expected = F.cross_entropy(scores, (torch.arange(40) + 20) % 40)
     found = make("clip_fixed", tau=0.05)(anchors, positives, torch.arange(20), gamma=1.0)["loss"]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_public_library_agrees() -> None:
+    raw = torch.randn(30, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
+    anchors, positives = F.normalize(raw, dim=-1).chunk(2)  # the library normalises by itself
+    found = make("clip_fixed", tau=0.1)(anchors, positives, torch.arange(15), gamma=1.0)["loss"]
+    expected = NTXentLoss(temperature=0.1)(raw, torch.arange(15).repeat(2))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, raw)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
