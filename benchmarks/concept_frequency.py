@@ -127,6 +127,10 @@ def main(arguments: Arguments) -> None:
         curves.setdefault(name, {})[rho] = float(spearman(tau, frequency[anchors]))
         print(f"| {name} | {rho:g} | {float(tau.mean()):.4f} | {curves[name][rho]:+.3f} |", flush=True)
 
+    # §1: τ falls to the floor once ρ nears log(K/n), n the contrasts that tie with the best: those of the anchor's concept.
+    nears = (len(keys) / frequency[anchors]).log()
+    low, middle, high = (float(nears.quantile(share)) for share in (0.05, 0.5, 0.95))
+    print(f"log(K/n) of the anchors' concepts: 5 % {low:.2f}, median {middle:.2f}, 95 % {high:.2f}")
     print("| temperatures | ρ | mean τ | Spearman(τ, concept frequency) |\n|---|---|---|---|")
     for rho in arguments.rho:
         add("oracle, images", rho, oracle(image, text, anchors, rho, arguments.tau_max))
