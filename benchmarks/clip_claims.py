@@ -126,8 +126,10 @@ def test_scores(config: ClipConfig, outcome: dict[str, Any], test: ImageManifest
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean ± half the width of the 95 % interval."""
+    """Mean ± half the width of the 95 % interval; a dash for what the loss does not have."""
     mean = statistics.fmean(values)
+    if math.isnan(mean):
+        return "–"
     if len(values) < 2:
         return f"{mean:.4g}"
     half = student_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
