@@ -75,13 +75,13 @@ def concept_frequencies(directory: str, keys: list[str]) -> Tensor:
 
 
 @torch.no_grad()
-def embed(model: str, source: PairSource, num_images: int) -> tuple[Tensor, Tensor]:
-    """(N, d) of the images and of the captions."""
+def embed(model: str, source: PairSource, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, d) of the images with these numbers, and of their captions."""
     encoder = DualEncoder.from_pretrained(model)
     captions, _ = source.captions()
     images, texts = [], []
-    for at in range(0, num_images, _NUM_AT_A_TIME):
-        part = range(at, min(at + _NUM_AT_A_TIME, num_images))
+    for few in numbers.split(_NUM_AT_A_TIME):
+        part = few.tolist()
         images.append(encoder.encode_images(torch.from_numpy(source.read_images(part))))
         tokens = source.encoder.encode([captions[index] for index in part])
         texts.append(
@@ -120,7 +120,7 @@ def main(arguments: Arguments) -> None:
     frequency = concept_frequencies(arguments.train, keys)
     rng = np.random.default_rng(0)
     anchors = torch.from_numpy(np.sort(rng.choice(len(keys), min(arguments.num_anchors, len(keys)), replace=False)))
-    image, text = embed(arguments.base, source, manifest.num_images)
+    image, text = embed(arguments.base, source, torch.arange(manifest.num_images))
     curves: dict[str, dict[float, float]] = {}
 
     def add(name: str, rho: float, tau: Tensor) -> None:
@@ -136,11 +136,11 @@ def main(arguments: Arguments) -> None:
         add("oracle, images", rho, oracle(image, text, anchors, rho, arguments.tau_max))
         add("oracle, captions", rho, oracle(text, image, anchors, rho, arguments.tau_max))
     for rho, path in by_rho(arguments.tempnets).items():
-        own_image, own_text = embed(str(path), source, manifest.num_images)
+        own_image, own_text = embed(str(path), source, anchors)
         networks = load_pair_tempnets(path)
         with torch.no_grad():
-            add("TempNet, images", rho, networks[0](own_image[anchors]))
-            add("TempNet, captions", rho, networks[1](own_text[anchors]))
+            add("TempNet, images", rho, networks[0](own_image))
+            add("TempNet, captions", rho, networks[1](own_text))
     for rho, path in by_rho(arguments.states).items():
         parts = [load_file(file)["tau"] for file in sorted(path.glob("samples-*.safetensors"))]
         tau = torch.empty(2, manifest.num_pairs)
