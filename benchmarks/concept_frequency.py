@@ -13,6 +13,7 @@ while ρ is small against log(K/n), n the contrasts that tie with the best.
 from __future__ import annotations
 
 import json
+import math
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Arguments:
     """Samples that temperatures are computed for."""
     tau_max: float = 1.0
     """Wide enough for small ρ."""
+    num_negatives: int = 0
+    """Of a sample in a training batch: its logarithm is marked in the figure. 0: not."""
     figure: str = ""
     """A PNG file."""
 
@@ -149,18 +152,25 @@ def main(arguments: Arguments) -> None:
         add("iSogCLR, images", rho, tau[0, anchors])
         add("iSogCLR, captions", rho, tau[1, anchors])
     if arguments.figure:
-        draw(Path(arguments.figure), curves)
+        draw(Path(arguments.figure), curves, arguments.num_negatives)
 
 
-def draw(path: Path, curves: Mapping[str, Mapping[float, float]]) -> None:
-    """One line a kind of temperature."""
+def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives: int) -> None:
+    """One line a kind of temperature: the kind is its stroke, the modality its colour."""
+    strokes, colours = (
+        {"oracle": "-", "TempNet": "--", "iSogCLR": ":"},
+        {"images": "tab:blue", "captions": "tab:orange"},
+    )
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, values in curves.items():
+        kind, modality = name.split(", ")
         rhos = sorted(values)
-        axes.plot(
-            rhos, [values[rho] for rho in rhos], marker="o", linestyle="-" if "oracle" in name else "--", label=name
-        )
+        heights = [values[rho] for rho in rhos]
+        axes.plot(rhos, heights, marker="o", markersize=4, linestyle=strokes[kind], color=colours[modality], label=name)
     axes.axhline(0.0, color="black", linewidth=0.8)
+    if num_negatives:
+        limit = math.log(num_negatives)
+        axes.axvline(limit, color="grey", linewidth=0.8, linestyle="-.", label=f"log({num_negatives} negatives)")
     axes.set(
         xlabel="ρ, nats",
         ylabel="Spearman(τ, concept frequency)",
