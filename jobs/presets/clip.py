@@ -150,8 +150,8 @@ def small(config: ClipConfig) -> ClipConfig:
             text_dropout=0.0,
             text_attention="eager",
         )
-    # Mean τ ends in the band by these (docs/log.md). In joint training it falls as long as ρ is above the KL that the base has
-    # reached, and the paces decide where it ends; a frozen base has an optimum, which 4.5 puts there.
+    # Mean τ ends in the band by these (docs/log.md). In joint training it falls as long as ρ is above the KL that the base
+    # has reached, and the paces decide where it ends; a frozen base has an optimum, which 4.5 puts there.
     rho = 4.5 if model.freeze else 7.0
     temperature = replace(temperature, rho=rho, table=SMALL_TABLE if temperature.table else "")
     if temperature.loss == "isogclr":
