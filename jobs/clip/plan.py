@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class ClipPlan:
                 f"TempNets {self.num_tempnet_parameters:,}",
                 f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
                 f"MLflow       {self.tracking_uri or 'off'}",
+                *_notes(config),
             ]
         )
 
@@ -134,6 +136,18 @@ class ClipPlan:
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
         """Pictures."""
         write_report(directory, outcome, tracked)
+
+
+def _notes(config: ClipConfig) -> list[str]:
+    """What a person should know of a configuration that is legal."""
+    loss, num_negatives = config.temperature.loss_config, config.optimizer.batch_size - 1
+    if not loss.kind.uses_rho or math.exp(loss.rho) < num_negatives:
+        return []
+    # Feasible, for the contrasts of the averages are all pairs; but after few epochs they have seen little more than a batch.
+    return [
+        f"note         ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
+        f"{math.log(max(1, num_negatives)):.2f}: temperatures tend to their lower bound unless the averages see many batches"
+    ]
 
 
 def make_plan(config: ClipConfig) -> ClipPlan:

@@ -115,6 +115,8 @@ def test_a_good_configuration_has_a_plan(change: Change) -> None:
     text = plan.describe()
     assert "128 pairs: 2 workers × 64, each image against 127 captions" in text
     assert "normaliser global, τ in [0.001, 0.05], ρ = " in text
+    assert "ρ = 7 is not below log(127 negatives of a batch) = 4.84" in text
+    assert "negatives of a batch" not in make_plan(change(temperature={"rho": 4.8})).describe()
     # Table 13's formula for two networks on embeddings of 128.
     assert plan.num_tempnet_parameters == 2 * (128 * 256 + 256 + 256 * 256 + 256 + 2)
 
