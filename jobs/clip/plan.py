@@ -141,12 +141,13 @@ class ClipPlan:
 def _notes(config: ClipConfig) -> list[str]:
     """What a person should know of a configuration that is legal."""
     loss, num_negatives = config.temperature.loss_config, config.optimizer.batch_size - 1
-    if not loss.kind.uses_rho or math.exp(loss.rho) < num_negatives:
+    limit = math.log(max(1, num_negatives))
+    if not loss.kind.uses_rho or loss.rho < limit:
         return []
     # Feasible, for the contrasts of the averages are all pairs; but after few epochs they have seen little more than a batch.
     return [
         f"note         ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
-        f"{math.log(max(1, num_negatives)):.2f}: temperatures tend to their lower bound unless the averages see many batches"
+        f"{limit:.2f}: temperatures tend to their lower bound unless the averages see many batches"
     ]
 
 
