@@ -12,6 +12,7 @@ while ρ is small against log(K/n), n the contrasts that tie with the best.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tarfile
@@ -52,7 +53,7 @@ class Arguments:
     """The tars, whose json hold `concept_frequency`."""
     rho: tuple[float, ...] = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
     tempnets: tuple[str, ...] = ()
-    """ρ=export of models with TempNets."""
+    """ρ=export of models with TempNets, or NAME:ρ=export for a curve of another name."""
     states: tuple[str, ...] = ()
     """ρ=checkpoint directory of iSogCLR runs."""
     num_anchors: int = 2000
@@ -103,9 +104,14 @@ def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_
     return torch.cat(parts)
 
 
-def by_rho(values: tuple[str, ...]) -> Mapping[float, Path]:
-    """`ρ=path` arguments."""
-    return {float(value.split("=", 1)[0]): Path(value.split("=", 1)[1]) for value in values}
+def by_rho(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
+    """`ρ=path` and `NAME:ρ=path` arguments, as name, ρ and path."""
+    found = []
+    for value in values:
+        at, path = value.split("=", 1)
+        own, _, rho = at.rpartition(":")
+        found.append((own or name, float(rho), Path(path)))
+    return found
 
 
 def main(arguments: Arguments) -> None:
@@ -138,19 +144,19 @@ def main(arguments: Arguments) -> None:
     for rho in arguments.rho:
         add("oracle, images", rho, oracle(image, text, anchors, rho, arguments.tau_max))
         add("oracle, captions", rho, oracle(text, image, anchors, rho, arguments.tau_max))
-    for rho, path in by_rho(arguments.tempnets).items():
+    for name, rho, path in by_rho(arguments.tempnets, "TempNet"):
         own_image, own_text = embed(str(path), source, anchors)
         networks = load_pair_tempnets(path)
         with torch.no_grad():
-            add("TempNet, images", rho, networks[0](own_image))
-            add("TempNet, captions", rho, networks[1](own_text))
-    for rho, path in by_rho(arguments.states).items():
+            add(f"{name}, images", rho, networks[0](own_image))
+            add(f"{name}, captions", rho, networks[1](own_text))
+    for name, rho, path in by_rho(arguments.states, "iSogCLR"):
         parts = [load_file(file)["tau"] for file in sorted(path.glob("samples-*.safetensors"))]
         tau = torch.empty(2, manifest.num_pairs)
         for rank, part in enumerate(parts):
             tau[:, rank :: len(parts)] = part
-        add("iSogCLR, images", rho, tau[0, anchors])
-        add("iSogCLR, captions", rho, tau[1, anchors])
+        add(f"{name}, images", rho, tau[0, anchors])
+        add(f"{name}, captions", rho, tau[1, anchors])
     if arguments.figure:
         draw(Path(arguments.figure), curves, arguments.num_negatives)
 
@@ -170,7 +176,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives:
     axes.axhline(0.0, color="black", linewidth=0.8)
     if num_negatives:
         limit = math.log(num_negatives)
-        axes.axvline(limit, color="grey", linewidth=0.8, linestyle="-.", label=f"log({num_negatives} negatives)")
+        axes.axvline(limit, color="grey", linewidth=0.8, label=f"log({num_negatives} negatives)")
     axes.set(
         xlabel="ρ, nats",
         ylabel="Spearman(τ, concept frequency)",
