@@ -163,11 +163,9 @@ def main(arguments: Arguments) -> None:
 
 def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives: int) -> None:
     """One line a kind of temperature: the kind is its stroke, the modality its colour."""
-    strokes, colours = (
-        {"oracle": "-", "TempNet": "--", "iSogCLR": ":"},
-        {"images": "tab:blue", "captions": "tab:orange"},
-    )
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    kinds = dict.fromkeys(name.split(", ")[0] for name in curves)
+    strokes = dict(zip(kinds, itertools.cycle(("-", "--", "-.", ":")), strict=False))
+    colours = {"images": "tab:blue", "captions": "tab:orange"}
     for name, values in curves.items():
         kind, modality = name.split(", ")
         rhos = sorted(values)
