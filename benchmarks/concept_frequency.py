@@ -166,6 +166,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives:
     kinds = dict.fromkeys(name.split(", ")[0] for name in curves)
     strokes = dict(zip(kinds, itertools.cycle(("-", "--", "-.", ":")), strict=False))
     colours = {"images": "tab:blue", "captions": "tab:orange"}
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, values in curves.items():
         kind, modality = name.split(", ")
         rhos = sorted(values)
