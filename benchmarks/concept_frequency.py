@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,9 +109,9 @@ def by_rho(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
     """`ρ=path` and `NAME:ρ=path` arguments, as name, ρ and path."""
     found = []
     for value in values:
-        at, path = value.split("=", 1)
-        own, _, rho = at.rpartition(":")
-        found.append((own or name, float(rho), Path(path)))
+        if not (match := re.fullmatch(r"(?:(.+):)?([\d.]+)=(.+)", value)):
+            raise SystemExit(f"{value!r} is neither ρ=path nor NAME:ρ=path")
+        found.append((match[1] or name, float(match[2]), Path(match[3])))
     return found
 
 
