@@ -182,7 +182,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives:
         ylabel="Spearman(τ, concept frequency)",
         title="Which way temperatures order frequent and rare",
     )
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=2, loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
