@@ -48,6 +48,24 @@ def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) ->
         assert done.returncode == 0, line + done.stdout + done.stderr
 
 
+def run_until(condition: Callable[[], bool], module: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """A command that is killed as soon as the condition holds. In a process of its own: a Ray whose data sets are left in
+    mid-stream may take its driver down with it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: condition() or process.poll() is not None)
+    finally:
+        process.kill()
+        process.wait()
+    time.sleep(3)  # Ray ends the tasks of a dead driver
+
+
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:
     """Ray Train's workers under this test's own head; others may run beside it."""
     return [

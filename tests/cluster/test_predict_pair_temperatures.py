@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from clip_support import make_dual_encoder, make_pairs
+from support import run_until
 
 from jobs.pair_prediction.config import PredictPairTemperaturesConfig
 from jobs.pair_prediction.job import predict_pairs
@@ -56,10 +57,6 @@ def tables(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.glob("part-*.parquet")}
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     cluster: dict[str, str],
     model: Path,
@@ -100,7 +97,13 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     summary = json.loads((tmp_path / "whole" / "_summary.json").read_text())
     assert summary["problems"] == {"corrupt_image": 1}
 
-    # Interrupted after some parts, and continued by two workers: the same bytes, and what was done stays.
+    # Killed after some parts, and continued by two workers: the same bytes, and what was done stays.
+    run_until(
+        lambda: bool(tables(tmp_path / "parts")),
+        "jobs.predict_temperatures",
+        [*words(model, source, tmp_path / "parts"), "--with-embeddings"],
+        cluster,
+    )
     config = PredictPairTemperaturesConfig(
         model=str(model),
         images=str(source),
@@ -114,12 +117,6 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     settings = resolve_settings(config)
     claim_output(config.output, settings.record())
 
-    def interrupt(line: str) -> None:
-        if " part " in line:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        predict_pairs(settings, config.output, config.workers, say=interrupt)
     (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)  # if writing was quick, all of them are there
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("part-*.parquet")}
     assert times
