@@ -290,9 +290,11 @@ def test_finetuning_starts_from_the_saved_weights(
 
 def test_the_job_runs_through_ray_job_submit_with_token_authentication(ray_head: dict[str, str], tiny: Make) -> None:
     config = tiny("submitted", run={"num_steps": 5}, workers={"num_workers": 1})
+    # Ray gives a submitted job the address "auto", which on a machine with two heads, as here, may be the other one.
+    address = ["env", f"RAY_ADDRESS={ray_head['RAY_ADDRESS']}"]
     submit = subprocess.run(
         [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".", "--",
-         "python", *command(config)],
+         *address, "python", *command(config)],
         cwd=ROOT, env={name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
