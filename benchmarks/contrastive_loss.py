@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+from benchmarks.memory import peak_growth_of
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
@@ -138,12 +138,6 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
     return run
 
 
-def _kib(field: str) -> int:
-    """A field of /proc/self/status: VmRSS, the resident size, or VmHWM, its peak."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
-
-
 def measure_memory(name: str, form: str, arguments: Arguments, batch_size: int) -> float:
     """MiB, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.contrastive_loss", "--memory-of", name, form]
@@ -202,11 +196,7 @@ def main(arguments: Arguments) -> None:
     if arguments.memory_of:
         # A small step first: what torch and its libraries set up once is not the loss's.
         make_step(*arguments.memory_of, arguments, 64)()
-        step = make_step(*arguments.memory_of, arguments, arguments.batch_size[0])
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
-        before = _kib("VmRSS")
-        step()
-        print(json.dumps(_kib("VmHWM") - before))
+        print(json.dumps(peak_growth_of(make_step(*arguments.memory_of, arguments, arguments.batch_size[0]))))
         return
     print(
         f"d {arguments.embedding_size}, tiles of {arguments.tile_size}², float32, {arguments.num_threads} threads, "

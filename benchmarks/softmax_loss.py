@@ -20,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+from benchmarks.memory import peak_growth_of
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
@@ -91,12 +91,6 @@ def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], 
     return forms
 
 
-def _kib(field: str) -> int:
-    """A field of /proc/self/status: VmRSS, the resident size, or VmHWM, its peak."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
-
-
 def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
     """MiB, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name, "--num-tokens", str(num_tokens)]
@@ -141,10 +135,7 @@ def main(arguments: Arguments) -> None:
         run = make_forms(arguments, arguments.num_tokens[0])[arguments.memory_of]
         if arguments.memory_of.startswith("Cut"):
             run()  # compiles, which is not what is measured
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
-        before = _kib("VmRSS")
-        run()
-        print(json.dumps(_kib("VmHWM") - before))
+        print(json.dumps(peak_growth_of(run)))
         return
     versions = [f"torch {torch.__version__}"]
     if importlib.util.find_spec("cut_cross_entropy"):

@@ -114,6 +114,12 @@ class OptimizerSection:
         check_share("optimizer", self, "beta1", "beta2", "warmup_share", "final_share", "rest_share_tempnet")
         if self.warmup_share_tempnet is not None:
             check_share("optimizer", self, "warmup_share_tempnet")
+        warmup = self.warmup_share if self.warmup_share_tempnet is None else self.warmup_share_tempnet
+        if self.rest_share_tempnet + warmup > 1.0 or self.rest_share_tempnet == 1.0:
+            raise ValueError(
+                f"optimizer.rest_share_tempnet = {self.rest_share_tempnet:g} leaves the TempNet no steps after its warm-up "
+                f"of {warmup:g}: together they may be 1 at most, and the rest must be below 1"
+            )
         for name in ("micro_batch_size", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must not be negative")

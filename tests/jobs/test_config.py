@@ -72,6 +72,11 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         (["--data.max-bad-share", "1.5"], "data.max_bad_share = 1.5 must lie in"),
         (["--optimizer.learning-rate-base", "-1"], "optimizer.learning_rate_base = -1.0 must be positive"),
         (["--model.freeze", "True"], "model.freeze = True needs model.path"),
+        (["--optimizer.rest-share-tempnet", "1"], "optimizer.rest_share_tempnet = 1 leaves the TempNet no steps"),
+        (
+            ["--optimizer.rest-share-tempnet", "0.6", "--optimizer.warmup-share-tempnet", "0.5"],
+            "optimizer.rest_share_tempnet = 0.6 leaves the TempNet no steps after its warm-up of 0.5",
+        ),
         (["--model.num-heads", "7"], "not divisible by num_heads = 7"),
         (["--workers.zero-stage", "0", "--workers.offload-optimizer"], "needs workers.zero_stage 1, 2 or 3"),
     ],
