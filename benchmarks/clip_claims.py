@@ -51,6 +51,8 @@ class Arguments:
     """τ_max of the global losses. None: the preset's."""
     num_steps: int | None = None
     """None: the preset's."""
+    table: str = ""
+    """Temperatures of the training pairs, for the loss sogclr_given."""
     train: str = ""
     """Training pairs. Empty: the sample images."""
     train_captions: str = ""
@@ -91,6 +93,7 @@ def configuration(
         rho=config.temperature.rho if rho is None else rho,
         stop_gradient=stop,
         tau_max=arguments.tau_max if is_global else None,
+        table=arguments.table if loss == "sogclr_given" else "",
     )
     data = replace(config.data, caption_noise=noise, flip_probability=arguments.flip_probability)
     if arguments.train:

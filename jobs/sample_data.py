@@ -44,6 +44,8 @@ class SampleDataConfig:
     """Image-text pairs to train on; 1 000 images each for validation, test and zero-shot classification come with them."""
     image_size: int = IMAGE_SIZE_DEFAULT
     """Pixels of an image's side."""
+    images_seed: int = 0
+    """Another gives other images of the same kind, with the same frequent concepts."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -69,7 +71,8 @@ def make_sample_data(config: SampleDataConfig) -> str:
     lines = []
     for part in dict.fromkeys(config.parts):
         fields = {name: value for name, value in asdict(config).items() if name in _FIELDS[part]}
-        if record.get(part, {}).get("config") == fields:
+        defaults = {name: SampleDataConfig.__dataclass_fields__[name].default for name in fields}
+        if part in record and defaults | record[part]["config"] == fields:
             lines.append(f"{directory / part} is there already")
             continue
         started = time.monotonic()
@@ -80,7 +83,7 @@ def make_sample_data(config: SampleDataConfig) -> str:
     return "\n".join(lines)
 
 
-_FIELDS = {"text": ("num_bytes", "vocab_size"), "images": ("num_images", "image_size")}
+_FIELDS = {"text": ("num_bytes", "vocab_size"), "images": ("num_images", "image_size", "images_seed")}
 
 
 def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
@@ -96,7 +99,9 @@ def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
 
 def _make_images(config: SampleDataConfig) -> tuple[dict[str, int], str]:
     directory = Path(config.directory, "images")
-    summary = write_images(directory, num_images=config.num_images, image_size=config.image_size)
+    summary = write_images(
+        directory, num_images=config.num_images, image_size=config.image_size, seed=config.images_seed
+    )
     tokenizer = train_wordpiece(read_captions(directory / "train"), _CAPTION_VOCAB_SIZE)
     tokenizer.save_pretrained(directory / "tokenizer")
     return asdict(summary), (

@@ -32,10 +32,14 @@ def test_parts_are_made_once_and_apart(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "images" / "tokenizer" / "tokenizer.json").is_file()
     record = json.loads((tmp_path / "sample.json").read_text())
     assert sorted(record) == ["images", "text"]
-    assert record["images"]["config"] == {"num_images": 60, "image_size": 32}
+    assert record["images"]["config"] == {"num_images": 60, "image_size": 32, "images_seed": 0}
     assert record["images"]["summary"]["num_images_test"] == 1000
     with pytest.raises(FileExistsError, match="images"):
         make(tmp_path, "images", num_images=61)
+    # A record from before a field was there: it holds the field's default.
+    del record["images"]["config"]["images_seed"]
+    (tmp_path / "sample.json").write_text(json.dumps(record))
+    assert make(tmp_path, "images") == f"{tmp_path}/images is there already"
 
 
 def test_values_are_checked(tmp_path: Path) -> None:
