@@ -97,10 +97,10 @@ def calibrate_rho(job: Rho) -> None:
         TemperatureSection,
         with_absolute_paths,
     )
+    from jobs.language_models.data import prepared
     from jobs.language_models.models import base_config
     from jobs.training.config import RunSection, WorkersSection
     from pipelines.archives import list_archives
-    from pipelines.prepare import PrepareConfig, prepare_text
     from pipelines.tokenization import load_tokenizer
 
     config = LanguageModelConfig(
@@ -126,10 +126,7 @@ def calibrate_rho(job: Rho) -> None:
     config = with_absolute_paths(config)
     start_ray()
     started = time.monotonic()
-    source = PrepareConfig(
-        source=config.data.train, tokenizer=config.tokenizer, context_length=config.data.context_length
-    )
-    values = calibration_of(config, prepare_text(source, f"{config.run.resolved_storage}/prepared"))
+    values = calibration_of(config, prepared(config, "train"))
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
     (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")

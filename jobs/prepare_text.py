@@ -1,6 +1,7 @@
-"""Tokenise and pack text archives once, ahead of training (which otherwise does it itself).
+"""Tokenise text archives once, ahead of training (which otherwise does it itself): into blocks, or whole documents.
 
 python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
+python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/wordpiece --least-num-tokens 128
 """
 
 from __future__ import annotations
@@ -23,15 +24,32 @@ class PrepareTextJob:
     """What to prepare, and where to."""
 
     prepare: Annotated[PrepareConfig, tyro.conf.arg(name="")]
+    context_length: int = 0
+    """Tokens a block: for language models."""
+    least_num_tokens: int = 0
+    """Documents of so many tokens or more, whole: for sentence encoders."""
     storage: str = ""
     """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
+
+    def __post_init__(self) -> None:
+        if bool(self.context_length) == bool(self.least_num_tokens):
+            raise ValueError(
+                f"context_length = {self.context_length}, least_num_tokens = {self.least_num_tokens}: give one of them, "
+                "the tokens of a block or the least of a whole document"
+            )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job."""
-    job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
+    try:
+        job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
+    except ValueError as error:
+        fail(str(error))
     from jobs.cluster import start_ray
     from pipelines.archives import list_archives
+    from pipelines.documents import DocumentConfig
+    from pipelines.manifest import Layout
+    from pipelines.packing import PackingConfig
     from pipelines.prepare import describe, prepare_text
     from pipelines.problems import TooManyProblemsError
     from pipelines.tokenization import load_tokenizer
@@ -39,10 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage
         list_archives(job.prepare.source)
-        load_tokenizer(job.prepare.tokenizer)
+        tokenizer = load_tokenizer(job.prepare.tokenizer, needs_eos=bool(job.context_length))
+        layout: Layout = (
+            PackingConfig.for_tokenizer(tokenizer, job.context_length)
+            if job.context_length
+            else DocumentConfig(least_num_tokens=job.least_num_tokens, vocab_size=len(tokenizer))
+        )
         start_ray()
         started = time.monotonic()
-        manifest = prepare_text(job.prepare, f"{storage}/prepared")
+        manifest = prepare_text(job.prepare, layout, f"{storage}/prepared")
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")

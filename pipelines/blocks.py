@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.manifest import Manifest, read_blocks
-from pipelines.packing import unpack_blocks
+from pipelines.manifest import Manifest, read_rows
+from pipelines.packing import PackingConfig, unpack_blocks
 from pipelines.stream import Batch
 
 
@@ -25,7 +25,7 @@ class BlockSource:
         tables, order = [], []
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
-            tables.append(read_blocks(self.manifest, self.manifest.shards[shard], rows[chosen]))
+            tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen]))
             order.append(chosen)
         table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
         return block_arrays(self.manifest, table)
@@ -33,13 +33,14 @@ class BlockSource:
     def name(self, shard: int, row: int) -> str:
         """Shard file, row, archive and first document of a block."""
         entry = self.manifest.shards[shard]
-        document = read_blocks(self.manifest, entry, [row]).column("document")[0].as_py()
+        document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
         return f"{entry.file}:{row} (document {document} of {entry.archive})"
 
 
 def block_arrays(manifest: Manifest, table: pa.Table) -> Batch:
     """Training arrays of stored blocks, with a digest of each block's tokens: (n,) int64, non-negative, below 2^48."""
-    arrays: dict[str, Any] = unpack_blocks(table, manifest.packing)
+    assert isinstance(manifest.layout, PackingConfig)
+    arrays: dict[str, Any] = unpack_blocks(table, manifest.layout)
     digests = [
         int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest(), "little") for row in arrays["input_ids"]
     ]
@@ -50,8 +51,8 @@ def read_range(manifest: Manifest, start: int, stop: int) -> Batch:
     """Blocks start … stop−1 in the stored order, without Ray: for validation."""
     tables, first = [], 0
     for shard in manifest.shards:
-        low, high = max(start - first, 0), min(stop - first, shard.num_blocks)
+        low, high = max(start - first, 0), min(stop - first, shard.num_rows)
         if low < high:
-            tables.append(read_blocks(manifest, shard, range(low, high)))
-        first += shard.num_blocks
+            tables.append(read_rows(manifest, shard, range(low, high)))
+        first += shard.num_rows
     return block_arrays(manifest, pa.concat_tables(tables))

@@ -15,25 +15,34 @@ import pyarrow as pa
 from pyarrow.fs import FileType
 
 from pipelines.archives import resolve
+from pipelines.documents import DocumentConfig
 from pipelines.packing import PackingConfig
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+Layout = PackingConfig | DocumentConfig
+"""How documents become the rows of shards."""
+
+_LAYOUTS: dict[str, type[PackingConfig] | type[DocumentConfig]] = {
+    layout.kind: layout for layout in (PackingConfig, DocumentConfig)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One file of packed blocks."""
+    """One file of rows."""
 
     file: str
     """Its name, relative to the manifest."""
     archive: str
     """The archive that its documents came from."""
-    num_blocks: int
+    num_rows: int
+    """Blocks or documents."""
     num_tokens: int
-    """Targets in it: tokens plus one end a document that ends here."""
+    """In documents, their tokens; in blocks the targets: tokens plus one end a document that ends here."""
     digest: str
-    """blake2b of the stored tokens."""
+    """blake2b of the stored tokens and the rows' lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +71,7 @@ class Manifest:
     directory: str
     """The URI that shard names are relative to."""
     tokenizer_digest: str
-    packing: PackingConfig
+    layout: Layout
     archives: list[ArchiveEntry]
     version: int = FORMAT_VERSION
 
@@ -71,14 +80,19 @@ class Manifest:
         """All shards, in the order of the archives."""
         return [shard for archive in self.archives for shard in archive.shards]
 
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Rows of every shard."""
+        return tuple(shard.num_rows for shard in self.shards)
+
     @cached_property
-    def num_blocks(self) -> int:
-        """Blocks in all shards."""
-        return sum(shard.num_blocks for shard in self.shards)
+    def num_rows(self) -> int:
+        """Blocks or documents in all shards."""
+        return sum(shard.num_rows for shard in self.shards)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Targets in all shards."""
+        """As the shards count them."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @cached_property
@@ -93,13 +107,14 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the shards: equal digests mean equal blocks in equal order."""
-        content = json.dumps([self.packing.context_length, [shard.digest for shard in self.shards]])
+        """16 hex digits over the shards: equal digests mean equal rows in equal order."""
+        content = json.dumps([self.layout.label, [shard.digest for shard in self.shards]])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def save(self) -> None:
         """Write the manifest into its directory; its presence says that the directory is complete."""
-        content = {key: value for key, value in asdict(self).items() if key != "directory"} | {"digest": self.digest}
+        content = {key: value for key, value in asdict(self).items() if key != "directory"}
+        content |= {"layout": {"kind": self.layout.kind, **content["layout"]}, "digest": self.digest}
         write_json(f"{self.directory}/{MANIFEST_FILE}", content)
 
     @classmethod
@@ -120,7 +135,7 @@ class Manifest:
         return cls(
             directory=directory,
             tokenizer_digest=content["tokenizer_digest"],
-            packing=PackingConfig(**content["packing"]),
+            layout=_LAYOUTS[content["layout"].pop("kind")](**content["layout"]),
             archives=[archive_from_json(entry) for entry in content["archives"]],
         )
 
@@ -130,16 +145,14 @@ def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:
     return ArchiveEntry(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
 
 
-def read_blocks(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray) -> pa.Table:
+def read_rows(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray) -> pa.Table:
     """The given rows of one shard, in the given order; a local shard is memory-mapped, a remote one read whole."""
     filesystem, path = resolve(f"{manifest.directory}/{shard.file}")
     is_local = filesystem.type_name == "local"
     with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:
         table = pa.ipc.open_file(source).read_all()
-        if table.num_rows != shard.num_blocks:
-            raise OSError(
-                f"{path} holds {table.num_rows} blocks, its manifest says {shard.num_blocks}: prepare it again"
-            )
+        if table.num_rows != shard.num_rows:
+            raise OSError(f"{path} holds {table.num_rows} rows, its manifest says {shard.num_rows}: prepare it again")
         return table.take(pa.array(rows, pa.int64()))
 
 

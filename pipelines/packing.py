@@ -12,16 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.tokenization import document_start_id
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingConfig:
-    """How documents are packed."""
+    """How documents are packed; a layout of `pipelines.manifest`."""
+
+    kind: ClassVar[str] = "blocks"
 
     context_length: int
     """T, tokens a block."""
@@ -36,6 +42,21 @@ class PackingConfig:
         if self.context_length < 2:
             raise ValueError(f"data.context_length = {self.context_length} must be at least 2")
 
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:
+        """Blocks of `context_length` tokens of this tokenizer, which has an end-of-text token."""
+        return cls(
+            context_length=context_length,
+            bos_id=document_start_id(tokenizer),
+            eos_id=int(tokenizer.eos_token_id),
+            vocab_size=len(tokenizer),
+        )
+
+    @property
+    def label(self) -> str:
+        """Part of a prepared directory's name."""
+        return str(self.context_length)
+
     @property
     def schema(self) -> pa.Schema:
         """One row a block."""
@@ -48,6 +69,14 @@ class PackingConfig:
                 "document": pa.int64(),  # the ordinal, in its archive, of the document of the first token
             }
         )
+
+    def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
+        """See :func:`pack_documents`."""
+        return pack_documents(documents, self)
+
+    def describe(self, num_rows: int, num_documents: int) -> str:
+        """What is stored of so many documents, for a person."""
+        return f"all in {num_rows} blocks of {self.context_length}"
 
 
 def pack_documents(

@@ -1,4 +1,4 @@
-"""Preparing text: a Ray Data job that turns archives into packed shards and a manifest, one task an archive.
+"""Preparing text: a Ray Data job that turns archives into shards of rows and a manifest, one task an archive.
 
 The directory is named after everything that decides its content, so preparing again is free, and an interrupted
 preparation goes on with the archives that are left.
@@ -16,23 +16,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerFast
 
 from pipelines.archive_tasks import run_archive_tasks
 from pipelines.archives import Archive, list_archives, resolve
 from pipelines.manifest import (
     FORMAT_VERSION,
     ArchiveEntry,
+    Layout,
     Manifest,
     ShardEntry,
     archive_from_json,
 )
-from pipelines.packing import PackingConfig, pack_documents
 from pipelines.problems import Problem, check_problems, note
 from pipelines.text import Document, read_documents
-from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from pipelines.tokenization import load_tokenizer, tokenizer_digest
 
-NUM_BLOCKS_PER_SHARD = 4096
+NUM_BATCHES_PER_SHARD = 16  # of 256 rows, as the layouts make them
 _NUM_DOCUMENTS_PER_ENCODE = 64
 
 
@@ -44,8 +43,6 @@ class PrepareConfig:
     """A text archive, or a directory of them, as a path or pyarrow URI."""
     tokenizer: str
     """A Transformers fast tokenizer: directory, tokenizer.json or hub name."""
-    context_length: int
-    """Tokens a block."""
     text_field: str = "text"
     """The field (column) that holds the text."""
     max_bad_share: float = 0.01
@@ -56,19 +53,23 @@ class PrepareConfig:
             raise ValueError(f"data.max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
 
 
-def prepare_text(config: PrepareConfig, root: str) -> Manifest:
+def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
     """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
 
     Needs a running Ray.
+
+    Args:
+        config: what to read, and the tokenizer.
+        layout: what the tokens of the documents become, made for the same tokenizer.
+        root: of all prepared data.
 
     Raises:
         FileNotFoundError, ValueError: the source does not exist or holds no archive; the tokenizer does not fit.
         TooManyProblemsError: naming the share, the kinds and the archives.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    packing = packing_config(tokenizer, config.context_length)
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     archives = list_archives(config.source)
-    directory = f"{root}/{_content_name(config, packing, tokenizer_digest(tokenizer), archives)}"
+    directory = f"{root}/{_content_name(config, layout, tokenizer_digest(tokenizer), archives)}"
     try:
         manifest = Manifest.load(directory)
     except FileNotFoundError:
@@ -76,41 +77,31 @@ def prepare_text(config: PrepareConfig, root: str) -> Manifest:
         filesystem.create_dir(path, recursive=True)
 
         def prepare(number: int) -> dict[str, Any]:
-            return asdict(_prepare_archive(config, packing, archives[number], number, directory))
+            return asdict(_prepare_archive(config, layout, archives[number], number, directory))
 
         entries = [archive_from_json(entry) for entry in run_archive_tasks(prepare, len(archives), directory)]
         manifest = Manifest(
-            directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), packing=packing, archives=entries
+            directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), layout=layout, archives=entries
         )
         manifest.save()
     check_problems(config.source, manifest.archives, config.max_bad_share)
     return manifest
 
 
-def packing_config(tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:
-    """How documents are packed for this tokenizer."""
-    return PackingConfig(
-        context_length=context_length,
-        bos_id=document_start_id(tokenizer),
-        eos_id=int(tokenizer.eos_token_id),
-        vocab_size=len(tokenizer),
-    )
-
-
-def _content_name(config: PrepareConfig, packing: PackingConfig, tokenizer: str, archives: list[Archive]) -> str:
+def _content_name(config: PrepareConfig, layout: Layout, tokenizer: str, archives: list[Archive]) -> str:
     """A directory name that is a function of everything that decides the prepared content."""
     files = [(archive.path, archive.num_bytes) for archive in archives]
-    content = json.dumps([FORMAT_VERSION, files, config.text_field, asdict(packing), tokenizer])
+    content = json.dumps([FORMAT_VERSION, files, config.text_field, layout.kind, asdict(layout), tokenizer])
     digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
     name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
-    return f"{name}-{config.context_length}-{digest}"
+    return f"{name}-{layout.label}-{digest}"
 
 
 def _prepare_archive(
-    config: PrepareConfig, packing: PackingConfig, archive: Archive, number: int, directory: str
+    config: PrepareConfig, layout: Layout, archive: Archive, number: int, directory: str
 ) -> ArchiveEntry:
-    """Read, tokenise, pack and write one archive."""
-    tokenizer = load_tokenizer(config.tokenizer)
+    """Read, tokenise, lay out and write one archive."""
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = 0
@@ -124,22 +115,24 @@ def _prepare_archive(
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
     shards: list[ShardEntry] = []
-    blocks = pack_documents(documents(), packing)
-    while chunk := list(itertools.islice(blocks, NUM_BLOCKS_PER_SHARD // 256)):
-        table = pa.Table.from_batches(chunk)
+    batches = layout.rows(documents())
+    while chunk := list(itertools.islice(batches, NUM_BATCHES_PER_SHARD)):
         file = f"shard-{number:05d}-{len(shards):05d}.arrow"
         filesystem, path = resolve(f"{directory}/{file}")
-        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, layout.schema) as writer:
             for batch in chunk:
                 writer.write_batch(batch)
-        tokens = table.column("tokens").combine_chunks().flatten().to_numpy()
+        digest = hashlib.blake2b(digest_size=8)
+        for batch in chunk:
+            digest.update(batch.column("tokens").flatten().to_numpy())
+            digest.update(batch.column("num_tokens").to_numpy())
         shards.append(
             ShardEntry(
                 file=file,
                 archive=archive.path,
-                num_blocks=table.num_rows,
-                num_tokens=int(np.sum(table.column("num_tokens").to_numpy())),
-                digest=hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest(),
+                num_rows=sum(batch.num_rows for batch in chunk),
+                num_tokens=sum(int(batch.column("num_tokens").to_numpy().sum()) for batch in chunk),
+                digest=digest.hexdigest(),
             )
         )
     return ArchiveEntry(
@@ -168,7 +161,7 @@ def describe(manifest: Manifest, seconds: float | None = None) -> str:
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
     took = "" if seconds is None else f" in {seconds:.0f} s"
     return (
-        f"{manifest.num_documents} documents, {manifest.num_tokens} tokens in {manifest.num_blocks} blocks of "
-        f"{manifest.packing.context_length} ({len(manifest.shards)} shards, digest {manifest.digest}){took}; "
+        f"{manifest.num_documents} documents, {manifest.layout.describe(manifest.num_rows, manifest.num_documents)}, "
+        f"{manifest.num_tokens} tokens ({len(manifest.shards)} shards, digest {manifest.digest}){took}; "
         f"unreadable: {lost}"
     )

@@ -6,6 +6,7 @@ import hashlib
 import string
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -53,6 +54,47 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """16 hex digits that change whenever the tokenizer would encode anything differently."""
     content = tokenizer.backend_tokenizer.to_str() + f"|{document_start_id(tokenizer)}|{tokenizer.eos_token_id}"
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """What a tokenizer of an encoder puts around one text, pads with and masks with."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    pad_id: int
+    mask_id: int
+    vocab_size: int
+
+    @property
+    def num_added(self) -> int:
+        """Special tokens of one text."""
+        return len(self.opening) + len(self.closing)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> SpecialTokens:
+        """Of BERT's, RoBERTa's and similar tokenizers; one that adds nothing is fine.
+
+        Raises:
+            ValueError: naming the token that is missing, or if the added ones do not surround the text.
+        """
+        for name in ("pad_token", "mask_token"):
+            if getattr(tokenizer, f"{name}_id") is None:
+                raise ValueError(
+                    f"tokenizer {tokenizer.name_or_path!r} has no {name}: that of a masked language model is needed"
+                )
+        plain = tokenizer.encode("a", add_special_tokens=False)
+        whole = tokenizer.encode("a")
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+        if at is None:
+            raise ValueError(f"tokenizer {tokenizer.name_or_path!r} changes a text by its special tokens")
+        return cls(
+            opening=tuple(whole[:at]),
+            closing=tuple(whole[at + len(plain) :]),
+            pad_id=int(tokenizer.pad_token_id),
+            mask_id=int(tokenizer.mask_token_id),
+            vocab_size=len(tokenizer),
+        )
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[str]:

@@ -21,7 +21,7 @@ from jobs.language_models.models import autocast_dtype, build_base
 from jobs.language_models.validation import to_tensors
 from pipelines.blocks import read_range
 from pipelines.manifest import Manifest, read_json, write_json
-from pipelines.packing import IGNORE_INDEX
+from pipelines.packing import IGNORE_INDEX, PackingConfig
 from pipelines.stream import Batch
 from pipelines.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho
@@ -97,9 +97,10 @@ def _calibrate(config: LanguageModelConfig, directory: str) -> Calibration:
 @torch.no_grad()
 def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens: int, device: torch.device) -> Tensor:
     """(num_tokens, d) contexts of blocks spread evenly over the data; fewer if there are not as many."""
-    num_blocks = min(manifest.num_blocks, math.ceil(1.25 * num_tokens / manifest.packing.context_length) + 1)
+    assert isinstance(manifest.layout, PackingConfig)
+    num_blocks = min(manifest.num_rows, math.ceil(1.25 * num_tokens / manifest.layout.context_length) + 1)
     contexts: list[Tensor] = []
-    for index in np.linspace(0, manifest.num_blocks - 1, num_blocks).astype(int).tolist():
+    for index in np.linspace(0, manifest.num_rows - 1, num_blocks).astype(int).tolist():
         arrays: Batch = read_range(manifest, index, index + 1)
         batch = to_tensors(arrays, device)
         found = module.contexts(batch["input_ids"], batch["position_ids"])

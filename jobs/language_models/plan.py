@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs.language_models.calibration import calibrated, describe_calibration
 from jobs.language_models.config import LanguageModelConfig, with_absolute_paths, with_rho
+from jobs.language_models.data import prepared
 from jobs.language_models.models import base_config, resolved_rho
 from jobs.language_models.report import summary_table, write_report
 from jobs.training.hardware import state_bytes_per_worker
@@ -23,7 +23,6 @@ from jobs.training.task import PreparedTask, Task, data_set
 from jobs.training.tracking import TrackedRun
 from pipelines.archives import list_archives
 from pipelines.manifest import Manifest
-from pipelines.prepare import PrepareConfig, describe, prepare_text
 from pipelines.stream import READ_CPUS
 from pipelines.tokenization import load_tokenizer
 from tempnet.dro import check_rho
@@ -114,8 +113,8 @@ class LanguageModelPlan:
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, and calibrate ρ if that is wanted."""
         config = with_absolute_paths(self.config)
-        train_data = _prepare(config, "train")
-        validation_data = _prepare(config, "validation")
+        train_data = prepared(config, "train")
+        validation_data = prepared(config, "validation")
         rho = self.rho
         if rho is None:
             calibration = calibrated(config, train_data)
@@ -149,8 +148,8 @@ class LanguageModelPlan:
                     "train": dict(train_data.problems),
                     "validation": dict(validation_data.problems),
                 },
-                "num_blocks_train": train_data.num_blocks,
-                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_blocks,
+                "num_blocks_train": train_data.num_rows,
+                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_rows,
             },
         )
 
@@ -196,19 +195,3 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         num_tempnet_parameters=num_tempnet_parameters,
         tracking_uri=uri,
     )
-
-
-def _prepare(config: LanguageModelConfig, split: str) -> Manifest:
-    started = time.monotonic()
-    manifest = prepare_text(
-        PrepareConfig(
-            source=getattr(config.data, split),
-            tokenizer=config.tokenizer,
-            context_length=config.data.context_length,
-            text_field=config.data.text_field,
-            max_bad_share=config.data.max_bad_share,
-        ),
-        f"{config.run.resolved_storage}/prepared",
-    )
-    print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
-    return manifest

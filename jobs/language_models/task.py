@@ -45,7 +45,7 @@ class LanguageModelTask:
         self.stream = RankStream(
             source=BlockSource(manifest=train),
             plan=StreamPlan(
-                shard_sizes=tuple(shard.num_blocks for shard in train.shards),
+                shard_sizes=train.shard_sizes,
                 seed=self.config.run.seed,
                 window_size=self.config.data.shuffle_window,
             ),

@@ -41,7 +41,7 @@ class ValidationPart:
     @classmethod
     def read(cls, manifest: Manifest, num_blocks: int, *, rank: int, world_size: int) -> ValidationPart:
         """The rank's share of the first `num_blocks` blocks (0: all)."""
-        total = min(num_blocks or manifest.num_blocks, manifest.num_blocks)
+        total = min(num_blocks or manifest.num_rows, manifest.num_rows)
         size = -(-total // world_size)
         start, stop = min(rank * size, total), min((rank + 1) * size, total)
         arrays = read_range(manifest, start, stop) if start < stop else _ignored(read_range(manifest, 0, 1))

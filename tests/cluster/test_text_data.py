@@ -13,6 +13,7 @@ from support import write_jsonl_zst
 
 from pipelines.blocks import BlockSource, read_range
 from pipelines.manifest import Manifest
+from pipelines.packing import PackingConfig
 from pipelines.plan import StreamPlan
 from pipelines.prepare import PrepareConfig, prepare_text
 from pipelines.problems import TooManyProblemsError
@@ -23,10 +24,9 @@ pytestmark = pytest.mark.cluster
 
 
 def prepare(source: Path, corpus: Path, root: Path, **options: float) -> Manifest:
-    config = PrepareConfig(
-        source=str(source), tokenizer=str(corpus / "tokenizer"), context_length=32, **{"max_bad_share": 0.5, **options}
-    )
-    return prepare_text(config, str(root))
+    config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), **{"max_bad_share": 0.5, **options})
+    layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
+    return prepare_text(config, layout, str(root))
 
 
 def documents_of(blocks: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
@@ -47,13 +47,13 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
         for line in zstandard.decompress(path.read_bytes()).decode().splitlines()
     ]
     expected = [(*tokenizer.encode(text, add_special_tokens=False), 0) for text in texts]
-    stored = read_range(manifest, 0, manifest.num_blocks)
+    stored = read_range(manifest, 0, manifest.num_rows)
     assert documents_of(stored) == expected
     assert manifest.num_documents == len(texts)
     assert manifest.num_tokens == sum(map(len, expected))
 
-    plan = StreamPlan(shard_sizes=tuple(s.num_blocks for s in manifest.shards), seed=3, window_size=100)
-    size = manifest.num_blocks
+    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=3, window_size=100)
+    size = manifest.num_rows
     batch_size = 8
     stop = -(-2 * size // batch_size) * batch_size  # two epochs, and what fills the last batch
     seen: dict[int, np.ndarray] = {}
