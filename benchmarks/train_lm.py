@@ -83,7 +83,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     from jobs.language_models.task import language_model_groups
     from jobs.language_models.validation import to_tensors
     from jobs.training.engine import start_engine
-    from jobs.training.schedules import cosine_with_warmup
+    from jobs.training.schedules import decay_with_warmup
     from jobs.training.task import with_and_without_decay
     from pipelines.blocks import read_range
     from pipelines.manifest import Manifest
@@ -100,7 +100,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
         engine = start_engine(module, groups, config)
     else:
         optimizer = torch.optim.AdamW(with_and_without_decay(groups, config.optimizer.weight_decay), betas=(0.9, 0.95))
-        factor = cosine_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
+        factor = decay_with_warmup(config.run.num_steps, warmup_share=config.optimizer.warmup_share)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
     speeds = []
     started = time.perf_counter()

@@ -23,6 +23,7 @@ from pipelines.text import Document, read_documents
 from pipelines.tokenization import train_bpe, train_wordpiece
 
 _NUM_TOKENIZER_CHARACTERS = 6_000_000
+_TEXT_WORDPIECE_SIZE = 4096
 _CAPTION_VOCAB_SIZE = 1024  # More than the captions have words: each becomes one token.
 
 Part = Literal["text", "images"]
@@ -33,7 +34,8 @@ class SampleDataConfig:
     """What to make and where."""
 
     directory: str = "data/sample"
-    """Gets `text/train`, `text/validation` and `tokenizer`; `images/{train,validation,test,zero_shot,tokenizer}`."""
+    """Gets `text/{train,validation}` with its tokenizers `tokenizer` and `wordpiece`;
+    `images/{train,validation,test,zero_shot,tokenizer}`."""
     parts: tuple[Part, ...] = ("text", "images")
     """What to make, of `text` and `images`."""
     num_bytes: int = NUM_BYTES_DEFAULT
@@ -90,10 +92,12 @@ def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
     directory = Path(config.directory)
     summary = write_corpus(directory / "text", num_bytes=config.num_bytes)
     train_bpe(_texts(directory / "text" / "train"), config.vocab_size).save_pretrained(directory / "tokenizer")
+    # Encoders are trained by masking words, which a language model's tokenizer has no token for.
+    train_wordpiece(_texts(directory / "text" / "train"), _TEXT_WORDPIECE_SIZE).save_pretrained(directory / "wordpiece")
     return asdict(summary), (
         f"{summary.num_documents_train} training documents ({summary.num_bytes_train / 1e6:.1f} MB), "
         f"{summary.num_documents_validation} for validation ({summary.num_bytes_validation / 1e6:.1f} MB), "
-        f"a tokenizer of {config.vocab_size} tokens"
+        f"tokenizers of {config.vocab_size} tokens (BPE) and {_TEXT_WORDPIECE_SIZE} (WordPiece)"
     )
 
 

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.training.config import (
-    TempNetSection,
     TrainingConfig,
     ValidationSection,
     check_positive,
     check_share,
     with_absolute_fields,
 )
+from jobs.training.contrastive import ContrastiveSection
 from pipelines.images import AugmentationConfig
-from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
-from tempnet.network import TempNetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,64 +129,19 @@ class DualEncoderSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairTemperatureSection(TempNetSection):
+class PairTemperatureSection(ContrastiveSection):
     """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`); both TempNets are alike."""
 
-    loss: str = "tempnet"
-    """clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or tempnet_in_batch."""
-    rho: float = 8.0
-    """ρ in nats, below log(batch size − 1): for isogclr and tempnet."""
-    tau: float | None = None
-    """The fixed temperature, or where a learned one starts. None: 0.01 with a global normaliser, 0.07 in batch."""
-    tau_min: float | None = None
-    """τ₀. None: 0.001 with a global normaliser, 0.01 in batch."""
-    tau_max: float | None = None
-    """τ_max. None: 0.05 with a global normaliser, 1 in batch."""
-    gamma: float = 0.8
-    """γ of the moving averages of the global losses."""
-    gamma_schedule: Literal["constant", "cosine"] = "constant"
-    """cosine: from 1 to gamma_min over the first half of the training."""
-    gamma_min: float = 0.2
-    tau_step: float = 0.03
-    """isogclr: step of the per-sample temperatures."""
-    tau_momentum: float = 0.5
-    """isogclr: momentum of the per-sample temperatures."""
     table: str = ""
     """sogclr_given: temperatures of the training pairs, as `jobs.predict_temperatures` writes them."""
-    phi_init: float = 0.01
-    """Initial φ of the pooling."""
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSS_KINDS:
-            raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        ContrastiveSection.__post_init__(self)
         if (LOSS_KINDS[self.loss].temperature == "given") != bool(self.table):
             raise ValueError(
                 f"temperature.table = {self.table!r} with temperature.loss = {self.loss!r}: the loss sogclr_given needs a "
                 "table, and no other loss takes one"
             )
-        try:
-            _ = self.loss_config
-        except ValueError as error:
-            raise ValueError(f"temperature: {error}") from error
-
-    @property
-    def needs_tempnets(self) -> bool:
-        """Whether the loss reads temperature networks."""
-        return LOSS_KINDS[self.loss].temperature == "tempnet"
-
-    @property
-    def loss_config(self) -> ContrastiveLossConfig:
-        """The loss of this section."""
-        names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return ContrastiveLossConfig.for_name(self.loss, **values)
-
-    def network_config(self, embedding_size: int) -> TempNetConfig:
-        """Either TempNet of this section."""
-        loss = self.loss_config
-        return TempNetConfig.for_embeddings(
-            embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **self.network_options
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

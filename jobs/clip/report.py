@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
-
-from jobs.training.curves import draw_curves
+from jobs.training.curves import draw_curves, draw_histogram
 from jobs.training.tracking import TrackedRun
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # The papers' selection rule: the run whose mean τ lies in it (TempNet §6.2).
 BAND = (0.01, 0.02)
@@ -54,18 +48,6 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
 def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
     """Write `histogram.png`, where temperatures differ between samples, and `curves.png` (where MLflow has the history)."""
     if outcome["histograms"]:
-        _draw_histogram(directory / "histogram.png", outcome)
+        draw_histogram(directory / "histogram.png", outcome, band=BAND)
     if tracked:
         draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: {outcome['loss']}")
-
-
-def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for name, counts in outcome["histograms"].items():
-        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
-        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
-    axes.axvspan(*BAND, alpha=0.12, color="green", label=f"band of mean τ, {BAND[0]:g} to {BAND[1]:g}")
-    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

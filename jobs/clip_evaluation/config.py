@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.evaluation.config import EvaluationWorkersSection
+from jobs.named_values import named_values, twice
 from jobs.training.config import RunSection, TrackingSection
 from pipelines.image_decoding import MAX_PIXELS
 
@@ -49,16 +48,18 @@ class EvaluateClipConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("models is empty: name at least one")
-        if twice := _twice(path.rstrip("/") for path in self.models):
-            raise ValueError(f"models names {twice!r} twice")
+        if again := twice(path.rstrip("/") for path in self.models):
+            raise ValueError(f"models names {again!r} twice")
         if not (self.retrieval or self.zero_shot):
             raise ValueError("nothing to evaluate on: give retrieval or zero_shot, each as NAME=URI")
-        retrieval, zero_shot = pairs("retrieval", self.retrieval), pairs("zero_shot", self.zero_shot)
+        retrieval, zero_shot = named_values("retrieval", self.retrieval), named_values("zero_shot", self.zero_shot)
         if both := sorted(retrieval.keys() & zero_shot.keys()):
             raise ValueError(f"retrieval and zero_shot both name a set {both[0]!r}: give them different names")
         for name, data in (("captions", retrieval), ("splits", retrieval), ("class_names", zero_shot)):
-            _check_known(name, pairs(name, getattr(self, name)), data)
-        _check_known("templates", pairs("templates", [text for text in self.templates if "=" in text]), zero_shot)
+            _check_known(name, named_values(name, getattr(self, name)), data)
+        _check_known(
+            "templates", named_values("templates", [text for text in self.templates if "=" in text]), zero_shot
+        )
         if sum("=" not in text for text in self.templates) > 1:
             raise ValueError(f"templates = {' '.join(self.templates)}: only one is for all sets, others are NAME=…")
         for name in ("max_pixels", "batch_size"):
@@ -77,28 +78,9 @@ class EvaluateClipConfig:
 
     def template_set(self, name: str) -> str:
         """The templates of a zero-shot set."""
-        own = pairs("templates", [text for text in self.templates if "=" in text])
+        own = named_values("templates", [text for text in self.templates if "=" in text])
         shared = [text for text in self.templates if "=" not in text]
         return own.get(name) or (shared or ["imagenet"])[0]
-
-
-def pairs(field_name: str, values: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` of a list, by name.
-
-    Raises:
-        ValueError: for a value without a name, or a name that occurs twice.
-    """
-    split = [text.partition("=") for text in values]
-    for text, (name, _, value) in zip(values, split, strict=True):
-        if not (name and value) or not all(character.isalnum() or character in "-_." for character in name):
-            raise ValueError(f"{field_name}: {text!r} is not NAME=VALUE, with letters, digits and -_. in the name")
-    if twice := _twice(name for name, _, _ in split):
-        raise ValueError(f"{field_name} names {twice!r} twice")
-    return {name: value for name, _, value in split}
-
-
-def _twice(names: Iterable[str]) -> str:
-    return next((name for name, count in Counter(names).items() if count > 1), "")
 
 
 def _check_known(field_name: str, named: dict[str, str], data: dict[str, str]) -> None:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from jobs.clip_evaluation.config import EvaluateClipConfig, pairs
+from jobs.clip_evaluation.config import EvaluateClipConfig
 from jobs.clip_evaluation.folders import ClassFolders
 from jobs.clip_evaluation.images import FolderImages, ImageSet, PairImages
 from jobs.clip_evaluation.prompts import prompts, read_class_names, read_templates
 from jobs.clip_evaluation.units import Embeddings
 from jobs.cluster import start_ray
+from jobs.named_values import named_values
 from pipelines.prepare_images import PrepareImagesConfig, check_source, prepare_images
 from pipelines.problems import check_problems
 from tempnet.contrastive.retrieval import recall
@@ -59,7 +60,7 @@ class Retrieval:
             ValueError, OSError: for whatever is wrong with the images or the captions.
             TooManyProblemsError: if too much is unreadable.
         """
-        captions, splits = pairs("captions", config.captions), pairs("splits", config.splits)
+        captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
         sources = {
             name: PrepareImagesConfig(
                 source=uri,
@@ -68,7 +69,7 @@ class Retrieval:
                 max_bad_share=config.max_bad_share,
                 max_pixels=config.max_pixels,
             )
-            for name, uri in pairs("retrieval", config.retrieval).items()
+            for name, uri in named_values("retrieval", config.retrieval).items()
         }
         for source in sources.values():
             check_source(source)
@@ -111,7 +112,7 @@ class ZeroShot:
         """Raises ValueError or OSError for whatever is wrong with the images, the templates or the names."""
         folders = ClassFolders.read(uri)
         templates = read_templates(config.template_set(name))
-        class_names = read_class_names(pairs("class_names", config.class_names).get(name, ""), folders.folders)
+        class_names = read_class_names(named_values("class_names", config.class_names).get(name, ""), folders.folders)
         return cls(
             name=name,
             images=FolderImages(folders=folders, max_pixels=config.max_pixels),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.clip_evaluation.config import EvaluateClipConfig, pairs
+from jobs.clip_evaluation.config import EvaluateClipConfig
 from jobs.clip_evaluation.data import DataSet, Retrieval, ZeroShot
 from jobs.clip_evaluation.encoder import caption_encoder
 from jobs.clip_evaluation.encoding import READ_CPUS, encode
@@ -12,6 +12,7 @@ from jobs.clip_evaluation.table import Column, markdown
 from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, Unit, image_units, text_units
 from jobs.cluster import check_resources, start_ray
 from jobs.labels import model_labels
+from jobs.named_values import named_values
 from jobs.publishing import PublishedColumn, publish, tracking_uri
 
 
@@ -26,7 +27,7 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
     _ = tracking_uri(config.tracking, config.run.resolved_storage)
     models = [ModelSpec.read(*one) for one in zip(model_labels(config.models), config.models, strict=True)]
     tokenizers = [caption_encoder(model).tokenizer for model in models]
-    zero_shot = [ZeroShot.read(config, name, uri) for name, uri in pairs("zero_shot", config.zero_shot).items()]
+    zero_shot = [ZeroShot.read(config, name, uri) for name, uri in named_values("zero_shot", config.zero_shot).items()]
     data: list[DataSet] = [*Retrieval.prepare_all(config, tokenizers[0]), *zero_shot]
     units = [_units(config, model, one) for model in models for one in data]
     store = EmbeddingStore(config.run.directory)

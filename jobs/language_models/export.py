@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
-import pyarrow.fs
 import torch
 
 from jobs.language_models.config import LanguageModelConfig
 from jobs.training.engine import whole_parameters
-from pipelines.archives import resolve
+from jobs.training.export import exported
 from pipelines.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -28,23 +23,19 @@ def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is
             weights[name] = value
     if not is_first:
         return
-    directory = Path(tempfile.mkdtemp(prefix="tempnet-export-"))
     base = {name.removeprefix("base."): value for name, value in weights.items() if name.startswith("base.")}
     output = module.base.get_output_embeddings()
     tied = module.base.config.tie_word_embeddings
     if tied:
         names = [name for name, part in module.base.named_modules() if part is output]
         base = {name: value for name, value in base.items() if name not in {f"{part}.weight" for part in names}}
-    module.base.save_pretrained(directory, state_dict=base)
-    load_tokenizer(config.tokenizer).save_pretrained(directory)
-    if module.tempnet is not None:
-        network = TempNet(module.tempnet.config)
-        prefix = "tempnet."
-        network.load_state_dict(
-            {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        )
-        network.save_pretrained(directory / PAIRED_DIRECTORY)
-    filesystem, path = resolve(config.run.export_directory)
-    filesystem.create_dir(path, recursive=True)
-    pyarrow.fs.copy_files(str(directory), path, destination_filesystem=filesystem)
-    shutil.rmtree(directory)
+    with exported(config.run.export_directory) as directory:
+        module.base.save_pretrained(directory, state_dict=base)
+        load_tokenizer(config.tokenizer).save_pretrained(directory)
+        if module.tempnet is not None:
+            network = TempNet(module.tempnet.config)
+            prefix = "tempnet."
+            network.load_state_dict(
+                {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            )
+            network.save_pretrained(directory / PAIRED_DIRECTORY)

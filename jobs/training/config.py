@@ -84,7 +84,7 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """AdamW with a cosine schedule after a linear warm-up, one pace for the base and one for the TempNet."""
+    """AdamW with a linear warm-up and a decay after it, one pace for the base and one for the TempNet."""
 
     batch_size: int = 32
     """Blocks (pairs) in the global batch."""
@@ -104,8 +104,10 @@ class OptimizerSection:
     rest_share_tempnet: float = 0.0
     """Share of the steps, before its warm-up, in which the TempNet stays as it is: a base that knows nothing yet has a KL
     near 0, below any ρ, which pushes every τ down."""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """How the rate falls after the warm-up; linear: slanted triangles."""
     final_share: float = 0.0
-    """Share of the rate that is left at the end of the cosine."""
+    """Share of the rate that is left at the end."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this L2 norm. 0: never."""
 

@@ -1,11 +1,13 @@
-"""The training curves of a finished run, drawn from what MLflow has of it."""
+"""Pictures of a finished run: its training curves, drawn from what MLflow has of it, and its temperatures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 
 from jobs.training.tracking import TrackedRun, metric_history, survive_outage
 
@@ -34,3 +36,17 @@ def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str,
         figure.suptitle(title)
         figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
+    """Shares of τ for every entry of the outcome's histograms over [τ_min, τ_max], beside the papers' band of mean τ."""
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, counts in outcome["histograms"].items():
+        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
+    if band:
+        axes.axvspan(*band, alpha=0.12, color="green", label=f"band of mean τ, {band[0]:g} to {band[1]:g}")
+    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

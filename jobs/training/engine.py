@@ -13,7 +13,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from jobs.training.config import TrainingConfig
-from jobs.training.schedules import cosine_with_warmup
+from jobs.training.schedules import decay_with_warmup
 from jobs.training.task import ParameterGroup, with_and_without_decay
 
 # An extension that DeepSpeed compiles for every process group on CPUs, and that only its inference uses. Compiling takes a
@@ -56,16 +56,14 @@ def start_engine(module: nn.Module, groups: list[ParameterGroup], config: Traini
 
 def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:
     settings = config.optimizer
+    is_own = group == "tempnet"
     own = settings.warmup_share_tempnet
-    if group != "tempnet":
-        return cosine_with_warmup(
-            config.run.num_steps, warmup_share=settings.warmup_share, final_share=settings.final_share
-        )
-    return cosine_with_warmup(
+    return decay_with_warmup(
         config.run.num_steps,
-        warmup_share=settings.warmup_share if own is None else own,
+        decay=settings.decay,
+        warmup_share=own if is_own and own is not None else settings.warmup_share,
         final_share=settings.final_share,
-        rest_share=settings.rest_share_tempnet,
+        rest_share=settings.rest_share_tempnet if is_own else 0.0,
     )
 
 

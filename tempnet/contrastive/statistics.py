@@ -1,6 +1,6 @@
 """What is logged about the temperatures and the per-sample estimates of a contrastive step: sums that add up over ranks.
 
-Shapes: b pairs of a rank; modalities 0 = image, 1 = text.
+Shapes: b pairs of a rank; both members of a pair come first, (2, b): image and text, or anchor and positive.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tempnet.statistics import BOUND_SHARE, histogram_of, histogram_quantile
 
 _SCALARS = (
     "num_pairs",
-    "tau_image",
-    "tau_text",
+    "tau_first",
+    "tau_second",
     "tau_squared",
     "num_at_lower_bound",
     "num_at_upper_bound",
@@ -32,22 +32,30 @@ _SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class PairStatistics:
-    """Sums over pairs, and a histogram of both modalities' τ over [τ₀, τ_max]."""
+    """Sums over pairs, and a histogram of both members' τ over [τ₀, τ_max]."""
 
     sums: Tensor
     """float64: the scalars, then the histogram."""
     tau_min: float
     tau_max: float
+    members: tuple[str, str] = ("image", "text")
+    """What their means are called."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, output: ContrastiveOutput, tau_min: float, tau_max: float) -> PairStatistics:
+    def of(
+        cls,
+        output: ContrastiveOutput,
+        tau_min: float,
+        tau_max: float,
+        members: tuple[str, str] = ("image", "text"),
+    ) -> PairStatistics:
         """The statistics of one rank's part of a batch; `tau_min` and `tau_max` are the ends of the histogram."""
         tau = output["tau"].double()
         margin = BOUND_SHARE * (tau_max - tau_min)
         sums = dict.fromkeys(_SCALARS, tau.new_zeros(()))
         sums["num_pairs"] = tau.new_tensor(tau.shape[1])
-        sums["tau_image"], sums["tau_text"] = tau.sum(1)
+        sums["tau_first"], sums["tau_second"] = tau.sum(1)
         sums["tau_squared"] = tau.square().sum()
         sums["num_at_lower_bound"] = (tau <= tau_min + margin).sum()
         sums["num_at_upper_bound"] = (tau >= tau_max - margin).sum()
@@ -60,19 +68,19 @@ class PairStatistics:
             sums["dual_gradient"] = gradient.double().sum()
             sums["dual_gradient_absolute"] = gradient.double().abs().sum()
         scalars = torch.stack([sums[name].double() for name in _SCALARS])
-        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), tau_min, tau_max)
+        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), tau_min, tau_max, members)
 
     def summary(self) -> dict[str, float]:
         """Means, spread, quantiles and shares; what a loss does not have (estimates, gradients) is left out."""
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
         histogram = self.sums[len(_SCALARS) :]
         count = 2 * raw["num_pairs"]
-        mean = (raw["tau_image"] + raw["tau_text"]) / count
+        mean = (raw["tau_first"] + raw["tau_second"]) / count
         summary = {
             "tau_mean": mean,
             "tau_std": _deviation(raw["tau_squared"] / count, mean),
-            "tau_mean_image": raw["tau_image"] / raw["num_pairs"],
-            "tau_mean_text": raw["tau_text"] / raw["num_pairs"],
+            f"tau_mean_{self.members[0]}": raw["tau_first"] / raw["num_pairs"],
+            f"tau_mean_{self.members[1]}": raw["tau_second"] / raw["num_pairs"],
             "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
             "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
         }

@@ -50,6 +50,11 @@ class UnimodalLoss(nn.Module):
             raise ValueError(f"the loss {config.name} compares two modalities, and there is one")
         self.bimodal = ContrastiveLoss(config, image_tempnet=tempnet, text_tempnet=tempnet, state=state, world=world)
 
+    @property
+    def tempnet(self) -> TempNet | None:
+        """That of both members of a pair."""
+        return self.bimodal.image_tempnet
+
     def forward(self, anchors: Tensor, positives: Tensor, ids: Tensor, *, gamma: float) -> ContrastiveOutput:
         """The loss of a batch. In training mode it also moves the per-sample state on.
 

@@ -10,6 +10,7 @@ Shapes: n sentences, t tokens, d width of the encoder.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tempnet.models.towers import load_tower
 
+_SETTINGS_FILE = "sentence_bert_config.json"
 _MODULES = (("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"))
+
+
+def saved_num_tokens(directory: str | Path) -> int | None:
+    """The tokens that a saved sentence encoder cuts its sentences to; None where nothing says so."""
+    file = Path(directory, _SETTINGS_FILE)
+    return int(json.loads(file.read_text())["max_seq_length"]) if file.is_file() else None
 
 
 def mean_pooling(tokens: Tensor, attention_mask: Tensor) -> Tensor:
@@ -54,6 +62,35 @@ class SentenceEncoder(nn.Module):
             tokens = self.encoder(input_ids=input_ids, attention_mask=attention_mask)["last_hidden_state"]
         return mean_pooling(tokens, attention_mask)
 
+    @torch.no_grad()
+    def encode(
+        self,
+        texts: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_tokens: int | None = None,
+        batch_size: int = 64,
+    ) -> Tensor:
+        """n texts → (n, d) float32 on the CPU, in eval mode; those of like length go together.
+
+        Args:
+            tokenizer: that of the encoder.
+            num_tokens: longer texts are cut to these. None: what the tokenizer says.
+            batch_size: texts in a forward pass.
+        """
+        was_training = self.training
+        self.eval()
+        device = next(self.parameters()).device
+        tokens = tokenizer(list(texts), truncation=True, max_length=num_tokens)["input_ids"] if texts else []
+        rows = torch.empty(len(texts), self.embedding_size)
+        order = sorted(range(len(texts)), key=lambda number: len(tokens[number]))
+        for at in range(0, len(order), batch_size):
+            few = order[at : at + batch_size]
+            padded = tokenizer.pad({"input_ids": [tokens[number] for number in few]}, return_tensors="pt")
+            rows[few] = self(padded["input_ids"].to(device), padded["attention_mask"].to(device)).cpu()
+        self.train(was_training)
+        return rows
+
     def save_pretrained(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int) -> None:
         """Write the layout at the head of this file; the directory is created.
 
@@ -75,7 +112,7 @@ class SentenceEncoder(nn.Module):
         (directory / "1_Pooling").mkdir(exist_ok=True)
         for file, content in (
             ("modules.json", modules),
-            ("sentence_bert_config.json", {"max_seq_length": num_tokens, "do_lower_case": False}),
+            (_SETTINGS_FILE, {"max_seq_length": num_tokens, "do_lower_case": False}),
             ("1_Pooling/config.json", pooling),
         ):
             (directory / file).write_text(json.dumps(content, indent=2))

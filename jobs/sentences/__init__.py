@@ -1,0 +1,1 @@
+"""Training sentence encoders on the spans of documents."""

@@ -1,0 +1,56 @@
+"""What is logged of a step: crowded documents, the MLM loss, and the temperatures of anchors and positives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.temperature_sentence_encoder import SpanOutput
+
+_SCALARS = ("num_ranks", "num_documents", "num_crowded", "mlm_loss")
+_MEMBERS = ("anchor", "positive")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanStatistics:
+    """Sums that add up over ranks."""
+
+    sums: Tensor
+    """float64: the scalars, then those of the pairs, if there are any."""
+    config: ContrastiveLossConfig
+    has_mlm: bool
+
+    @classmethod
+    def of(
+        cls, output: SpanOutput, config: ContrastiveLossConfig, *, num_documents: int, num_crowded: int
+    ) -> SpanStatistics:
+        """Of one rank's part of a batch.
+
+        Args:
+            num_crowded: documents whose anchors are less than 2·l_max apart, for want of room.
+        """
+        mlm_loss = output["mlm_loss"]
+        own = torch.tensor([1.0, num_documents, num_crowded, 0.0], dtype=torch.float64, device=output["loss"].device)
+        if mlm_loss is not None:
+            own[-1] = mlm_loss  # the same on every rank
+        pairs = []
+        if (contrastive := output["contrastive"]) is not None:
+            pairs.append(PairStatistics.of(contrastive, config.tau_min, config.tau_max).sums)
+        return cls(torch.cat([own, *pairs]), config, mlm_loss is not None)
+
+    def summary(self) -> dict[str, float]:
+        """Means and shares; what there is none of is left out."""
+        raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
+        summary = {"share_crowded": raw["num_crowded"] / raw["num_documents"]}
+        if self.has_mlm:
+            summary["mlm_loss"] = raw["mlm_loss"] / raw["num_ranks"]
+        if len(self.sums) > len(_SCALARS):
+            pairs = self.sums[len(_SCALARS) :]
+            summary |= PairStatistics(pairs, self.config.tau_min, self.config.tau_max, _MEMBERS).summary()
+            if self.config.kind.temperature == "free":  # there is no temperature: what stands in its place is no figure
+                summary = {name: value for name, value in summary.items() if not name.startswith("tau")}
+        return summary

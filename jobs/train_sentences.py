@@ -1,0 +1,30 @@
+"""Train a sentence encoder on the spans of documents (DeCLUTR), with any contrastive temperature, masked tokens beside it.
+
+python -m jobs.train_sentences declutr-small-small
+python -m jobs.train_sentences --help
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jobs.command_line import parse_preset
+from jobs.presets.sentences import PRESETS
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    config, dry_run = parse_preset(PRESETS, arguments, job="train_sentences", purpose=(__doc__ or "").splitlines()[0])
+    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    from jobs.sentences.plan import make_plan
+    from jobs.training.command import print_where_to_look, run_command
+
+    outcome = run_command(config, make_plan, dry_run=dry_run)
+    if outcome is not None:
+        print_where_to_look(outcome, results="curves.png", commands=[])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""A text encoder that learns from spans: a contrastive loss on its sentences and masked-token prediction (DeCLUTR §3).
+
+    L = a·ℓ(z_anchor, z_positive) + b·CE(masked tokens of the anchors)
+
+z_anchor is the unit mean over the tokens of an anchor, z_positive that of its P positives, averaged before it is normalised.
+Anchors pass the encoder once, with their tokens masked where there is an MLM objective, as in the authors' code; positives
+are whole. The MLM head sees the masked positions alone, so that logits of size V exist for 15 % of the tokens.
+
+Shapes: n documents of this rank, A anchors a document, P positives an anchor, t tokens, m masked tokens, d width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tempnet.contrastive.losses import ContrastiveOutput
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.world import World
+from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
+
+IGNORE_INDEX = -100
+
+
+class SpanOutput(TypedDict):
+    """Of one batch; all but the loss are detached."""
+
+    loss: Tensor
+    """Scalar; its average over ranks has the gradient of L."""
+    mlm_loss: Tensor | None
+    """Scalar, over the masked tokens of all ranks; None without that objective."""
+    contrastive: ContrastiveOutput | None
+    """(2, n·A): anchors, positives. None without that objective."""
+
+
+class TemperatureSentenceEncoder(nn.Module):
+    """An encoder with its MLM head, and a contrastive loss with its temperatures.
+
+    Args:
+        model: a Transformers `…ForMaskedLM`.
+        loss: of the sentences, or None.
+        contrastive_weight, mlm_weight: a and b; 0 leaves an objective out.
+        world: the ranks that share a batch.
+        autocast_dtype: the dtype of matrix products.
+
+    Raises:
+        ValueError: if no objective is left, a loss is missing or superfluous, or its TempNet reads another width.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: UnimodalLoss | None,
+        *,
+        contrastive_weight: float = 1.0,
+        mlm_weight: float = 1.0,
+        world: World | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not (contrastive_weight or mlm_weight):
+            raise ValueError("contrastive_weight and mlm_weight are both 0: nothing is left to learn")
+        if (loss is None) == bool(contrastive_weight):
+            raise ValueError("a contrastive loss and its weight go together")
+        self.model, self.loss = model, loss
+        self.contrastive_weight, self.mlm_weight = contrastive_weight, mlm_weight
+        self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
+        width = int(model.config.hidden_size)
+        if loss is not None and (network := loss.tempnet) is not None and network.config.input_size != width:
+            raise ValueError(
+                f"the TempNet was built for embeddings of {network.config.input_size}, the encoder's have {width}"
+            )
+        if not mlm_weight:  # the head does not take part
+            body = {id(parameter) for parameter in model.base_model.parameters()}
+            for parameter in model.parameters():
+                parameter.requires_grad_(id(parameter) in body)
+
+    @property
+    def encoder(self) -> SentenceEncoder:
+        """What is exported: the body with mean pooling; it shares the weights."""
+        return SentenceEncoder(cast(PreTrainedModel, self.model.base_model), autocast_dtype=self.autocast_dtype)
+
+    def forward(
+        self,
+        anchor_ids: Tensor,
+        anchor_mask: Tensor,
+        mlm_labels: Tensor,
+        positive_ids: Tensor,
+        positive_mask: Tensor,
+        ids: Tensor,
+        *,
+        gamma: float,
+    ) -> SpanOutput:
+        """The loss of this rank's documents.
+
+        Args:
+            anchor_ids, anchor_mask: (n, A, t), 1 token, 0 padding; the ids with masked tokens.
+            mlm_labels: (n, A, t), -100 but at masked tokens.
+            positive_ids, positive_mask: (n, A, P, t').
+            ids: (n,) documents.
+            gamma: γ of the moving averages (`tempnet.contrastive.gamma_at`).
+        """
+        num_anchors = anchor_ids.shape[1]
+        flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)
+        labels = mlm_labels.flatten(0, 1)
+        loss: Tensor = torch.zeros((), device=ids.device)
+        mlm_loss, contrastive = None, None
+        if self.mlm_weight:
+            anchors, logits = self.masked_tokens(flat_ids, flat_mask, labels != IGNORE_INDEX)
+            total = F.cross_entropy(logits.float(), labels[labels != IGNORE_INDEX], reduction="sum")
+            count = self.world.sum(torch.tensor([len(logits)], device=ids.device)).clamp(min=1)
+            loss = loss + self.mlm_weight * self.world.size * total / count.squeeze()
+            mlm_loss = self.world.sum(total.detach().clone()) / count.squeeze()
+        else:
+            anchors = self.encoder(flat_ids, flat_mask)
+        if self.loss is not None:
+            positives = self.encoder(positive_ids.flatten(0, 2), positive_mask.flatten(0, 2))
+            positives = positives.unflatten(0, (len(flat_ids), -1)).mean(1)
+            contrastive = self.loss(
+                F.normalize(anchors, dim=-1),
+                F.normalize(positives, dim=-1),
+                ids.repeat_interleave(num_anchors),
+                gamma=gamma,
+            )
+            loss = loss + self.contrastive_weight * contrastive["loss"]
+        return {"loss": loss, "mlm_loss": mlm_loss, "contrastive": contrastive}
+
+    def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, is_masked: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, t) rows → their pooled sentences (k, d), and the logits (m, V) of the masked positions in order."""
+        hidden: list[Tensor] = []
+
+        def select(_module: nn.Module, _inputs: object, output: object) -> object:
+            """Every head of Transformers reads the first entry of what its body returns."""
+            hidden.append(output["last_hidden_state"])  # type: ignore[index]
+            output["last_hidden_state"] = hidden[0][is_masked].unsqueeze(0)  # type: ignore[index]
+            return output
+
+        handle = self.model.base_model.register_forward_hook(select)
+        autocast = self.autocast_dtype
+        try:
+            with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
+        finally:
+            handle.remove()
+        return mean_pooling(hidden[0], attention_mask), logits.squeeze(0)
+
+    @torch.no_grad()
+    def init_prototypes(self, sentences: Tensor) -> None:
+        """Set the TempNet's prototypes to the first d2 of these unit rows; all ranks must give the same.
+
+        Raises:
+            ValueError: if there are fewer.
+        """
+        assert self.loss is not None
+        network = self.loss.tempnet
+        assert network is not None
+        if len(sentences) < network.config.num_prototypes:
+            raise ValueError(
+                f"the TempNet has {network.config.num_prototypes} prototypes, and there are only {len(sentences)} sentences: "
+                "choose num_prototypes of at most that"
+            )
+        network.init_prototypes(sentences[: network.config.num_prototypes])

@@ -1,0 +1,175 @@
+"""The sentence job for real: exact after a kill, also with another number of workers; an export that others can load."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from ray.train import TrainingFailedError
+from safetensors.torch import load_file
+from support import training_worker_pids, wait_for
+from transformers import AutoModel, AutoTokenizer
+
+from jobs.presets.sentences import PRESETS
+from jobs.sentences.config import DocumentTemperatureSection, SentenceConfig
+from jobs.sentences.plan import make_plan
+from jobs.training.launch import train
+from jobs.training.tracking import TrackedRun, metric_history
+from pipelines.archives import list_archives
+from pipelines.text import Document, read_documents
+from pipelines.tokenization import train_wordpiece
+from tempnet.models.sentence_encoder import SentenceEncoder
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+
+pytestmark = pytest.mark.cluster
+
+NUM_STEPS = 40
+
+
+def texts(directory: Path) -> Iterator[str]:
+    for archive in list_archives(str(directory)):
+        yield from (item.text for item in read_documents(str(directory), archive) if isinstance(item, Document))
+
+
+@pytest.fixture(scope="session")
+def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wordpiece")
+    train_wordpiece(texts(corpus / "train"), 400).save_pretrained(directory)
+    return directory
+
+
+def tiny_sentences(
+    corpus: Path, wordpiece: Path, storage: Path, name: str, **sections: dict[str, Any]
+) -> SentenceConfig:
+    """A 40-step run of a small RoBERTa with TempNet, two workers, ZeRO 1, float32; sections override fields."""
+    config = PRESETS["declutr-small-small"]()
+    config = replace(
+        config,
+        run=replace(
+            config.run,
+            name=name,
+            storage=str(storage),
+            num_steps=NUM_STEPS,
+            checkpoint_every=5,
+            log_every=5,
+            max_restarts=0,
+        ),
+        data=replace(
+            config.data,
+            train=str(corpus / "train"),
+            validation=str(corpus / "validation"),
+            tokenizer=str(wordpiece),
+            min_length=3,
+            max_length=12,
+            min_num_tokens=36,
+        ),
+        model=replace(config.model, hidden_size=16, num_layers=1, num_heads=2),
+        temperature=DocumentTemperatureSection(
+            loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8, tau_min=0.01, tau_max=0.5
+        ),
+        # Gradients that are rounding and nothing else would make steps of full size in Adam.
+        optimizer=replace(
+            config.optimizer, batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, epsilon=1e-4
+        ),
+        workers=replace(config.workers, precision="fp32", num_threads=1),
+        validation=replace(config.validation, every=20, num_documents=15, batch_size=4),
+    )
+    return replace(
+        config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    )
+
+
+@pytest.fixture(scope="session")
+def reference(
+    ray_head: dict[str, str], corpus: Path, wordpiece: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The uninterrupted run that others are held against."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        return train(make_plan(tiny_sentences(corpus, wordpiece, tmp_path_factory.mktemp("sentences"), "reference")))
+
+
+def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
+
+
+def document_states(outcome: dict[str, Any]) -> torch.Tensor:
+    """log u (2, N) of the last checkpoint, in the order of ids."""
+    files = sorted((Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}").glob("samples-*.safetensors"))
+    whole = torch.empty(2, outcome["num_documents_train"])
+    for rank, file in enumerate(files):
+        whole[:, rank :: len(files)] = load_file(file)["log_u"]
+    return whole
+
+
+def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Batches, losses of all steps, scores and the state of every document."""
+    assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
+    for step in expected:
+        assert losses[step] == pytest.approx(expected[step], abs=1e-4), step
+    for name, value in reference["validation"].items():
+        assert outcome["validation"][name] == pytest.approx(value, rel=1e-3), name
+    torch.testing.assert_close(document_states(outcome), document_states(reference), rtol=0, atol=1e-2)
+
+
+def test_the_run_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
+    report = {path.name for path in (Path(reference["directory"]) / "report").iterdir()}
+    assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
+    run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert int(run.data.params["num_documents"]) == reference["num_documents_train"] > 100
+    assert reference["num_documents_too_short"]["train"] == 360 - reference["num_documents_train"] > 0
+    for key in ("train/mlm_loss", "train/tau_mean_anchor", "train/log_u_mean", "train/share_crowded",
+                "train/documents_per_second", "train/learning_rate/tempnet"):  # fmt: skip
+        assert {5, 10, NUM_STEPS} <= set(history(reference, key)), key
+    assert sorted(history(reference, "validation/span_recall@1")) == [20, NUM_STEPS]
+    assert sum(reference["histograms"]["anchor"]) == sum(reference["histograms"]["positive"]) == 30
+    losses = history(reference, "train/mlm_loss")
+    assert losses[NUM_STEPS] < losses[5] - 0.3
+
+
+def test_the_export_is_an_encoder_for_transformers_and_a_tempnet(reference: dict[str, Any]) -> None:
+    export = Path(reference["export"])
+    tokenizer, plain = AutoTokenizer.from_pretrained(export), AutoModel.from_pretrained(export)
+    ours = SentenceEncoder.from_pretrained(export)
+    tokens = tokenizer(
+        ["a short text", "another one that is longer"], padding=True, truncation=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        hidden = plain(**{name: tokens[name] for name in ("input_ids", "attention_mask")})["last_hidden_state"]
+        mask = tokens["attention_mask"][..., None]
+        expected = (hidden * mask).sum(1) / mask.sum(1)
+        torch.testing.assert_close(ours(tokens["input_ids"], tokens["attention_mask"]), expected)
+    assert TempNet.from_pretrained(export / PAIRED_DIRECTORY).config.input_size == 16
+
+
+def test_killed_and_continued_with_another_number_of_workers(
+    cluster: dict[str, str], reference: dict[str, Any], corpus: Path, wordpiece: Path, tmp_path: Path
+) -> None:
+    config = tiny_sentences(corpus, wordpiece, tmp_path, "killed")
+    snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
+
+    def kill() -> None:
+        wait_for(lambda: snapshot.exists() and bool(re.search(r"checkpoint-\d{8}", snapshot.read_text())))
+        os.kill(training_worker_pids(cluster)[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(TrainingFailedError):
+        train(make_plan(config))
+    killer.join()
+    outcome = train(make_plan(tiny_sentences(corpus, wordpiece, tmp_path, "killed", workers={"num_workers": 1})))
+    assert 5 <= outcome["resumed_from_step"] < NUM_STEPS
+    assert_same(outcome, reference)
