@@ -60,6 +60,7 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.contrastive_loss
 	$(BIN)/python -m benchmarks.image_pipeline
+	$(BIN)/python -m benchmarks.sentences
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 
 lock: setup  ## Write requirements.lock from what is installed in .venv

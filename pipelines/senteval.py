@@ -5,11 +5,15 @@
     TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`                the given split
     MRPC                 msr_paraphrase_{train,test}.txt: a header, then label, two numbers, two sentences, by tabs
 
+and judgements of similarity, in files of score, sentence, sentence.
+
 Files are UTF-8 or, where they are not, latin-1, as some of these are. A line that is no record costs itself and is counted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,9 +60,44 @@ class SentenceTask:
     """Where the first few problems are."""
 
     @property
+    def digest(self) -> str:
+        """16 hex digits of all sentences and labels."""
+        return _digest(
+            [[name, part.first, part.second, part.labels.tolist()] for name, part in sorted(self.parts.items())]
+        )
+
+    @property
+    def num_lines(self) -> int:
+        """Readable or not."""
+        return sum(map(len, self.parts.values())) + sum(self.problems.values())
+
+    @property
     def has_split(self) -> bool:
         """Whether training and test sentences are told apart."""
         return "test" in self.parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgements:
+    """Pairs of sentences, and how alike people found them."""
+
+    name: str
+    first: list[str]
+    second: list[str]
+    scores: np.ndarray
+    """(n,) float64, the higher the more alike."""
+    problems: Mapping[str, int]
+    examples: list[str]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all sentences and scores."""
+        return _digest([self.first, self.second, self.scores.tolist()])
+
+    @property
+    def num_lines(self) -> int:
+        """Readable or not."""
+        return len(self.first) + sum(self.problems.values())
 
 
 Record = tuple[str, str, str | None]  # class, sentence, second sentence
@@ -156,15 +195,61 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
     )
 
 
+def read_judgements(path: str | Path, name: str) -> Judgements:
+    """Lines of score, sentence, sentence, by tabs; of longer lines (STS benchmark's) the fifth to the seventh entry.
+
+    A score that is empty, as in some of STS, leaves its line out without being a problem.
+
+    Raises:
+        FileNotFoundError: naming the file.
+        ValueError: if it holds fewer than three pairs.
+    """
+    problems, examples = Counter[str](), list[str]()
+    first, second, scores = [], [], []
+    for number, line in _lines(Path(path)):
+        entries = line.split("\t")
+        score, *sentences = entries[4:7] if len(entries) >= 7 else entries
+        if len(entries) >= 3 and not score.strip():
+            continue
+        try:
+            one, other = sentences
+            value = float(score)
+        except ValueError as error:
+            note(_problem(LineProblemKind.MISSING_FIELD, str(path), number, str(error)), problems, examples)
+            continue
+        if not (one.strip() and other.strip()):
+            note(_problem(LineProblemKind.EMPTY_SENTENCE, str(path), number, repr(line[:40])), problems, examples)
+            continue
+        first.append(one.strip())
+        second.append(other.strip())
+        scores.append(value)
+    if len(first) < 3:
+        raise ValueError(f"{path} holds {len(first)} pairs of sentences with a score: a correlation needs 3 or more")
+    return Judgements(
+        name=name, first=first, second=second, scores=np.array(scores), problems=dict(problems), examples=examples
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a file, from 1; what follows the last line break is one only if it is not empty."""
+    lines = _decoded(path.read_bytes()).split("\n")
+    for number, line in enumerate(lines, start=1):
+        if line or number < len(lines):
+            yield number, line.rstrip("\r")
+
+
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+
+
 def _records(
     directory: Path, file: str, parse: Parser, layout: _Layout, problems: Counter[str], examples: list[str]
 ) -> Iterator[Record]:
-    lines = _decoded((directory / file).read_bytes()).split("\n")
-    for number, line in enumerate(lines, start=1):
-        if number <= layout.num_header_lines or (number == len(lines) and not line):
+    for number, line in _lines(directory / file):
+        if number <= layout.num_header_lines:
             continue
         try:
-            label, first, second = parse(line.rstrip("\r"))
+            label, first, second = parse(line)
         except ValueError as error:
             note(_problem(LineProblemKind.MISSING_FIELD, file, number, str(error)), problems, examples)
             continue

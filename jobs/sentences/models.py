@@ -10,6 +10,7 @@ from pipelines.tokenization import SpecialTokens
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
+from tempnet.models.sentence_encoder import num_positions
 from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
 from tempnet.network import TempNet
 
@@ -58,13 +59,11 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
             f"data.tokenizer = {config.tokenizer!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the "
             "encoder: use the encoder's own tokenizer"
         )
-    num_positions = getattr(model.config, "max_position_embeddings", None)
-    if num_positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        num_positions -= int(model.config.pad_token_id) + 1
-    if num_positions and width > num_positions:
+    most = num_positions(model.config)
+    if most is not None and width > most:
         raise ValueError(
             f"data.max_length = {config.data.max_length} with {special.num_added} special tokens is more than the "
-            f"{num_positions} positions of the encoder: choose at most {num_positions - special.num_added}"
+            f"{most} positions of the encoder: choose at most {most - special.num_added}"
         )
     return model
 

@@ -9,16 +9,19 @@ Shapes: n sentences, t tokens, d width of the encoder.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tempnet.models.towers import load_tower
 
+# RoBERTa's kind numbers positions from the one after the padding's own.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SETTINGS_FILE = "sentence_bert_config.json"
 _MODULES = (("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"))
 
@@ -27,6 +30,14 @@ def saved_num_tokens(directory: str | Path) -> int | None:
     """The tokens that a saved sentence encoder cuts its sentences to; None where nothing says so."""
     file = Path(directory, _SETTINGS_FILE)
     return int(json.loads(file.read_text())["max_seq_length"]) if file.is_file() else None
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """The longest row of tokens that an encoder takes; None where nothing bounds it."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and config.model_type in _OFFSET_POSITIONS:
+        return int(positions) - int(config.pad_token_id) - 1
+    return int(positions) if positions else None
 
 
 def mean_pooling(tokens: Tensor, attention_mask: Tensor) -> Tensor:
@@ -101,6 +112,8 @@ class SentenceEncoder(nn.Module):
         """
         directory = Path(directory)
         self.encoder.save_pretrained(directory)
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.model_max_length = num_tokens
         tokenizer.save_pretrained(directory)
         modules = [
             {"idx": number, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -1,0 +1,42 @@
+"""Evaluate sentence encoders side by side: transfer to SentEval's classification tasks, and correlation with judgements.
+
+python -m jobs.evaluate_sentences --models runs/declutr-small-small/export --data senteval/data/downstream
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.command_line import fail
+from jobs.sentence_evaluation.config import EvaluateSentencesConfig
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    try:
+        config = tyro.cli(
+            EvaluateSentencesConfig, args=arguments, prog="python -m jobs.evaluate_sentences", description=__doc__
+        )
+    except ValueError as error:
+        fail(str(error))
+    # Imported late: a misspelt field should not wait for Ray and Transformers.
+    from transformers.utils.logging import disable_progress_bar
+
+    from jobs.sentence_evaluation.launch import EvaluationFailedError, evaluate
+    from jobs.sentence_evaluation.table import markdown
+    from pipelines.problems import TooManyProblemsError
+
+    disable_progress_bar()
+    try:
+        columns = evaluate(config)
+    except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:
+        fail(str(error))
+    print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

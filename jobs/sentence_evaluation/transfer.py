@@ -1,0 +1,95 @@
+"""How well frozen sentence embeddings serve a small task: logistic regression, as SentEval does it (arXiv 1803.05449 §3).
+
+Where a task has test sentences, the regularisation is chosen on its development sentences, or by cross-validation within the
+training ones where it has none; elsewhere accuracy is the mean over folds, with the choice made anew within each.
+
+Shapes: n sentences, d size of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import pearsonr, spearmanr
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
+
+# SentEval's grid of inverse strengths.
+INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
+_NUM_ITERATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Features (n, d) and classes (n,)."""
+
+    features: np.ndarray
+    labels: np.ndarray
+
+    def __getitem__(self, rows: np.ndarray) -> Labelled:
+        return Labelled(self.features[rows], self.labels[rows])
+
+
+def pair_features(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(n, 2d): |u − v| and u·v, element by element."""
+    return np.concatenate([np.abs(first - second), first * second], axis=1)
+
+
+def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inner_folds: int, seed: int) -> float:
+    """Accuracy from 0 to 1.
+
+    Args:
+        parts: `train`, `test` and perhaps `dev`; or `all`.
+        num_folds: of `all`.
+        num_inner_folds: in which the regularisation is chosen.
+        seed: of the folds.
+
+    Raises:
+        ValueError: if a class has fewer samples than there are folds.
+    """
+    if "all" not in parts:
+        train = parts["train"]
+        if "dev" in parts:
+            best = max(INVERSE_STRENGTHS, key=lambda strength: _accuracy(train, parts["dev"], strength))
+        else:
+            best = _chosen_within(train, num_inner_folds, seed)
+        return _accuracy(train, parts["test"], best)
+    data = parts["all"]
+    accuracies = []
+    for inside, outside in _folds(data, num_folds, seed):
+        best = _chosen_within(inside, num_inner_folds, seed)
+        accuracies.append(_accuracy(inside, outside, best))
+    return float(np.mean(accuracies))
+
+
+def similarity_figures(first: np.ndarray, second: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+    """Spearman's and Pearson's correlation of cosines with judgements (n,); (n, d) rows of any length."""
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    cosines = (first * second).sum(1) / np.maximum(norms, 1e-12)
+    return {"spearman": float(spearmanr(cosines, scores)[0]), "pearson": float(pearsonr(cosines, scores)[0])}
+
+
+def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
+    folds = _folds(data, num_folds, seed)
+    means = {
+        strength: float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
+        for strength in INVERSE_STRENGTHS
+    }
+    return max(means, key=lambda strength: means[strength])  # of equal ones the stronger regularisation
+
+
+def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:
+    smallest = int(np.bincount(data.labels).min())
+    if smallest < num_folds:
+        raise ValueError(
+            f"{num_folds} folds need as many sentences of every class, and one has {smallest}: choose fewer folds"
+        )
+    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
+    return [(data[inside], data[outside]) for inside, outside in splitter.split(data.features, data.labels)]
+
+
+def _accuracy(train: Labelled, test: Labelled, inverse_strength: float) -> float:
+    model = LogisticRegression(C=inverse_strength, max_iter=_NUM_ITERATIONS)
+    return float(model.fit(train.features, train.labels).score(test.features, test.labels))
