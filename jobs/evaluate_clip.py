@@ -24,9 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt field should not wait for Ray and Transformers.
     from transformers.utils.logging import disable_progress_bar
 
-    from jobs.clip_evaluation.encoding import EvaluationFailedError
     from jobs.clip_evaluation.launch import evaluate
     from jobs.clip_evaluation.table import markdown
+    from jobs.evaluation.errors import EvaluationFailedError
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m jobs.evaluate_lm", description=__doc__)
         # Imported late: a misspelt field should not wait for Ray and the harness.
-        from jobs.evaluation.launch import EvaluationFailedError, evaluate
+        from jobs.evaluation.errors import EvaluationFailedError
+        from jobs.evaluation.launch import evaluate
         from jobs.evaluation.table import markdown
     except ValueError as error:
         fail(str(error))

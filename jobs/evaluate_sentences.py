@@ -25,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt field should not wait for Ray and Transformers.
     from transformers.utils.logging import disable_progress_bar
 
-    from jobs.sentence_evaluation.launch import EvaluationFailedError, evaluate
+    from jobs.evaluation.errors import EvaluationFailedError
+    from jobs.sentence_evaluation.launch import evaluate
     from jobs.sentence_evaluation.table import markdown
     from pipelines.problems import TooManyProblemsError
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.training.config import (
-    TrainingConfig,
     ValidationSection,
     check_positive,
     check_share,
     with_absolute_fields,
 )
-from jobs.training.contrastive import ContrastiveSection
+from jobs.training.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.images import AugmentationConfig
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
@@ -159,7 +158,7 @@ class RetrievalValidationSection(ValidationSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipConfig(TrainingConfig):
+class ClipConfig(ContrastiveTrainingConfig):
     """Everything about one training run of a dual encoder and its temperatures."""
 
     data: PairDataSection
@@ -168,18 +167,7 @@ class ClipConfig(TrainingConfig):
     validation: RetrievalValidationSection = field(default_factory=RetrievalValidationSection)
 
     def __post_init__(self) -> None:
-        TrainingConfig.__post_init__(self)
-        if self.optimizer.micro_batch_size:
-            raise ValueError(
-                f"optimizer.micro_batch_size = {self.optimizer.micro_batch_size}: a contrastive loss compares all pairs of "
-                "the batch, so that accumulating parts of it would change the loss; choose 0, and more workers or a smaller "
-                "optimizer.batch_size if memory is short"
-            )
-        if self.workers.zero_stage == 3:
-            raise ValueError(
-                "workers.zero_stage = 3: the towers are used one after the other within one forward pass and are small "
-                "beside their activations, so dividing their weights saves next to nothing; choose 0, 1 or 2"
-            )
+        ContrastiveTrainingConfig.__post_init__(self)
         if self.model.freeze and not self.temperature.needs_tempnets:
             raise ValueError(
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "

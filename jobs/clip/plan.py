@@ -15,8 +15,8 @@ from jobs.clip.config import ClipConfig, with_absolute_paths
 from jobs.clip.data import preparation, prepared
 from jobs.clip.models import build_encoder, build_tempnets
 from jobs.clip.report import summary_table, write_report
+from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
-from jobs.training.identity import configuration_hash
 from jobs.training.launch import tracking_uri
 from jobs.training.task import PreparedTask, Task, data_set
 from jobs.training.tracking import TrackedRun
@@ -71,24 +71,23 @@ class ClipPlan:
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.num_workers
         frozen = " (frozen)" if config.model.freeze else ""
-        return "\n".join(
-            [
-                f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
-                f"loss         {loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
+        return describe_plan(
+            config,
+            about={
+                "loss": f"{loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
                 f"τ in [{loss.tau_min:g}, {loss.tau_max:g}]"
                 + (f", ρ = {loss.rho:g}" if loss.kind.uses_rho else "")
                 + (f", γ {loss.gamma_schedule} {loss.gamma:g}" if loss.kind.normaliser == "global" else ""),
-                f"batch        {size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
-                f"steps        {config.run.num_steps} = {config.run.num_steps * size:,} pairs; checkpoint every "
-                f"{config.run.checkpoint_every}, validation every {config.validation.every}",
-                f"workers      {workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, ZeRO {config.workers.zero_stage}, "
-                f"{config.workers.precision}; {config.data.num_readers} readers each",
-                f"parameters   image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}, "
-                f"TempNets {self.num_tempnet_parameters:,}",
-                f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
-                f"MLflow       {self.tracking_uri or 'off'}",
-                *_notes(config),
-            ]
+                "batch": f"{size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
+            },
+            num_units=size,
+            unit="pairs",
+            readers=f"; {config.data.num_readers} readers each",
+            parameters=f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}, "
+            f"TempNets {self.num_tempnet_parameters:,}",
+            state_gib=self.state_gib_per_worker,
+            tracking_uri=self.tracking_uri,
+            notes=_notes(config),
         )
 
     @property
@@ -146,7 +145,7 @@ def _notes(config: ClipConfig) -> list[str]:
         return []
     # Feasible, for the contrasts of the averages are all pairs; but after few epochs they have seen little more than a batch.
     return [
-        f"note         ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
+        f"ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
         f"{limit:.2f}: temperatures tend to their lower bound unless the averages see many batches"
     ]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.training.curves import draw_curves, draw_histogram
+from jobs.training.description import results
 from jobs.training.tracking import TrackedRun
 
 # The papers' selection rule: the run whose mean τ lies in it (TempNet §6.2).
@@ -37,12 +38,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         where = "in" if low <= scores["tau_mean"] <= high else "outside"
         spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
         rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
-    if outcome["pairs_per_second"]:
-        rows.append(("training speed", f"{outcome['pairs_per_second']:,.0f} pairs/s"))
-        rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
-    rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return results(rows, outcome, "pairs")
 
 
 def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:

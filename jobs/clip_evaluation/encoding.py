@@ -25,12 +25,9 @@ from jobs.clip_evaluation.encoder import Encoder
 from jobs.clip_evaluation.images import ImageSet, read_images
 from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, Unit
 from jobs.cluster import CPU_ENVIRONMENT
+from jobs.evaluation.errors import EvaluationFailedError
 
 READ_CPUS = 0.5
-
-
-class EvaluationFailedError(RuntimeError):
-    """A unit failed; what was finished before is kept."""
 
 
 class _Worker:

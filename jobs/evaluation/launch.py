@@ -13,15 +13,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.evaluation.config import EvaluateConfig
+from jobs.evaluation.errors import EvaluationFailedError
 from jobs.evaluation.plan import Plan, make_plan
 from jobs.evaluation.table import Column, make_columns, markdown
 from jobs.evaluation.units import Job, Ledger
 from jobs.evaluation.worker import EvaluationWorker, JobResult
 from jobs.publishing import PublishedColumn, publish
-
-
-class EvaluationFailedError(RuntimeError):
-    """A unit failed; what was finished before is kept."""
 
 
 def evaluate(config: EvaluateConfig) -> list[Column]:

@@ -16,8 +16,8 @@ from jobs.language_models.config import LanguageModelConfig, with_absolute_paths
 from jobs.language_models.data import prepared
 from jobs.language_models.models import base_config, resolved_rho
 from jobs.language_models.report import summary_table, write_report
+from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
-from jobs.training.identity import configuration_hash
 from jobs.training.launch import tracking_uri
 from jobs.training.task import PreparedTask, Task, data_set
 from jobs.training.tracking import TrackedRun
@@ -66,23 +66,21 @@ class LanguageModelPlan:
         """The plan, for a person."""
         config = self.config
         tokens = config.optimizer.batch_size * config.data.context_length
-        return "\n".join(
-            [
-                f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
-                f"loss         {config.temperature.loss}, {self._describe_rho()}, "
+        return describe_plan(
+            config,
+            about={
+                "loss": f"{config.temperature.loss}, {self._describe_rho()}, "
                 f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
-                f"batch        {config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
+                "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
                 f"{config.workers.num_workers} workers × {config.num_accumulation_steps} micro-batches × "
                 f"{config.micro_batch_size} blocks",
-                f"steps        {config.run.num_steps} = {config.run.num_steps * tokens:,} tokens; checkpoint every "
-                f"{config.run.checkpoint_every}, validation every {config.validation.every}",
-                f"workers      {config.workers.num_workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, "
-                f"ZeRO {config.workers.zero_stage}, {config.workers.precision}",
-                f"parameters   base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
-                f"TempNet {self.num_tempnet_parameters:,}",
-                f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
-                f"MLflow       {self.tracking_uri or 'off'}",
-            ]
+            },
+            num_units=tokens,
+            unit="tokens",
+            parameters=f"base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
+            f"TempNet {self.num_tempnet_parameters:,}",
+            state_gib=self.state_gib_per_worker,
+            tracking_uri=self.tracking_uri,
         )
 
     def _describe_rho(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from jobs.training.curves import draw_curves
+from jobs.training.description import results
 from jobs.training.tracking import TrackedRun
 from pipelines.tokenization import token_texts
 
@@ -63,14 +64,9 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         ("regret against the oracle", f"{rivals['robust_loss'] - rivals['robust_loss_oracle']:.4f}"),
         ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
     ]
-    if outcome["tokens_per_second"]:
-        rows.append(("training speed", f"{outcome['tokens_per_second']:,.0f} tokens/s"))
-        rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
-    rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
     if has_constant_temperature(outcome):
         rows.append(("FAILED", "the TempNet is constant: raise optimizer.learning_rate_tempnet or run.num_steps"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return results(rows, outcome, "tokens")
 
 
 def write_report(

@@ -12,6 +12,7 @@ from jobs.clip.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
+from jobs.presets.twins import with_twins
 from jobs.training.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
 
 Preset = Callable[[], ClipConfig]
@@ -195,17 +196,5 @@ _FULL: dict[str, Preset] = {
     **{f"clip-cc3m-noise-{percent:02d}": _noise(percent) for percent in (5, 10, 15)},
 }
 
-
-def _small_twin(preset: Preset) -> Preset:
-    def twin() -> ClipConfig:
-        return small(preset())
-
-    twin.__doc__ = f"Two cores, sample images: {(preset.__doc__ or '').strip()}"
-    return twin
-
-
-PRESETS: dict[str, Preset] = {
-    **{f"{name}-small": _small_twin(preset) for name, preset in _FULL.items()},
-    **_FULL,
-}
+PRESETS: dict[str, Preset] = with_twins(_FULL, small, "sample images")
 """Preset name → function that returns its configuration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from jobs.presets.twins import with_twins
 from jobs.sentences.config import (
     DocumentSection,
     DocumentTemperatureSection,
@@ -102,14 +103,5 @@ _FULL: dict[str, Preset] = {
     "declutr-small-tempnet": declutr_small_tempnet,
 }
 
-
-def _twin(preset: Preset) -> Preset:
-    def twin() -> SentenceConfig:
-        return small(preset())
-
-    twin.__doc__ = f"Two cores, sample text: {(preset.__doc__ or '').strip()}"
-    return twin
-
-
-PRESETS: dict[str, Preset] = {f"{name}-small": _twin(preset) for name, preset in _FULL.items()} | _FULL
+PRESETS: dict[str, Preset] = with_twins(_FULL, small, "sample text")
 """Preset name → function that returns its configuration."""

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.evaluation.config import EvaluationWorkersSection
+from jobs.evaluation.errors import EvaluationFailedError
 from jobs.labels import model_labels
 from jobs.named_values import named_values
 from jobs.publishing import PublishedColumn, publish, tracking_uri
@@ -22,10 +23,6 @@ from pipelines.archives import resolve
 from pipelines.manifest import write_json
 from pipelines.problems import TooManyProblemsError
 from pipelines.senteval import Judgements, SentenceTask, read_judgements, read_task
-
-
-class EvaluationFailedError(RuntimeError):
-    """A cell failed; what was finished before is kept."""
 
 
 def evaluate(config: EvaluateSentencesConfig) -> list[Column]:

@@ -8,13 +8,12 @@ from typing import Literal
 
 from jobs.training.config import (
     RunSection,
-    TrainingConfig,
     ValidationSection,
     check_positive,
     check_share,
     with_absolute_fields,
 )
-from jobs.training.contrastive import ContrastiveSection
+from jobs.training.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.spans import SpanConfig, Strategy
 from tempnet.contrastive.config import LOSS_KINDS
 
@@ -136,7 +135,7 @@ class SpanValidationSection(ValidationSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentenceConfig(TrainingConfig):
+class SentenceConfig(ContrastiveTrainingConfig):
     """Everything about one training run of a sentence encoder."""
 
     data: DocumentSection
@@ -147,18 +146,7 @@ class SentenceConfig(TrainingConfig):
     validation: SpanValidationSection = field(default_factory=SpanValidationSection)
 
     def __post_init__(self) -> None:
-        TrainingConfig.__post_init__(self)
-        if self.optimizer.micro_batch_size:
-            raise ValueError(
-                f"optimizer.micro_batch_size = {self.optimizer.micro_batch_size}: a contrastive loss compares all spans of "
-                "the batch, so that accumulating parts of it would change the loss; choose 0, and more workers or a smaller "
-                "optimizer.batch_size if memory is short"
-            )
-        if self.workers.zero_stage == 3:
-            raise ValueError(
-                "workers.zero_stage = 3: the encoder runs twice within one forward pass, on anchors and on positives, and is "
-                "small beside its activations; choose 0, 1 or 2"
-            )
+        ContrastiveTrainingConfig.__post_init__(self)
         if not self.tokenizer:
             raise ValueError("data.tokenizer is empty, and there is no model.path to take one from")
 

@@ -11,8 +11,8 @@ from jobs.sentences.config import SentenceConfig, with_absolute_paths
 from jobs.sentences.data import prepared
 from jobs.sentences.models import build_encoder, build_tempnet
 from jobs.sentences.report import summary_table, write_report
+from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
-from jobs.training.identity import configuration_hash
 from jobs.training.launch import tracking_uri
 from jobs.training.task import PreparedTask, Task, data_set
 from jobs.training.tracking import TrackedRun
@@ -72,23 +72,21 @@ class SentencePlan:
         """The plan, for a person."""
         config, data = self.config, self.config.data
         size, workers = config.optimizer.batch_size, config.workers.num_workers
-        return "\n".join(
-            [
-                f"run          {config.run.name} in {config.run.directory} (configuration {configuration_hash(config)})",
-                f"loss         {self._loss}",
-                f"spans        {data.num_anchors} anchors of {data.min_length} to {data.max_length} tokens a document, "
+        return describe_plan(
+            config,
+            about={
+                "loss": self._loss,
+                "spans": f"{data.num_anchors} anchors of {data.min_length} to {data.max_length} tokens a document, "
                 f"{data.num_positives} positives each ({data.strategy}); documents from "
                 f"{data.spans.least_num_tokens} tokens on",
-                f"batch        {size} documents: {workers} workers × {size // workers}; each anchor against "
+                "batch": f"{size} documents: {workers} workers × {size // workers}; each anchor against "
                 f"{2 * config.num_pairs_per_batch - 2} others",
-                f"steps        {config.run.num_steps} = {config.run.num_steps * size:,} documents; checkpoint every "
-                f"{config.run.checkpoint_every}, validation every {config.validation.every}",
-                f"workers      {workers} × {'1 GPU' if config.workers.use_gpu else 'CPU'}, ZeRO {config.workers.zero_stage}, "
-                f"{config.workers.precision}",
-                f"parameters   encoder with its head {self.num_parameters:,}, TempNet {self.num_tempnet_parameters:,}",
-                f"memory       {self.state_gib_per_worker:.2f} GiB a worker for weights, gradients and optimizer",
-                f"MLflow       {self.tracking_uri or 'off'}",
-            ]
+            },
+            num_units=size,
+            unit="documents",
+            parameters=f"encoder with its head {self.num_parameters:,}, TempNet {self.num_tempnet_parameters:,}",
+            state_gib=self.state_gib_per_worker,
+            tracking_uri=self.tracking_uri,
         )
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.training.curves import draw_curves, draw_histogram
+from jobs.training.description import results
 from jobs.training.tracking import TrackedRun
 
 _CURVES = {
@@ -28,12 +29,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
     if "tau_mean" in scores:
         spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
         rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread}"))
-    if outcome["documents_per_second"]:
-        rows.append(("training speed", f"{outcome['documents_per_second']:,.1f} documents/s"))
-        rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
-    rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return results(rows, outcome, "documents")
 
 
 def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:

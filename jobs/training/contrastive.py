@@ -1,11 +1,11 @@
-"""The part of a configuration that every contrastive training has: which loss, and how its temperatures come about."""
+"""What every contrastive training has of a configuration: which loss, how its temperatures come about, whole batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.training.config import TempNetSection
+from jobs.training.config import TempNetSection, TrainingConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.network import TempNetConfig
 
@@ -62,3 +62,22 @@ class ContrastiveSection(TempNetSection):
         return TempNetConfig.for_embeddings(
             embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **self.network_options
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastiveTrainingConfig(TrainingConfig):
+    """A run whose loss compares everything in a batch with everything."""
+
+    def __post_init__(self) -> None:
+        TrainingConfig.__post_init__(self)
+        if self.optimizer.micro_batch_size:
+            raise ValueError(
+                f"optimizer.micro_batch_size = {self.optimizer.micro_batch_size}: a contrastive loss compares all samples of "
+                "the batch, so that accumulating parts of it would change the loss; choose 0, and more workers or a smaller "
+                "optimizer.batch_size if memory is short"
+            )
+        if self.workers.zero_stage == 3:
+            raise ValueError(
+                "workers.zero_stage = 3: encoders run one after the other within one forward pass and are small beside their "
+                "activations, so dividing their weights saves next to nothing; choose 0, 1 or 2"
+            )

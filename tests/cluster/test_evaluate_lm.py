@@ -17,6 +17,7 @@ from scipy.stats import spearmanr
 from jobs import evaluate_lm
 from jobs.evaluation import launch
 from jobs.evaluation.config import EvaluateConfig, EvaluationWorkersSection
+from jobs.evaluation.errors import EvaluationFailedError
 from jobs.evaluation.launch import evaluate
 from jobs.evaluation.table import Column
 from jobs.evaluation.windows import num_words, wikitext_pages
@@ -158,7 +159,7 @@ def test_a_unit_that_fails_is_named_and_what_was_finished_stays(
     settings = config(
         "failing", 1, models=(files["a"],), temperatures=("one",), include_path=str(tasks), tasks=("local_arc_easy",)
     )
-    with pytest.raises(launch.EvaluationFailedError, match=r"a · local_arc_easy · one: .*"):
+    with pytest.raises(EvaluationFailedError, match=r"a · local_arc_easy · one: .*"):
         evaluate(settings)
     done = [json.loads(path.read_text())["task"] for path in (tmp_path / "runs" / "failing" / "units").glob("*.json")]
     assert set(done) == {"wikitext", "lambada"}

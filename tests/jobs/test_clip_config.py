@@ -53,7 +53,7 @@ def test_the_presets_cover_every_loss() -> None:
     [
         (
             ["--optimizer.micro-batch-size", "32"],
-            "optimizer.micro_batch_size = 32: a contrastive loss compares all pairs",
+            "optimizer.micro_batch_size = 32: a contrastive loss compares all samples",
         ),
         (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
         (["--temperature.loss", "simclr"], "temperature.loss = 'simclr' is unknown: choose one of clip"),

@@ -71,7 +71,7 @@ def test_presets_carry_the_papers_numbers() -> None:
         (["--objective.mlm-weight", "-1"], "objective.mlm_weight = -1.0 must not be negative"),
         (
             ["--optimizer.micro-batch-size", "4"],
-            "optimizer.micro_batch_size = 4: a contrastive loss compares all spans",
+            "optimizer.micro_batch_size = 4: a contrastive loss compares all samples",
         ),
         (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
         (["--model.hidden-size", "130"], "model.hidden_size = 130 is not divisible by model.num_heads = 4"),

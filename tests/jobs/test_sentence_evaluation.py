@@ -44,9 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = train_wordpiece([" ".join(WORDS)], 150)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     sizes |= {"max_position_embeddings": 12}
-    config = AutoConfig.for_model(
-        "bert", vocab_size=len(tokenizer), max_position_embeddings=12, initializer_range=0.4, **sizes
-    )
+    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), initializer_range=0.4, **sizes)
     SentenceEncoder(AutoModel.from_config(config)).save_pretrained(directory, tokenizer, num_tokens=12)
     return str(directory)
 
