@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import tyro
-from scipy.stats import t as student_t
 
+from benchmarks.intervals import interval
 from jobs.clip.config import ClipConfig
 from jobs.clip.data import pair_source
 from jobs.clip.plan import make_plan
@@ -126,17 +124,6 @@ def test_scores(config: ClipConfig, outcome: dict[str, Any], test: ImageManifest
         DualEncoder.from_pretrained(outcome["export"]), World.alone(), torch.device("cpu")
     )
     return recall(image, text, torch.from_numpy(held_out.image_of_text))
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean ± half the width of the 95 % interval; a dash for what the loss does not have."""
-    mean = statistics.fmean(values)
-    if math.isnan(mean):
-        return "–"
-    if len(values) < 2:
-        return f"{mean:.4g}"
-    half = student_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.4g} ± {half:.2g}"
 
 
 def main(arguments: Arguments) -> None:
