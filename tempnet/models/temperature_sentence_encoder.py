@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
+from tempnet.models.bodies import last_hidden_states
 from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
 
 IGNORE_INDEX = -100
@@ -132,22 +133,13 @@ class TemperatureSentenceEncoder(nn.Module):
 
     def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, is_masked: Tensor) -> tuple[Tensor, Tensor]:
         """(k, t) rows → their pooled sentences (k, d), and the logits (m, V) of the masked positions in order."""
-        hidden: list[Tensor] = []
-
-        def select(_module: nn.Module, _inputs: object, output: object) -> object:
-            """Every head of Transformers reads the first entry of what its body returns."""
-            hidden.append(output["last_hidden_state"])  # type: ignore[index]
-            output["last_hidden_state"] = hidden[0][is_masked].unsqueeze(0)  # type: ignore[index]
-            return output
-
-        handle = self.model.base_model.register_forward_hook(select)
         autocast = self.autocast_dtype
-        try:
-            with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-                logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
-        finally:
-            handle.remove()
-        return mean_pooling(hidden[0], attention_mask), logits.squeeze(0)
+        with (
+            last_hidden_states(self.model, lambda hidden: hidden[is_masked].unsqueeze(0)) as seen,
+            torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None),
+        ):
+            logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
+        return mean_pooling(seen[0], attention_mask), logits.squeeze(0)
 
     @torch.no_grad()
     def init_prototypes(self, sentences: Tensor) -> None:
