@@ -85,7 +85,12 @@ class SoftTriple(nn.Module):
         nn.init.kaiming_uniform_(self.centers.view(-1, embedding_size), a=math.sqrt(5))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss, a scalar; 0 where every label is ignored, but for R.
+        """ℓ + weight·R; see :meth:`token_loss` and :meth:`regularization`."""
+        loss = self.token_loss(embeddings, labels)
+        return loss + self.regularization() if self.config.regularizer else loss
+
+    def token_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """ℓ, a scalar; 0 where every label is ignored.
 
         Args:
             embeddings: (…, d), of any length but 0.
@@ -103,10 +108,15 @@ class SoftTriple(nn.Module):
             centers = F.normalize(_wide(self.centers), dim=-1)
             logits = self.config.scale * self._similarities(F.normalize(_wide(x), dim=-1), centers)
             margin = self.config.scale * self.config.margin * F.one_hot(y, num_classes).to(logits)
-            loss = F.cross_entropy(logits - margin, y, reduction="sum") / max(1, len(y))
-            if self.config.regularizer and self.config.num_centers > 1:
-                loss = loss + self.config.regularizer * center_regularizer(centers)
-        return loss
+            return F.cross_entropy(logits - margin, y, reduction="sum") / max(1, len(y))
+
+    def regularization(self) -> Tensor:
+        """weight·R, a scalar; 0 for one centre a class."""
+        with torch.autocast(self.centers.device.type, enabled=False):
+            centers = F.normalize(_wide(self.centers), dim=-1)
+            return self.config.regularizer * (
+                center_regularizer(centers) if self.config.num_centers > 1 else centers.new_zeros(())
+            )
 
     def class_similarities(self, embeddings: Tensor) -> Tensor:
         """S' of (…, d), shape (…, C): the classes' scores without a margin."""
@@ -133,11 +143,6 @@ def center_regularizer(centers: Tensor) -> Tensor:
         for start in range(0, num_centers, rows):
             total = total + checkpoint(_distances, of_class, start, start + rows, use_reentrant=False)
     return total / (num_classes * num_centers * (num_centers - 1))
-
-
-def triple_entropy(cross_entropy: Tensor, soft_triple: Tensor, beta: float) -> Tensor:
-    """L from its two parts."""
-    return beta * cross_entropy + (1.0 - beta) * soft_triple
 
 
 def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:

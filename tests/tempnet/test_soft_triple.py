@@ -10,7 +10,7 @@ from pytorch_metric_learning.losses import SoftTripleLoss
 from torch import Tensor
 
 from tempnet import soft_triple
-from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels, triple_entropy
+from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels
 
 
 def by_the_formula(x: Tensor, labels: Tensor, centers: Tensor, config: SoftTripleConfig) -> Tensor:
@@ -129,10 +129,6 @@ def test_tokens_bear_their_sentences_label() -> None:
     labels, mask = torch.tensor([1, 0]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     assert token_labels(labels, mask).tolist() == [[1, 1, -100], [0, 0, 0]]
     assert token_labels(labels, mask, with_padding=True).tolist() == [[1, 1, 1], [0, 0, 0]]
-
-
-def test_the_two_parts_are_mixed_by_beta() -> None:
-    assert float(triple_entropy(torch.tensor(2.0), torch.tensor(5.0), 0.9)) == pytest.approx(2.3)
 
 
 @pytest.mark.parametrize(
