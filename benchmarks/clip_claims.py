@@ -45,6 +45,8 @@ class Arguments:
     noise: tuple[float, ...] = (0.0,)
     """Shares of noisy captions."""
     stop_gradient: tuple[bool, ...] = (True,)
+    tau: float | None = None
+    """The fixed temperature, or where one that is learned starts. None: the preset's."""
     tau_max: float | None = None
     """τ_max of the global losses. None: the preset's."""
     num_steps: int | None = None
@@ -80,6 +82,7 @@ def configuration(
             f"rho{rho:g}" if rho is not None else "",
             f"noise{noise:g}" if noise else "",
             "" if stop else "no-stop-gradient",
+            f"tau{arguments.tau:g}" if arguments.tau else "",
             f"taumax{arguments.tau_max:g}" if arguments.tau_max else "",
             f"seed{seed}",
         )
@@ -90,6 +93,7 @@ def configuration(
         config.temperature,
         rho=config.temperature.rho if rho is None else rho,
         stop_gradient=stop,
+        tau=arguments.tau or config.temperature.tau,
         tau_max=arguments.tau_max if is_global else None,
         table=arguments.table if loss == "sogclr_given" else "",
     )
