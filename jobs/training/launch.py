@@ -25,6 +25,7 @@ from jobs.training.identity import configuration_hash, differences, fixed_values
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
 from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
+from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
 
@@ -137,8 +138,8 @@ def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
     filesystem, path = resolve(f"{config.run.resolved_storage}")
     return TorchTrainer(
-        _train_worker,  # type: ignore[arg-type]
-        train_loop_config={"job": job},
+        run_worker,  # type: ignore[arg-type]
+        train_loop_config=packed(job),
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,
@@ -153,13 +154,6 @@ def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
             worker_runtime_env={"env_vars": environment},
         ),
     )
-
-
-def _train_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
-    from jobs.training.loop import train_worker
-
-    return train_worker(settings["job"])
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from support import ROOT, readme_lines, run_lines, training_worker_pids, wait_fo
 from transformers import AutoModel, AutoTokenizer
 
 from jobs.presets.sentences import PRESETS
+from jobs.sentence_evaluation.config import EvaluateSentencesConfig
+from jobs.sentence_evaluation.launch import evaluate
 from jobs.sentences.config import DocumentTemperatureSection, SentenceConfig
 from jobs.sentences.plan import make_plan
 from jobs.training.launch import train
@@ -201,6 +202,7 @@ def test_the_readmes_evaluation_runs_and_is_continued(
         "CR/num_unreadable": 0
     }
     before = cell.stat().st_mtime_ns
-    done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert "1 cells, 1 of them finished before" in done.stdout
+    settings = EvaluateSentencesConfig(models=(reference["export"],), data=str(data), storage=str(tmp_path))
+    (column,) = evaluate(settings)
+    assert column.metrics["CR/accuracy"] == figures["accuracy"]
     assert cell.stat().st_mtime_ns == before
