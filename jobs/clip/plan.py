@@ -15,6 +15,7 @@ from jobs.clip.config import ClipConfig, with_absolute_paths
 from jobs.clip.data import preparation, prepared
 from jobs.clip.models import build_encoder, build_tempnets
 from jobs.clip.report import summary_table, write_report
+from jobs.training.contrastive import check_sizes
 from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.launch import tracking_uri
@@ -25,7 +26,6 @@ from pipelines.image_manifest import ImageManifest
 from pipelines.prepare_images import check_source
 from pipelines.stream import READ_CPUS
 from pipelines.tokenization import load_tokenizer
-from tempnet.contrastive.config import check_negatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,13 @@ class ClipPlan:
         """Index the images, and read the table of temperatures if there is one."""
         config = with_absolute_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
-        _check_sizes(config, train)
+        check_sizes(
+            config,
+            config.temperature,
+            num_samples=train.num_pairs,
+            num_pairs_per_batch=config.optimizer.batch_size,
+            noun="pairs",
+        )
         loss = config.temperature.loss_config
         return PreparedTask(
             config=config,
@@ -193,25 +199,6 @@ def make_plan(config: ClipConfig) -> ClipPlan:
         num_tempnet_parameters=count(*networks),
         tracking_uri=uri,
     )
-
-
-def _check_sizes(config: ClipConfig, train: ImageManifest) -> None:
-    """Refuse a batch, or prototypes, of more pairs than there are, and a ρ that they make infeasible."""
-    if config.optimizer.batch_size > train.num_pairs:
-        raise ValueError(
-            f"optimizer.batch_size = {config.optimizer.batch_size} is more than the {train.num_pairs} pairs of "
-            f"data.train = {config.data.train!r}: choose at most {train.num_pairs}"
-        )
-    try:
-        check_negatives(config.temperature.loss_config, config.optimizer.batch_size, train.num_pairs)
-    except ValueError as error:
-        raise ValueError(f"temperature.{error}") from error
-    temperature = config.temperature
-    if temperature.needs_tempnets and temperature.projection and temperature.num_prototypes > train.num_pairs:
-        raise ValueError(
-            f"temperature.num_prototypes = {temperature.num_prototypes} is more than the {train.num_pairs} training pairs "
-            f"that prototypes are made from: choose at most {train.num_pairs}"
-        )
 
 
 def _given_tau(config: ClipConfig, train: ImageManifest) -> np.ndarray | None:

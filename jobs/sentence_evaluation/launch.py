@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
@@ -84,12 +85,35 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
     except (OSError, ValueError) as error:
         raise type(error)(f"similarity: {error}") from error
     for one in found:
+        if isinstance(one, SentenceTask):
+            check_folds(one, config)
         if (lost := sum(one.problems.values())) > config.max_bad_share * one.num_lines:
             raise TooManyProblemsError(
                 f"{one.name}: {lost} of {one.num_lines} lines cannot be read, more than max_bad_share = "
                 f"{config.max_bad_share:.2%}; the first: {'; '.join(one.examples)}"
             )
     return found
+
+
+def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
+    """Refuse more folds than a class of the task has sentences.
+
+    Raises:
+        ValueError: naming the field, the value and the number of sentences.
+    """
+    name, number = "num_inner_folds", config.num_inner_folds
+    smallest = int(np.bincount(task.parts["train" if task.has_split else "all"].labels).min())
+    if not task.has_split:
+        if config.num_folds > smallest:
+            name, number = "num_folds", config.num_folds
+        else:
+            smallest -= -(-smallest // config.num_folds)  # what is left of a class when a fold is taken out
+    elif "dev" in task.parts:
+        return
+    if number > smallest:
+        raise ValueError(
+            f"{name} = {number}: a class of {task.name} has {smallest} sentences to divide; choose fewer folds"
+        )
 
 
 def _compute_all(config: EvaluateSentencesConfig, left: Sequence[Cell]) -> None:

@@ -11,6 +11,7 @@ from jobs.sentences.config import SentenceConfig, with_absolute_paths
 from jobs.sentences.data import prepared
 from jobs.sentences.models import build_encoder, build_tempnet
 from jobs.sentences.report import summary_table, write_report
+from jobs.training.contrastive import check_sizes
 from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.launch import tracking_uri
@@ -20,7 +21,6 @@ from pipelines.archives import list_archives
 from pipelines.manifest import Manifest
 from pipelines.stream import READ_CPUS
 from pipelines.tokenization import load_tokenizer
-from tempnet.contrastive.config import check_negatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,13 @@ class SentencePlan:
         """Tokenise the documents."""
         config = with_absolute_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
-        check_sizes(config, train)
+        check_sizes(
+            config,
+            config.temperature if config.is_contrastive else None,
+            num_samples=train.num_rows,
+            num_pairs_per_batch=config.num_pairs_per_batch,
+            noun="documents",
+        )
         loss = config.temperature.loss_config
         return PreparedTask(
             config=config,
@@ -162,29 +168,3 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
         num_tempnet_parameters=sum(parameter.numel() for parameter in tempnet.parameters()) if tempnet else 0,
         tracking_uri=uri,
     )
-
-
-def check_sizes(config: SentenceConfig, train: Manifest) -> None:
-    """Refuse a batch, or prototypes, of more documents than there are, and a ρ that they make infeasible.
-
-    Raises:
-        ValueError: naming the field, the value and the largest that is legal.
-    """
-    size = config.optimizer.batch_size
-    if size > train.num_rows:
-        raise ValueError(
-            f"optimizer.batch_size = {size} is more than the {train.num_rows} documents of data.train = "
-            f"{config.data.train!r} that are long enough: choose at most {train.num_rows}"
-        )
-    if not config.is_contrastive:
-        return
-    temperature = config.temperature
-    try:
-        check_negatives(temperature.loss_config, config.num_pairs_per_batch, train.num_rows)
-    except ValueError as error:
-        raise ValueError(f"temperature.{error}") from error
-    if temperature.needs_tempnets and temperature.projection and temperature.num_prototypes > train.num_rows:
-        raise ValueError(
-            f"temperature.num_prototypes = {temperature.num_prototypes} is more than the {train.num_rows} training documents "
-            f"that prototypes are made from: choose at most {train.num_rows}"
-        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.training.config import TempNetSection, TrainingConfig
-from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 from tempnet.network import TempNetConfig
 
 
@@ -81,3 +81,39 @@ class ContrastiveTrainingConfig(TrainingConfig):
                 "workers.zero_stage = 3: encoders run one after the other within one forward pass and are small beside their "
                 "activations, so dividing their weights saves next to nothing; choose 0, 1 or 2"
             )
+
+
+def check_sizes(
+    config: TrainingConfig,
+    temperature: ContrastiveSection | None,
+    *,
+    num_samples: int,
+    num_pairs_per_batch: int,
+    noun: str,
+) -> None:
+    """Refuse a batch, or prototypes, of more samples than there are, and a ρ that they make infeasible.
+
+    Args:
+        temperature: None where nothing is compared.
+        num_samples: of the training data.
+        noun: what they are called.
+
+    Raises:
+        ValueError: naming the field, the value and the largest that is legal.
+    """
+    size = config.optimizer.batch_size
+    if size > num_samples:
+        raise ValueError(
+            f"optimizer.batch_size = {size} is more than the {num_samples} {noun} of data.train: choose at most {num_samples}"
+        )
+    if temperature is None:
+        return
+    try:
+        check_negatives(temperature.loss_config, num_pairs_per_batch, num_samples)
+    except ValueError as error:
+        raise ValueError(f"temperature.{error}") from error
+    if temperature.needs_tempnets and temperature.projection and temperature.num_prototypes > num_samples:
+        raise ValueError(
+            f"temperature.num_prototypes = {temperature.num_prototypes} is more than the {num_samples} training {noun} that "
+            f"prototypes are made from: choose at most {num_samples}"
+        )

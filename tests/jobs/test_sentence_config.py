@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from jobs.command_line import parse_preset
 from jobs.presets.sentences import PRESETS
 from jobs.sentences.config import SentenceConfig, with_absolute_paths
-from jobs.sentences.plan import check_sizes, make_plan
-from pipelines.documents import DocumentConfig
-from pipelines.manifest import ArchiveEntry, Manifest, ShardEntry
+from jobs.sentences.plan import make_plan
+from jobs.training.contrastive import check_sizes
 from pipelines.tokenization import train_bpe, train_wordpiece
 
 TEXT = " ".join(f"word{number}" for number in range(40))
@@ -133,14 +132,6 @@ def test_paths_are_made_absolute_for_the_workers(data: Path, monkeypatch: pytest
     assert (found.data.train, found.data.tokenizer) == (str(data / "train"), str(data / "tokenizer"))
 
 
-def manifest_of(num_rows: int) -> Manifest:
-    """A prepared data set by its counts alone."""
-    shard = ShardEntry(file="a.arrow", archive="a", num_rows=num_rows, num_tokens=0, digest="")
-    archive = ArchiveEntry(path="a", num_bytes=0, num_documents=num_rows, problems={}, examples=[], shards=[shard])
-    layout = DocumentConfig(least_num_tokens=96, vocab_size=200)
-    return Manifest(directory="", tokenizer_digest="", layout=layout, archives=[archive])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,6 +148,7 @@ def manifest_of(num_rows: int) -> Manifest:
 )
 def test_what_the_documents_are_too_few_for_is_refused(data: Path, arguments: list[str], message: str) -> None:
     config = small(data, "--temperature.loss", "tempnet", "--temperature.rho", "3", *arguments)
+    batch = {"num_pairs_per_batch": config.num_pairs_per_batch, "noun": "documents"}
     with pytest.raises(ValueError, match=message):
-        check_sizes(config, manifest_of(300))
-    check_sizes(config, manifest_of(400))
+        check_sizes(config, config.temperature, num_samples=300, **batch)
+    check_sizes(config, config.temperature, num_samples=400, **batch)

@@ -212,6 +212,17 @@ def test_what_is_wrong_with_the_data_is_said(model: str, data: Path, tmp_path: P
         ModelSpec.read("m", model, EvaluateSentencesConfig(models=(model,), data=str(data), num_tokens=13))
 
 
+def test_more_folds_than_sentences_are_refused_before_anything_starts(model: str, data: Path) -> None:
+    options = {"models": (model,), "data": str(data), "tasks": ("MR",)}
+    read_data(EvaluateSentencesConfig(**options, num_folds=20, num_inner_folds=19))
+    for changes, message in (
+        ({"num_folds": 21}, "num_folds = 21: a class of MR has 20 sentences"),
+        ({"num_folds": 10, "num_inner_folds": 19}, "num_inner_folds = 19: a class of MR has 18 sentences"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_data(EvaluateSentencesConfig(**options, **changes))
+
+
 def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
     spec = ModelSpec.read("small", model, EvaluateSentencesConfig(models=(model,), data=str(data)))
     metrics = {
