@@ -122,7 +122,7 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
     assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
     # Before the first update they are equal; later Adam makes full steps of a last digit.
-    assert losses[1] == pytest.approx(expected[1], abs=1e-6)
+    assert losses[1] == pytest.approx(expected[1], rel=1e-6)
     for step in expected:
         assert losses[step] == pytest.approx(expected[step], abs=1e-4), step
     for name, value in reference["validation"].items():
