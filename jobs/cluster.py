@@ -34,6 +34,8 @@ def start_ray() -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
         return
+    # A process of every run that waits for a cloud to take a node away: this machine is no such node.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         fail(str(error))
     # Imported late: a misspelt field should not wait for Ray and Transformers.
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.evaluation.errors import EvaluationFailedError
     from jobs.sentence_evaluation.launch import evaluate
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()
+    set_verbosity_error()
     try:
         columns = evaluate(config)
     except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:

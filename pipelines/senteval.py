@@ -5,7 +5,8 @@
     TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`                the given split
     MRPC                 msr_paraphrase_{train,test}.txt: a header, then label, two numbers, two sentences, by tabs
 
-and judgements of similarity, in files of score, sentence, sentence.
+judgements of similarity, in files of score, sentence, sentence; and one's own classes, in a file of label, sentence and
+perhaps a second sentence, by tabs.
 
 Files are UTF-8 or, where they are not, latin-1, as some of these are. A line that is no record costs itself and is counted.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -137,6 +138,16 @@ def _paraphrase(line: str) -> Record:
     return label, first, second
 
 
+def _label_and_sentences(num_columns: int) -> Parser:
+    def parse(line: str) -> Record:
+        label, *sentences = line.split("\t")
+        if len(sentences) != num_columns - 1:
+            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
+        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
+
+    return parse
+
+
 _POLARITY = ("negative", "positive")
 _LAYOUTS: dict[str, _Layout] = {
     "MR": _two_files("MR/rt-polarity.neg", "MR/rt-polarity.pos", _POLARITY),
@@ -164,6 +175,20 @@ _LAYOUTS: dict[str, _Layout] = {
 TASK_NAMES = tuple(_LAYOUTS)
 
 
+def present_tasks(directory: str | Path) -> tuple[str, ...]:
+    """The tasks whose folders are there.
+
+    Raises:
+        FileNotFoundError: if `directory` is none, or holds none.
+    """
+    if not Path(directory).is_dir():
+        raise FileNotFoundError(f"{str(directory)!r} is no directory")
+    found = tuple(name for name in TASK_NAMES if Path(directory, {"SST2": "SST"}.get(name, name)).is_dir())
+    if not found:
+        raise FileNotFoundError(f"{str(directory)!r} holds no folder of {', '.join(TASK_NAMES)}")
+    return found
+
+
 def read_task(directory: str | Path, name: str) -> SentenceTask:
     """Read one task.
 
@@ -183,15 +208,44 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
         records = [
             record
             for file, parse in zip(files, layout.parse, strict=True)
-            for record in _records(Path(directory), file, parse, layout, problems, examples)
+            for record in _records(
+                Path(directory), file, parse, layout.class_names, problems, examples, layout.num_header_lines
+            )
         ]
-        labels = np.array([layout.class_names.index(label) for label, _, _ in records], dtype=np.int64)
-        seconds = [second for _, _, second in records if second is not None]
-        parts[part] = Examples([first for _, first, _ in records], seconds or None, labels)
-        if empty := [layout.class_names[c] for c in set(range(len(layout.class_names))) - set(labels.tolist())]:
-            raise ValueError(f"{name}, {' and '.join(files)}: no sentence of the class {', '.join(sorted(empty))}")
+        parts[part] = _examples(records, layout.class_names, f"{name}, {' and '.join(files)}")
     return SentenceTask(
         name=name, class_names=layout.class_names, parts=parts, problems=dict(problems), examples=examples
+    )
+
+
+def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> SentenceTask:
+    """Lines of label, sentence and, in all of them or in none, a second sentence, by tabs.
+
+    Args:
+        class_names: the labels there may be; another costs its line and is counted. Empty: those that occur.
+
+    Raises:
+        FileNotFoundError: naming the file.
+        ValueError: for fewer than two classes, and where one of `class_names` has no sentence.
+    """
+    path = Path(path)
+    problems, examples = Counter[str](), list[str]()
+    num_columns = len(next(_lines(path), (0, ""))[1].split("\t"))
+    if num_columns not in (2, 3):
+        raise ValueError(
+            f"{path}: the first line has {num_columns} columns: label, sentence and perhaps a second one needed"
+        )
+    parse = _label_and_sentences(num_columns)
+    records = list(_records(path.parent, path.name, parse, class_names, problems, examples))
+    names = tuple(class_names) or tuple(sorted({label for label, _, _ in records}))
+    if len(names) < 2:
+        raise ValueError(f"{path} holds {len(names)} class ({', '.join(names)}): a classifier needs two or more")
+    return SentenceTask(
+        name=path.stem,
+        class_names=names,
+        parts={"all": _examples(records, names, str(path))},
+        problems=dict(problems),
+        examples=examples,
     )
 
 
@@ -242,11 +296,25 @@ def _digest(content: object) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
+def _examples(records: Sequence[Record], class_names: Sequence[str], where: str) -> Examples:
+    labels = np.array([class_names.index(label) for label, _, _ in records], dtype=np.int64)
+    if empty := [name for number, name in enumerate(class_names) if number not in labels]:
+        raise ValueError(f"{where}: no sentence of the class {', '.join(sorted(empty))}")
+    seconds = [second for _, _, second in records if second is not None]
+    return Examples([first for _, first, _ in records], seconds or None, labels)
+
+
 def _records(
-    directory: Path, file: str, parse: Parser, layout: _Layout, problems: Counter[str], examples: list[str]
+    directory: Path,
+    file: str,
+    parse: Parser,
+    class_names: Sequence[str],
+    problems: Counter[str],
+    examples: list[str],
+    num_header_lines: int = 0,
 ) -> Iterator[Record]:
     for number, line in _lines(directory / file):
-        if number <= layout.num_header_lines:
+        if number <= num_header_lines:
             continue
         try:
             label, first, second = parse(line)
@@ -255,7 +323,7 @@ def _records(
             continue
         if not first.strip() or (second is not None and not second.strip()):
             note(_problem(LineProblemKind.EMPTY_SENTENCE, file, number, repr(line[:40])), problems, examples)
-        elif label not in layout.class_names:
+        elif not label or (class_names and label not in class_names):
             note(_problem(LineProblemKind.UNKNOWN_LABEL, file, number, repr(label)), problems, examples)
         else:
             yield label, first.strip(), None if second is None else second.strip()

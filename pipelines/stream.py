@@ -1,7 +1,8 @@
 """Streaming: a Ray Data pipeline that gives one rank its items of every batch, in the order of the plan.
 
 A task reads this rank's items of a window, or of a few batches of it, and yields them some batches at a time. Ray Data
-runs ahead of the consumer within its memory budget and keeps the order; the cursor is the place that is passed in.
+runs ahead of the consumer within its memory budget and keeps the order; the cursor is the place that is passed in. What is
+in memory already is read without it, in the same order.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class RankStream:
     rank: int
     world_size: int
     num_readers: int = 1
-    """Tasks that read at a time: one is enough to stay ahead where items are only copied, not decoded."""
+    """Tasks that read at a time: one is enough to stay ahead where items are only copied, not decoded. 0: none, the rank
+    reads by itself what its source holds in memory."""
     num_batches_per_task: int | None = None
     """None: a task reads a whole window."""
     num_batches_per_output: int = 16
@@ -66,7 +68,7 @@ class RankStream:
         return self.batch_size // self.world_size
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """This rank's part of the batches that cover the places start … stop−1, through Ray Data.
+        """This rank's part of the batches that cover the places start … stop−1.
 
         Each batch holds what the source gives, and `place` (n,).
 
@@ -77,6 +79,10 @@ class RankStream:
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
         windows = list(self.plan.windows(start, stop))
+        if self.num_readers == 0:
+            for first in range(start, stop, self.batch_size):
+                yield self._read_batch(windows, first)
+            return
         if not windows:
             return
         tasks = [
@@ -102,6 +108,16 @@ class RankStream:
             read, batch_size=1, num_cpus=READ_CPUS, concurrency=self.num_readers
         )
         yield from dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4)
+
+    def _read_batch(self, windows: list[Window], first: int) -> Batch:
+        """This rank's part of the batch that begins at a place; it may run across the end of a window."""
+        stop = first + self.batch_size
+        parts = [
+            self.read_places(window, places)
+            for window in windows
+            if window.start < stop and window.stop > first and len(places := self._places(window, first, stop))
+        ]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _places(self, window: Window, start: int, stop: int) -> np.ndarray:
         """This rank's places of start … stop−1 that lie in the window, in order."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.named_values import named_values, twice
 from jobs.training.config import RunSection, TrackingSection
-from pipelines.senteval import TASK_NAMES
+from pipelines.senteval import TASK_NAMES, present_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +83,7 @@ class EvaluateSentencesConfig:
         """
         if not self.data:
             return ()
-        if not Path(self.data).is_dir():
-            raise FileNotFoundError(f"data = {self.data!r} is no directory")
-        folders = {"SST2": "SST"}
-        found = tuple(name for name in TASK_NAMES if Path(self.data, folders.get(name, name)).is_dir())
-        if not (self.tasks or found):
-            raise FileNotFoundError(f"data = {self.data!r} holds no folder of {', '.join(TASK_NAMES)}")
-        return self.tasks or found
+        try:
+            return self.tasks or present_tasks(self.data)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"data: {error}") from error

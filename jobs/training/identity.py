@@ -21,6 +21,7 @@ _FREE_TO_CHANGE = {
     "workers.cpus_per_worker",
     "tracking.uri",
     "tracking.enabled",
+    "grid.num_concurrent",
 }
 
 

@@ -39,8 +39,11 @@ def tracking_uri(config: TrainingConfig) -> str:
     return (config.tracking.uri or default_uri(config.run.resolved_storage)) if config.tracking.enabled else ""
 
 
-def train(plan: Plan) -> dict[str, Any]:
+def train(plan: Plan, *, parent_run_id: str = "") -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
+
+    Args:
+        parent_run_id: the MLflow run that this one is shown under.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -62,7 +65,7 @@ def train(plan: Plan) -> dict[str, Any]:
         data_cpus=plan.data_cpus,
     )
     prepared = plan.prepare()
-    tracked = _open_run(plan, prepared) if plan.tracking_uri else None
+    tracked = _open_run(plan, prepared, parent_run_id) if plan.tracking_uri else None
     try:
         with Console(config.run.num_steps) as console:
             job = WorkerJob(
@@ -116,15 +119,16 @@ def claim_directory(config: TrainingConfig) -> dict[str, Any] | None:
     return read_json(f"{config.run.directory}/outcome.json")
 
 
-def _open_run(plan: Plan, prepared: PreparedTask) -> TrackedRun:
+def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> TrackedRun:
     config = plan.config
+    tags = {"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")}
     return open_run(
         uri=plan.tracking_uri,
         experiment=config.tracking.experiment,
         name=config.run.name,
         directory=config.run.directory,
         parameters={**flatten(config), **prepared.parameters},
-        tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
+        tags=tags | ({"mlflow.parentRunId": parent_run_id} if parent_run_id else {}),
         data_sets=prepared.data_sets,
     )
 

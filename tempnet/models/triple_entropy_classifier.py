@@ -68,18 +68,24 @@ class TripleEntropyClassifier(nn.Module):
         self.model, self.soft_triple, self.with_padding = model, soft_triple, with_padding
         self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> ClassifierOutput:
-        """Tokens and mask (b, t) (1 token, 0 padding), int64 labels (b,)."""
+    def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """The head's logits (b, C), float32, of tokens, mask and, for models that know them, token types (b, t)."""
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         autocast = self.autocast_dtype
-        with (
-            last_hidden_states(self.model) as seen,
-            torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None),
-        ):
-            logits = self.model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
+        with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            found: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)["logits"]
+        return found.float()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, token_type_ids: Tensor | None = None
+    ) -> ClassifierOutput:
+        """Tokens and mask (b, t) (1 token, 0 padding), int64 labels (b,), token types as :meth:`logits`."""
+        with last_hidden_states(self.model) as seen:
+            logits = self.logits(input_ids, attention_mask, token_type_ids)
         of_tokens = token_labels(labels, attention_mask, with_padding=self.with_padding)
         own = torch.tensor([len(labels), int((of_tokens != IGNORE_INDEX).sum())], device=labels.device)
         shares = own / self.world.sum(own.clone())  # a rank's means count by what it holds
-        cross_entropy = shares[0] * F.cross_entropy(logits.float(), labels)
+        cross_entropy = shares[0] * F.cross_entropy(logits, labels)
         loss, soft = cross_entropy, None
         if self.soft_triple is not None:
             settings = self.soft_triple.config

@@ -1,0 +1,1 @@
+"""Fine-tuning sentence classifiers by TripleEntropy, cross-validated."""

@@ -1,0 +1,147 @@
+"""A cross-validation as trials: checks, Ray, MLflow, and the table at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
+from jobs.classifiers.plan import ClassifierPlan, make_plan
+from jobs.classifiers.table import Row, markdown, rows
+from jobs.cluster import start_ray
+from jobs.training.identity import configuration_hash, flatten
+from jobs.training.launch import claim_directory, tracking_uri
+from jobs.training.task import data_set
+from jobs.training.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.trials.run import Outcomes, Trial, run_trials
+from pipelines.archives import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossValidation:
+    """What a configuration comes to, known before anything starts."""
+
+    config: CrossValidationConfig
+    cells: list[ClassifierConfig]
+    examples: list[ClassifierPlan]
+    """Of one cell of every task."""
+
+    def describe(self) -> str:
+        """For a person."""
+        grid, run = self.config.grid, self.config.run
+        settings = ", ".join(setting.name for setting in grid.settings[:3])
+        more = len(grid.settings) - 3
+        return "\n".join(
+            [
+                f"run          {run.name} in {run.directory} (configuration {configuration_hash(self.config)})",
+                f"cells        {len(self.config.tasks)} tasks × {len(grid.settings)} settings × {len(grid.seeds)} seeds × "
+                f"{grid.num_folds} folds = {len(self.cells)}",
+                f"settings     {settings}{f' and {more} more' if more > 0 else ''}",
+                "",
+                "A cell:",
+                *(plan.describe() + "\n" for plan in self.examples),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a cross-validation gave."""
+
+    rows: list[Row]
+    table: str
+    failed: Mapping[str, str]
+    tracking_uri: str
+
+
+def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
+    """Check everything that can be checked without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, the value and what would be legal.
+    """
+    # The cells' own storage is no place for a database: they log where the whole does.
+    config = dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, uri=tracking_uri(config)))
+    hardest = config.grid.settings[-1]
+    examples = [make_plan(config.cell(task, hardest, config.grid.seeds[0], 0)) for task in config.tasks]
+    return CrossValidation(config=config, cells=config.cells(), examples=examples)
+
+
+def cross_validate(work: CrossValidation) -> Results:
+    """Run it to its end, or continue it; writes `results.md` and `results.json` into the run's directory.
+
+    Raises:
+        ValueError: for a taken name, or too small a cluster.
+    """
+    config = work.config
+    claim_directory(config)
+    print(work.describe(), flush=True)
+    start_ray()
+    parent = _open_parent(work) if work.examples[0].tracking_uri else None
+    outcomes = run_trials(
+        [Trial(config=cell, make_plan=make_plan, keep_checkpoints=config.grid.keep_models) for cell in work.cells],
+        directory=config.run.directory,
+        parent_run_id=parent.run_id if parent else "",
+        num_concurrent=config.grid.num_concurrent,
+        data_cpus=work.examples[0].data_cpus,
+        describe=lambda outcome: f"{outcome['validation']['accuracy']:.2%}",
+    )
+    found = rows(config, outcomes.finished)
+    results = Results(
+        rows=found,
+        table=markdown(found, config),
+        failed=outcomes.failed,
+        tracking_uri=parent.uri if parent else "",
+    )
+    _publish(config, results, outcomes, parent)
+    return results
+
+
+def _open_parent(work: CrossValidation) -> TrackedRun:
+    config = work.config
+    return open_run(
+        uri=tracking_uri(config),
+        experiment=config.tracking.experiment,
+        name=config.run.name,
+        directory=config.run.directory,
+        parameters={**flatten(config), "num_cells": len(work.cells)},
+        tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
+        data_sets={
+            plan.data_name: data_set(f"{config.data.file or config.data.directory}/{plan.data_name}", plan.data_digest)
+            for plan in work.examples
+        },
+    )
+
+
+def _publish(config: CrossValidationConfig, results: Results, outcomes: Outcomes, parent: TrackedRun | None) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        local = Path(name)
+        (local / "results.md").write_text(results.table + "\n", encoding="utf-8")
+        content: dict[str, Any] = {
+            "configuration": dataclasses.asdict(config),
+            "rows": [dataclasses.asdict(row) for row in results.rows],
+            "cells": {
+                name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
+                for name, outcome in outcomes.finished.items()
+            },
+            "failed": dict(outcomes.failed),
+        }
+        (local / "results.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        filesystem, path = resolve(config.run.directory)
+        for file in local.iterdir():
+            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
+                stream.write(file.read_bytes())
+        if parent is None:
+            return
+        metrics = {
+            f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in results.rows if row.accuracy is not None
+        }
+        with survive_outage("the table"):
+            status = "FAILED" if results.failed else "FINISHED"
+            finish_run(parent, status=status, artifacts=local, metrics=metrics, tags={})

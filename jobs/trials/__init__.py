@@ -1,0 +1,1 @@
+"""Many training runs as the trials of one experiment."""
