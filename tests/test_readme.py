@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.command_line import parse_preset
-from jobs.presets import clip, language_models, sentences
+from jobs.presets import classifiers, clip, language_models, sentences
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -39,6 +39,7 @@ def test_training_commands_parse(command: str) -> None:
         "jobs.train_lm": language_models.PRESETS,
         "jobs.train_clip": clip.PRESETS,
         "jobs.train_sentences": sentences.PRESETS,
+        "jobs.train_classifier": classifiers.PRESETS,
     }[job]
     if arguments == ["--help"]:
         with pytest.raises(SystemExit):
@@ -51,7 +52,7 @@ def test_every_job_that_is_shown_is_there() -> None:
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
     assert shown == {
         "train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm",
-        "train_clip", "prepare_images", "evaluate_clip", "train_sentences", "evaluate_sentences",
+        "train_clip", "prepare_images", "evaluate_clip", "train_sentences", "evaluate_sentences", "train_classifier",
     }  # fmt: skip
     for job in shown:
         assert (ROOT / "jobs" / f"{job}.py").is_file()

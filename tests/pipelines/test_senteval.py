@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.senteval import TASK_NAMES, read_task
+from pipelines.senteval import TASK_NAMES, read_labelled, read_task
 
 
 def write(directory: Path, files: Mapping[str, bytes]) -> Path:
@@ -93,3 +93,40 @@ def test_unknown_tasks_and_missing_files_are_named(tmp_path: Path) -> None:
         read_task(tmp_path, "IMDB")
     with pytest.raises(FileNotFoundError, match=r"rt-polarity\.neg"):
         read_task(tmp_path, "MR")
+
+
+def test_ones_own_labels(tmp_path: Path) -> None:
+    path = tmp_path / "mine.tsv"
+    path.write_bytes("good\tfine .\nbad\tcafé\nbad\t \nbad\nodd\tx\ty\n".encode("latin-1"))
+    task = read_labelled(path)
+    assert (task.name, task.class_names, task.has_split) == ("mine", ("bad", "good"), False)
+    assert task.parts["all"].first == ["fine .", "café"]
+    assert task.parts["all"].labels.tolist() == [1, 0]
+    assert task.problems == {"empty_sentence": 1, "missing_field": 2}
+    assert task.examples[1] == "mine.tsv:4 (missing_field: 1 columns where the first line has 2)"
+
+
+def test_ones_own_pairs_and_classes(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_text("same\ta\tb\nother\tc\td\nnone\te\tf\n")
+    task = read_labelled(path, ("same", "other"))
+    assert task.parts["all"].second == ["b", "d"]
+    assert task.parts["all"].labels.tolist() == [0, 1]
+    assert task.problems == {"unknown_label": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "class_names", "message"),
+    [
+        ("a\tx\na\ty\n", (), r"holds 1 class \(a\): a classifier needs two or more"),
+        ("a\tx\nb\ty\n", ("a", "b", "c"), "no sentence of the class c"),
+        ("", (), "the first line has 1 columns"),
+        ("a\tb\tc\td\n", (), "the first line has 4 columns"),
+    ],
+)
+def test_files_without_two_classes_are_refused(
+    tmp_path: Path, content: str, class_names: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "data.tsv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_labelled(tmp_path / "data.tsv", class_names)

@@ -1,0 +1,156 @@
+"""The README's cross-validation for real: killed in mid-flight, with a trial that fails, and continued with more workers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from mlflow import MlflowClient
+from safetensors.torch import load_file
+from support import readme_lines, run_until
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
+from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
+from jobs.classifiers.plan import make_plan
+from jobs.command_line import parse_preset
+from jobs.presets.classifiers import PRESETS
+from jobs.training.launch import train
+from jobs.training.tracking import TrackedRun, metric_history
+from jobs.trials.run import Trial, run_trials
+from pipelines.manifest import read_json
+from pipelines.tokenization import train_wordpiece
+
+pytestmark = pytest.mark.cluster
+
+NUM_STEPS = 12
+SETTINGS = [
+    "--data.num-examples", "0", "--grid.seeds", "2", "--grid.num-folds", "2", "--grid.no-with-baseline",
+    "--grid.num-centers", "3", "--grid.keep-models", "--grid.num-concurrent", "1", "--run.num-steps", str(NUM_STEPS),
+    "--run.checkpoint-every", "4", "--run.log-every", "4", "--run.max-restarts", "0", "--optimizer.batch-size", "8",
+    # Gradients that are rounding and nothing else would make steps of full size in Adam.
+    "--optimizer.epsilon", "1e-4", "--workers.precision", "fp32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks of SentEval, of which one cannot be missed, and an encoder to start from."""
+    directory = tmp_path_factory.mktemp("downstream")
+    words = {"neg": "bad", "pos": "good"}
+    (directory / "CR").mkdir()
+    texts = []
+    for kind, word in words.items():
+        lines = [f"{word} film {'really ' * (number % 4)}{number}" for number in range(20)]
+        (directory / "CR" / f"custrev.{kind}").write_text("\n".join(lines))
+        texts += lines
+    tokenizer = train_wordpiece(texts, 100)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(
+        "roberta", vocab_size=len(tokenizer), pad_token_id=0, max_position_embeddings=40,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(directory / "encoder")
+    tokenizer.save_pretrained(directory / "encoder")
+    return directory
+
+
+def arguments(downstream: Path, storage: Path) -> list[str]:
+    """The README's, with paths of this test."""
+    paths = {"senteval/data/downstream": str(downstream), ".venv/bin/python": sys.executable}
+    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.train_classifier ", paths)
+    shown = shlex.split(line.replace("--data.tasks TREC CR", "--data.tasks CR"))[3:]
+    return [*shown, "--model.path", str(downstream / "encoder"), "--run.storage", str(storage), *SETTINGS]
+
+
+def configuration(words: list[str]) -> CrossValidationConfig:
+    config, _ = parse_preset(PRESETS, words, job="train_classifier", purpose="")
+    return config
+
+
+def history(cell: ClassifierConfig, key: str) -> dict[int, float]:
+    outcome: Any = read_json(f"{cell.run.directory}/outcome.json")
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
+
+
+def test_killed_and_continued_with_two_workers(cluster: dict[str, str], downstream: Path, tmp_path: Path) -> None:
+    words = arguments(downstream, tmp_path)
+    first, second = configuration(words).cells()
+    ended = Path(first.run.directory) / "outcome.json"
+    run_until(ended.exists, "jobs.train_classifier", words, cluster)
+    assert ended.exists()
+    before = ended.stat().st_mtime_ns
+
+    results = cross_validate(make_cross_validation(configuration([*words, "--workers.num-workers", "2"])))
+    assert not results.failed
+    (row,) = results.rows
+    assert (len(row.accuracies), row.num_failed) == (2, 0)
+    assert "| CR   |" in results.table
+    assert (tmp_path / "triple-entropy-small" / "results.md").read_text().strip() == results.table
+    assert ended.stat().st_mtime_ns == before
+
+    # One parent, and one run for each trial, however often it was started.
+    client = MlflowClient(results.tracking_uri)
+    experiment = client.get_experiment_by_name("classifiers")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(run.info.run_name for run in children) == sorted(cell.run.name for cell in (first, second))
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert len(runs) == 3
+
+    # The trial that two workers trained, by one.
+    alone = replace(second, run=replace(second.run, storage=str(tmp_path / "alone")))
+    train(make_plan(alone))
+    for key in ("train/loss", "train/batch_digest", "train/soft_triple", "validation/cross_entropy"):
+        found, expected = history(second, key), history(alone, key)
+        assert list(found) == list(expected)
+        assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4), key
+    assert len(history(second, "train/loss")) == NUM_STEPS
+
+    # The export is a classifier for Transformers.
+    export = Path(alone.run.export_directory)
+    model = AutoModelForSequenceClassification.from_pretrained(export)
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+    assert AutoTokenizer.from_pretrained(export).encode("good film")
+    assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_trial_that_raises_and_one_that_is_killed_are_failed_and_end_nothing(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
+    words = [*arguments(downstream, tmp_path), "--grid.num-folds", "3", "--tracking.no-enabled"]
+    cells = configuration(words).cells()
+
+    def plan(config: ClassifierConfig) -> Any:
+        import os
+        import signal
+
+        if config.fold.fold == 0:
+            raise OSError("the disk is gone")
+        if config.fold.fold == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make_plan(config)
+
+    outcomes = run_trials(
+        [Trial(config=cell, make_plan=plan, keep_checkpoints=False) for cell in cells],
+        directory=str(tmp_path / "trials"),
+        parent_run_id="",
+        num_concurrent=1,
+        data_cpus=0.0,
+        describe=lambda outcome: f"{outcome['num_steps']}",
+    )
+    assert list(outcomes.finished) == [cells[2].run.name]
+    assert outcomes.failed.keys() == {cells[0].run.name, cells[1].run.name}
+    assert "the disk is gone" in outcomes.failed[cells[0].run.name]
+    assert "died" in outcomes.failed[cells[1].run.name]
+    assert not list(Path(cells[2].run.directory).glob("checkpoint-*"))
+    # Nothing is left that holds a resource.
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
