@@ -84,6 +84,9 @@ class Arguments:
     """Of every run; the result does not depend on it."""
     num_threads: int = 0
     """Of every worker. 0: as `jobs.train_sentences` chooses."""
+    num_folds: int = 10
+    """Of the evaluation."""
+    num_inner_folds: int = 5
     storage: str = "runs/sentence-claims"
 
     def __post_init__(self) -> None:
@@ -141,6 +144,8 @@ def main(arguments: Arguments) -> None:
                     models=(encoder,),
                     data=arguments.senteval,
                     tasks=arguments.tasks,
+                    num_folds=arguments.num_folds,
+                    num_inner_folds=arguments.num_inner_folds,
                     name=f"{setting}-seed{seed}-evaluation",
                     storage=arguments.storage,
                     workers=EvaluationWorkersSection(num_workers=arguments.num_workers),

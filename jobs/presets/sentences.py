@@ -77,7 +77,7 @@ def small(config: SentenceConfig) -> SentenceConfig:
     """The twin of a preset on the sample text: a small encoder from scratch, spans of 8 to 32 tokens."""
     return replace(
         config,
-        run=replace(config.run, name=f"{config.run.name}-small", num_steps=600, checkpoint_every=200, log_every=20),
+        run=replace(config.run, name=f"{config.run.name}-small", num_steps=1500, checkpoint_every=500, log_every=20),
         data=DocumentSection(
             train=f"{SAMPLE}/text/train",
             validation=f"{SAMPLE}/text/validation",
@@ -86,13 +86,13 @@ def small(config: SentenceConfig) -> SentenceConfig:
             max_length=32,
             min_num_tokens=96,
         ),
-        model=SentenceEncoderSection(hidden_size=128, num_layers=3, num_heads=4, dropout=0.0, attention="eager"),
+        model=SentenceEncoderSection(hidden_size=128, num_layers=1, num_heads=4, dropout=0.0, attention="eager"),
         optimizer=replace(
-            config.optimizer, batch_size=32, learning_rate_base=1e-3, learning_rate_tempnet=1e-3, epsilon=1e-8
+            config.optimizer, batch_size=32, learning_rate_base=3e-3, learning_rate_tempnet=1e-3, epsilon=1e-8
         ),
         temperature=replace(config.temperature, num_prototypes=128),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1),
-        validation=SpanValidationSection(every=200, num_documents=128),
+        validation=SpanValidationSection(every=500, num_documents=128),
     )
 
 
