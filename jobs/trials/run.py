@@ -7,6 +7,7 @@ or because its process was killed, is reported as failed and does not end the ot
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -86,7 +87,9 @@ def run_trials(
         raise ValueError(
             f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
         )
-    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
+    # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
+    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     filesystem, path = resolve(directory)
     tuner = tune.Tuner(
         tune.with_resources(

@@ -13,7 +13,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 from safetensors.torch import load_file
-from support import readme_lines, run_until
+from support import readme_lines, run_until, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
@@ -153,4 +153,4 @@ def test_a_trial_that_raises_and_one_that_is_killed_are_failed_and_end_nothing(
     assert "died" in outcomes.failed[cells[1].run.name]
     assert not list(Path(cells[2].run.directory).glob("checkpoint-*"))
     # Nothing is left that holds a resource.
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
