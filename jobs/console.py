@@ -78,7 +78,9 @@ class Console:
 class Progress:
     """A worker's end: step, loss, mean τ, tokens (pairs) a second and the time that is left."""
 
-    def __init__(self, mailbox: ActorHandle, *, num_steps: int, first_step: int, unit: str, with_lines: bool) -> None:
+    def __init__(
+        self, mailbox: ActorHandle | None, *, num_steps: int, first_step: int, unit: str, with_lines: bool
+    ) -> None:
         self._mailbox = mailbox
         self._num_steps = num_steps
         self._first_step = first_step
@@ -90,6 +92,8 @@ class Progress:
 
     def show(self, step: int, loss: float, tau_mean: float | None, units_per_second: float) -> None:
         """Show the state after `step` steps."""
+        if self._mailbox is None:
+            return
         tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
         text = f"loss {loss:.4f}{tau}  {units_per_second:,.0f} {self._unit}/s"
         self._mailbox.show.remote(step, text)
@@ -100,4 +104,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print one line."""
-        self._mailbox.say.remote(line)
+        if self._mailbox is None:
+            print(line, flush=True)  # into the worker's log
+        else:
+            self._mailbox.say.remote(line)

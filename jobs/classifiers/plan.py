@@ -10,18 +10,12 @@ from typing import Any
 from jobs.classifiers.config import ClassifierConfig
 from jobs.classifiers.data import read_fold
 from jobs.classifiers.models import build_model
-from jobs.training.curves import draw_curves
 from jobs.training.description import describe_plan, results
 from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.launch import tracking_uri
 from jobs.training.task import PreparedTask, Task
 from jobs.training.tracking import TrackedRun
 from pipelines.tokenization import load_tokenizer
-
-_CURVES = {
-    "loss": ("train/loss", "train/cross_entropy", "train/soft_triple", "validation/cross_entropy"),
-    "accuracy": ("train/accuracy", "validation/accuracy"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +103,7 @@ class ClassifierPlan:
         return results(rows, outcome, "sentences")
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Curves."""
-        if tracked:
-            draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}")
+        """Nothing: a cell is one of many, and MLflow draws its curves."""
 
 
 def make_plan(config: ClassifierConfig) -> ClassifierPlan:

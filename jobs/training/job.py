@@ -22,7 +22,7 @@ class WorkerJob:
     config: TrainingConfig
     spec: TaskSpec
     tracked_run: TrackedRun | None
-    mailbox: ActorHandle
-    """Carries progress to the driver's terminal."""
+    mailbox: ActorHandle | None
+    """Carries progress to the driver's terminal; None where it is not shown."""
     with_bar: bool
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ def tracking_uri(config: TrainingConfig) -> str:
     return (config.tracking.uri or default_uri(config.run.resolved_storage)) if config.tracking.enabled else ""
 
 
-def train(plan: Plan, *, parent_run_id: str = "") -> dict[str, Any]:
+def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
     Args:
         parent_run_id: the MLflow run that this one is shown under.
+        with_progress: show progress here; a trial among many has nobody who looks.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -67,12 +69,12 @@ def train(plan: Plan, *, parent_run_id: str = "") -> dict[str, Any]:
     prepared = plan.prepare()
     tracked = _open_run(plan, prepared, parent_run_id) if plan.tracking_uri else None
     try:
-        with Console(config.run.num_steps) as console:
+        with Console(config.run.num_steps) if with_progress else nullcontext() as console:
             job = WorkerJob(
                 config=prepared.config,
                 spec=prepared.spec,
                 tracked_run=tracked,
-                mailbox=console.mailbox,
+                mailbox=console.mailbox if console else None,
                 with_bar=sys.stderr.isatty(),
             )
             result = _trainer(config, job).fit().return_value  # type: ignore[attr-defined]

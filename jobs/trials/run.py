@@ -141,7 +141,7 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
 def _run_trial(settings: Mapping[str, str], *, trials: bytes, parent_run_id: str) -> None:
     """Runs in the process that drives a trial, which goes on to the next one."""
     trial: Trial = cloudpickle.loads(trials)[settings["name"]]
-    train(trial.make_plan(trial.config), parent_run_id=parent_run_id)
+    train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False)
     if not trial.keep_checkpoints:
         filesystem, path = resolve(trial.config.run.directory)
         for entry in filesystem.get_file_info(pyarrow.fs.FileSelector(path)):
