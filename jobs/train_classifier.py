@@ -20,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
+    from jobs.trials.command import print_results
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()
@@ -32,13 +33,13 @@ def main(arguments: Sequence[str]) -> int:
         results = cross_validate(work)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
-    print(f"\n{results.table}\n\n  results   {config.run.directory}/results.md and results.json")
-    for name, reason in results.failed.items():
-        print(f"  FAILED    {name}: {reason}")
-    if results.tracking_uri:
-        print("\nTo look around, type:")
-        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {results.tracking_uri}")
-    return 1 if results.failed else 0
+    return print_results(
+        results.table,
+        directory=config.run.directory,
+        files="results.md and results.json",
+        failed=results.failed,
+        tracking_uri=results.tracking_uri,
+    )
 
 
 if __name__ == "__main__":

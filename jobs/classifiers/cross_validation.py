@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
 from jobs.classifiers.plan import ClassifierPlan, make_plan
 from jobs.classifiers.table import Row, markdown, rows
 from jobs.cluster import start_ray
-from jobs.training.identity import configuration_hash, flatten
+from jobs.training.identity import configuration_hash
 from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import data_set
-from jobs.training.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.trials.parent import open_parent, publish
 from jobs.trials.run import Outcomes, Trial, run_trials
-from pipelines.archives import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +78,17 @@ def cross_validate(work: CrossValidation) -> Results:
     claim_directory(config)
     print(work.describe(), flush=True)
     start_ray()
-    parent = _open_parent(work) if work.examples[0].tracking_uri else None
+    parent = open_parent(
+        config,
+        run=config.run,
+        tracking=config.tracking,
+        uri=work.examples[0].tracking_uri,
+        num_trials=len(work.cells),
+        data_sets={
+            plan.data_name: data_set(f"{config.data.file or config.data.directory}/{plan.data_name}", plan.data_digest)
+            for plan in work.examples
+        },
+    )
     outcomes = run_trials(
         [Trial(config=cell, make_plan=make_plan, keep_checkpoints=config.grid.keep_models) for cell in work.cells],
         directory=config.run.directory,
@@ -99,49 +104,24 @@ def cross_validate(work: CrossValidation) -> Results:
         failed=outcomes.failed,
         tracking_uri=parent.uri if parent else "",
     )
-    _publish(config, results, outcomes, parent)
+    publish(
+        config.run,
+        parent,
+        files={"results.md": results.table + "\n", "results.json": _as_json(config, results, outcomes)},
+        metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in found if row.accuracy is not None},
+        has_failed=bool(results.failed),
+    )
     return results
 
 
-def _open_parent(work: CrossValidation) -> TrackedRun:
-    config = work.config
-    return open_run(
-        uri=tracking_uri(config),
-        experiment=config.tracking.experiment,
-        name=config.run.name,
-        directory=config.run.directory,
-        parameters={**flatten(config), "num_cells": len(work.cells)},
-        tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
-        data_sets={
-            plan.data_name: data_set(f"{config.data.file or config.data.directory}/{plan.data_name}", plan.data_digest)
-            for plan in work.examples
+def _as_json(config: CrossValidationConfig, results: Results, outcomes: Outcomes) -> str:
+    content = {
+        "configuration": dataclasses.asdict(config),
+        "rows": [dataclasses.asdict(row) for row in results.rows],
+        "cells": {
+            name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
+            for name, outcome in outcomes.finished.items()
         },
-    )
-
-
-def _publish(config: CrossValidationConfig, results: Results, outcomes: Outcomes, parent: TrackedRun | None) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        local = Path(name)
-        (local / "results.md").write_text(results.table + "\n", encoding="utf-8")
-        content: dict[str, Any] = {
-            "configuration": dataclasses.asdict(config),
-            "rows": [dataclasses.asdict(row) for row in results.rows],
-            "cells": {
-                name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
-                for name, outcome in outcomes.finished.items()
-            },
-            "failed": dict(outcomes.failed),
-        }
-        (local / "results.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        filesystem, path = resolve(config.run.directory)
-        for file in local.iterdir():
-            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
-                stream.write(file.read_bytes())
-        if parent is None:
-            return
-        metrics = {
-            f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in results.rows if row.accuracy is not None
-        }
-        with survive_outage("the table"):
-            status = "FAILED" if results.failed else "FINISHED"
-            finish_run(parent, status=status, artifacts=local, metrics=metrics, tags={})
+        "failed": dict(outcomes.failed),
+    }
+    return json.dumps(content, indent=1)

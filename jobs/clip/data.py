@@ -27,7 +27,7 @@ def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
 def prepared(config: ClipConfig, split: str) -> ImageManifest:
     """The manifest of a split, prepared beside the runs unless it is there already; needs Ray."""
     started = time.monotonic()
-    manifest = prepare_images(preparation(config, split), f"{config.run.resolved_storage}/prepared")
+    manifest = prepare_images(preparation(config, split), config.run.prepared_directory)
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     return manifest
 

@@ -77,9 +77,7 @@ class Retrieval:
             start_ray()
         sets = []
         for name, source in sources.items():
-            manifest = prepare_images(
-                source, f"{config.run.resolved_storage}/prepared", max_bad_share_field="max_bad_share"
-            )
+            manifest = prepare_images(source, config.run.prepared_directory, max_bad_share_field="max_bad_share")
             images = PairImages(manifest=manifest, tokenizer=tokenizer)
             texts, image_of_text = images.source(1).captions()
             sets.append(cls(name=name, images=images, texts=texts, image_of_text=image_of_text))

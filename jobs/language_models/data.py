@@ -23,7 +23,7 @@ def prepared(config: LanguageModelConfig, split: str) -> Manifest:
             max_bad_share=data.max_bad_share,
         ),
         PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), data.context_length),
-        f"{config.run.resolved_storage}/prepared",
+        config.run.prepared_directory,
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     return manifest

@@ -35,7 +35,7 @@ def prepared(config: SentenceConfig, split: str) -> Manifest:
             max_bad_share=data.max_bad_share,
         ),
         DocumentConfig(least_num_tokens=data.spans.least_num_tokens, vocab_size=len(tokenizer)),
-        f"{config.run.resolved_storage}/prepared",
+        config.run.prepared_directory,
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     if not manifest.num_rows:

@@ -35,6 +35,8 @@ class RunSection:
     """Name of the run. Starting a run of this name again continues it."""
     storage: str = ""
     """Directory or pyarrow URI that holds runs, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    prepared: str = ""
+    """Directory or URI of prepared data, which runs share. Default: `prepared` in run.storage."""
     seed: int = 0
     """Seed of the weights, of dropout and of the data order."""
     num_steps: int = 1000
@@ -70,6 +72,11 @@ class RunSection:
                 "deleted with the Ray session: give an absolute path or a URI that all nodes share, or set TEMPNET_HOME"
             )
         return str(path.resolve())
+
+    @property
+    def prepared_directory(self) -> str:
+        """Where prepared data lie."""
+        return self.prepared or f"{self.resolved_storage}/prepared"
 
     @property
     def directory(self) -> str:

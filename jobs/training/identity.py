@@ -8,11 +8,10 @@ import json
 import math
 from typing import Any
 
-from jobs.training.config import TrainingConfig
-
 # What may change when a run is continued: where it is logged, how often, and how the machine is used.
 _FREE_TO_CHANGE = {
     "run.storage",
+    "run.prepared",
     "run.checkpoint_every",
     "run.num_checkpoints_kept",
     "run.log_every",
@@ -22,6 +21,7 @@ _FREE_TO_CHANGE = {
     "tracking.uri",
     "tracking.enabled",
     "grid.num_concurrent",
+    "sweep.num_concurrent",
 }
 
 
@@ -37,12 +37,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def fixed_values(config: TrainingConfig) -> dict[str, Any]:
-    """The part of a configuration that identifies a run."""
-    return {name: value for name, value in flatten(config).items() if name not in _FREE_TO_CHANGE}
+def fixed_values(config: Any) -> dict[str, Any]:
+    """The part of a configuration that identifies a run, or the whole of many of them."""
+    return {name: value for name, value in flatten(config).items() if name.removeprefix("base.") not in _FREE_TO_CHANGE}
 
 
-def configuration_hash(config: TrainingConfig) -> str:
+def configuration_hash(config: Any) -> str:
     """12 hex digits of everything that identifies a run."""
     content = json.dumps(fixed_values(config), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -21,7 +21,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
-from jobs.training.config import TrainingConfig
+from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
@@ -99,7 +99,16 @@ def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) ->
     return outcome
 
 
-def claim_directory(config: TrainingConfig) -> dict[str, Any] | None:
+class Named(Protocol):
+    """A configuration of a run, or of many of them."""
+
+    @property
+    def run(self) -> RunSection:
+        """Name and place."""
+        ...
+
+
+def claim_directory(config: Named) -> dict[str, Any] | None:
     """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
 
     Raises:

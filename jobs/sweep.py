@@ -1,0 +1,42 @@
+"""Sweep numeric fields of a training job, and find the run whose mean temperature lies in a band.
+
+python -m jobs.sweep gpt2-rho-lr-small
+python -m jobs.sweep --help
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jobs.command_line import fail, parse_preset
+from jobs.presets.sweeps import PRESETS
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status: 1 if a trial failed."""
+    config, dry_run = parse_preset(PRESETS, arguments, job="sweep", purpose=(__doc__ or "").splitlines()[0])
+    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    from jobs.sweeps.launch import make_sweep, run_sweep
+    from jobs.trials.command import print_results
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        sweep = make_sweep(config)
+        if dry_run:
+            print(sweep.describe())
+            return 0
+        results = run_sweep(sweep)
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    return print_results(
+        results.table,
+        directory=config.run.directory,
+        files="report.html shows the mean temperature over the axes",
+        failed=results.failed,
+        tracking_uri=results.tracking_uri,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

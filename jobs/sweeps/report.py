@@ -1,0 +1,167 @@
+"""What a sweep found: a table, the chosen trial, and a page with the mean temperature over each axis and the band."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+from jobs.publishing import markdown_table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What decides among the trials in the band."""
+
+    score: str
+    """Of the validation."""
+    title: str
+    is_better_higher: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A trial."""
+
+    name: str
+    point: Mapping[str, float]
+    tau_mean: float
+    """NaN where the trial failed."""
+    objective: float
+    is_in_band: bool
+    error: str
+    """Empty where it did not fail."""
+
+
+def rows(
+    trials: Sequence[tuple[str, Mapping[str, float]]],
+    outcomes: Mapping[str, Mapping[str, Any]],
+    errors: Mapping[str, str],
+    band: tuple[float, float],
+    objective: Objective,
+) -> list[Row]:
+    """Of all trials, in their order.
+
+    Args:
+        trials: name and point of each.
+    """
+    found = []
+    for name, point in trials:
+        scores = outcomes.get(name, {}).get("validation", {})
+        tau = float(scores.get("tau_mean", math.nan))
+        found.append(
+            Row(
+                name=name,
+                point=point,
+                tau_mean=tau,
+                objective=float(scores.get(objective.score, math.nan)),
+                is_in_band=band[0] <= tau <= band[1],
+                error=errors.get(name, ""),
+            )
+        )
+    return found
+
+
+def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> tuple[Row | None, str]:
+    """The best trial in the band, or, where none lies there, the nearest to it; and why."""
+    inside = [row for row in found if row.is_in_band and math.isfinite(row.objective)]
+    sign = -1.0 if objective.is_better_higher else 1.0
+    if inside:
+        best = min(inside, key=lambda row: sign * row.objective)
+        return best, f"of the {len(inside)} trials in the band it has the best {objective.title}"
+    with_tau = [row for row in found if math.isfinite(row.tau_mean)]
+    if not with_tau:
+        return None, "no trial ended with a temperature"
+    nearest = min(with_tau, key=lambda row: max(band[0] - row.tau_mean, row.tau_mean - band[1]))
+    return nearest, "no trial lies in the band; this is the nearest"
+
+
+def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:
+    """The table and the choice."""
+    axes = list(found[0].point)
+    best, why = chosen(found, band, objective)
+    cells = [["trial", *axes, "mean τ", "in the band", objective.title]]
+    for row in found:
+        mark = "→ " if row is best else ""
+        figures = ["FAILED", "", ""] if row.error else [_shown(row.tau_mean), "yes" if row.is_in_band else "no"]
+        cells.append(
+            [
+                f"{mark}{row.name}",
+                *(f"{value:g}" for value in row.point.values()),
+                *figures[:2],
+                "" if row.error else _shown(row.objective),
+            ]
+        )
+    line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
+    return f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}"
+
+
+def page(title: str, found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:
+    """A self-contained page: pictures within it, then the table."""
+    axes = list(found[0].point)
+    figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
+    for column, axis in enumerate(axes):
+        for line, group in _groups(found, axis).items():
+            group = [row for row in group if math.isfinite(row.tau_mean)]
+            values = [row.point[axis] for row in group]
+            panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
+            panels[1][column].plot(values, [row.objective for row in group], "o-", label=line)
+        panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
+        panels[0][column].set(xlabel=axis, ylabel="mean τ")
+        panels[1][column].set(xlabel=axis, ylabel=objective.title)
+        values = sorted({row.point[axis] for row in found})
+        for panel in panels[:, column]:
+            if values[0] > 0 and values[-1] >= 10 * values[0]:
+                panel.set_xscale("log")
+            panel.grid(alpha=0.3)
+        if len(_groups(found, axis)) <= 8:
+            panels[0][column].legend(fontsize=8)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    plt.close(figure)
+    best, why = chosen(found, band, objective)
+    header = "".join(
+        f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", objective.title, "what happened"]
+    )
+    lines = "".join(
+        f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
+        + "".join(f"<td>{value:g}</td>" for value in row.point.values())
+        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.objective)}</td><td>{html.escape(_fate(row))}</td></tr>"
+        for row in found
+    )
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
+        "body{font-family:sans-serif;max-width:72em;margin:2em auto}td,th{padding:.2em .8em;text-align:right}"
+        "td:first-child,th:first-child{text-align:left}.best{background:#dfd}img{max-width:100%}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
+        f"<img alt='mean τ and {html.escape(objective.title)} over the axes' "
+        f"src='data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}'>"
+        f"<table><tr>{header}</tr>{lines}</table></body></html>"
+    )
+
+
+def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+    """Trials that differ only in an axis, in its order, by what they have in common."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(found, key=lambda row: row.point[axis]):
+        rest = ", ".join(f"{name.rpartition('.')[2]} {value:g}" for name, value in row.point.items() if name != axis)
+        groups.setdefault(rest, []).append(row)
+    return groups
+
+
+def _fate(row: Row) -> str:
+    return f"failed: {row.error}" if row.error else "in the band" if row.is_in_band else "outside the band"
+
+
+def _shown(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"

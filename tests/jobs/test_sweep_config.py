@@ -1,0 +1,126 @@
+"""Sweeps: every point becomes a run of its own, what is wrong is named, and the choice is the best in the band."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.command_line import parse_preset
+from jobs.presets.sweeps import PRESETS
+from jobs.sweeps.config import SweepSection, with_fields
+from jobs.sweeps.report import Objective, chosen, markdown, page, rows
+from jobs.training.identity import configuration_hash
+
+LOSS = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
+RECALL = Objective(score="mean_recall", title="mean recall", is_better_higher=True)
+BAND = (0.7, 1.0)
+
+
+def sweep(*arguments: str) -> Any:
+    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *arguments], job="sweep", purpose="")
+    return config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
+    config = PRESETS[name]()
+    trials = config.trials()
+    assert config.run.name == name
+    assert len({trial.run.name for _, trial in trials}) == len({configuration_hash(trial) for _, trial in trials}) == 16
+    for point, trial in trials:
+        assert trial.temperature.rho == point["temperature.rho"]
+        assert trial.optimizer.learning_rate_tempnet == point["optimizer.learning_rate_tempnet"]
+        assert trial.run.directory == f"{config.run.directory}/{trial.run.name}"
+        assert trial.run.prepared_directory == config.run.prepared_directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sweep.axes", "temperature.roh=1,2"], "there is no field temperature.roh: did you mean temperature.rho"),
+        (["--sweep.axes", "temperature.loss=1,2"], "temperature.loss is no number but str"),
+        (["--sweep.axes", "optimizer.batch-size=8.5"], "optimizer.batch_size = 8.5 must be a whole number"),
+        (["--sweep.axes", "optimizer.batch-size=15"], "sweep.axes: optimizer.batch_size = 15 is not divisible"),
+        (["--sweep.axes", "optimizer.beta1=2"], "sweep.axes: optimizer.beta1 = 2 must lie in [0, 1]"),
+        (["--sweep.axes", "run.log-every=2,3"], "run.log_every does not change what a run gives"),
+        (["--sweep.axes", "temperature.rho=a"], "temperature.rho=a is not FIELD=VALUE,VALUE"),
+        (["--sweep.axes", "temperature.rho=nan"], "temperature.rho=nan must be finite"),
+        (["--sweep.axes", "temperature.rho=2,2"], "temperature.rho has 2 twice"),
+        (["--sweep.axes", "temperature.rho"], "'temperature.rho' is not NAME=VALUE"),
+        (["--sweep.axes"], "sweep.axes is empty"),
+        (["--sweep.band", "1", "0.5"], "sweep.band = (1.0, 0.5) must be two rising positive numbers"),
+        (["--sweep.num-trials", "0"], "sweep.num_trials = 0 must be at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_values_are_refused_with_their_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sweep(*arguments)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_whole_fields_stay_whole() -> None:
+    base = sweep().base
+    changed = with_fields(base, {"run.num_steps": 40.0, "run.seed": 3.0, "validation.num_blocks": 8.0})
+    assert (changed.run.num_steps, changed.run.seed, changed.validation.num_blocks) == (40, 3, 8)
+    assert all(isinstance(value, int) for value in (changed.run.num_steps, changed.run.seed))
+
+
+def test_a_random_search_draws_between_the_ends_and_is_repeatable() -> None:
+    axes = ("temperature.rho=2,3", "optimizer.learning_rate_tempnet=1e-5,1e-2")
+    section = SweepSection(axes=axes, search="random", num_trials=400, seed=1)
+    points = section.points
+    assert points == SweepSection(axes=axes, search="random", num_trials=400, seed=1).points
+    assert points != SweepSection(axes=axes, search="random", num_trials=400, seed=2).points
+    rho = np.array([point["temperature.rho"] for point in points])
+    rate = np.log10([point["optimizer.learning_rate_tempnet"] for point in points])
+    assert 2.0 <= rho.min() < 2.1 < 2.9 < rho.max() <= 3.0
+    # In proportion: half of the rates lie below the geometric mean of the ends.
+    assert abs(np.median(rate) + 3.5) < 0.3
+
+
+def found(objective: Objective, *scores: tuple[float, float] | None) -> list[Any]:
+    trials = [(f"trial{number}", {"temperature.rho": float(number)}) for number in range(len(scores))]
+    outcomes = {
+        name: {"validation": {"tau_mean": score[0], objective.score: score[1]}}
+        for (name, _), score in zip(trials, scores, strict=True)
+        if score
+    }
+    errors = {name: "OSError: gone" for name, _ in trials if name not in outcomes}
+    return rows(trials, outcomes, errors, BAND, objective)
+
+
+def test_the_band_comes_first_and_then_the_objective() -> None:
+    table = found(LOSS, (0.5, 1.0), (0.75, 3.0), (0.95, 2.0), None)
+    best, why = chosen(table, BAND, LOSS)
+    assert best is table[2]
+    assert "of the 2 trials in the band it has the best cross-entropy at τ" in why
+    best, _ = chosen(found(RECALL, (0.75, 3.0), (0.95, 2.0)), BAND, RECALL)
+    assert best is not None
+    assert best.name == "trial0"
+
+
+def test_outside_the_band_the_nearest_is_chosen() -> None:
+    table = found(LOSS, (0.2, 1.0), (1.1, 3.0), None)
+    best, why = chosen(table, BAND, LOSS)
+    assert best is table[1]
+    assert "no trial lies in the band" in why
+    assert chosen(found(LOSS, None), BAND, LOSS)[0] is None
+
+
+def test_the_report_shows_what_failed() -> None:
+    table = found(LOSS, (0.8, 1.0), None)
+    text = markdown(table, BAND, LOSS)
+    assert "| → trial0 |" in text
+    assert "FAILED" in text
+    content = page("a <sweep>", table, BAND, LOSS)
+    assert "a &lt;sweep&gt;" in content
+    assert "failed: OSError: gone" in content
+    assert content.count("data:image/png;base64,") == 1
+    assert "http" not in content
+    assert math.isnan(table[1].tau_mean)
