@@ -1,9 +1,11 @@
-"""The README's cross-validation for real: killed in mid-flight, with a trial that fails, and continued with more workers."""
+"""The README's cross-validation for real: killed and continued with more workers, and beside trials that fail."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
 from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
-from jobs.classifiers.plan import make_plan
+from jobs.classifiers.plan import ClassifierPlan, make_plan
 from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
-from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
 from jobs.trials.run import Trial, run_trials
 from pipelines.manifest import read_json
@@ -74,12 +75,22 @@ def configuration(words: list[str]) -> CrossValidationConfig:
     return config
 
 
+def at(cell: ClassifierConfig, storage: Path) -> ClassifierConfig:
+    return replace(cell, run=replace(cell.run, storage=str(storage)))
+
+
+def named(cell: ClassifierConfig, name: str) -> ClassifierConfig:
+    return replace(cell, run=replace(cell.run, name=name))
+
+
 def history(cell: ClassifierConfig, key: str) -> dict[int, float]:
     outcome: Any = read_json(f"{cell.run.directory}/outcome.json")
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
 
 
-def test_killed_and_continued_with_two_workers(cluster: dict[str, str], downstream: Path, tmp_path: Path) -> None:
+def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
     words = arguments(downstream, tmp_path)
     first, second = configuration(words).cells()
     ended = Path(first.run.directory) / "outcome.json"
@@ -106,9 +117,37 @@ def test_killed_and_continued_with_two_workers(cluster: dict[str, str], downstre
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert len(runs) == 3
 
-    # The trial that two workers trained, by one.
-    alone = replace(second, run=replace(second.run, storage=str(tmp_path / "alone")))
-    train(make_plan(alone))
+    # The trial that two workers trained, by one; beside it one that raises, and one whose process is killed.
+    alone = at(second, tmp_path / "alone")
+
+    # Within the test: the processes of trials do not know its module.
+    def gone(config: ClassifierConfig) -> ClassifierPlan:
+        raise OSError("the disk is gone")
+
+    def killed(config: ClassifierConfig) -> ClassifierPlan:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    outcomes = run_trials(
+        [
+            Trial(config=named(alone, "raises"), make_plan=gone),
+            Trial(config=named(alone, "killed"), make_plan=killed),
+            Trial(config=alone, make_plan=make_plan, keep_checkpoints=False),
+        ],
+        directory=str(tmp_path / "trials"),
+        parent_run_id="",
+        num_concurrent=1,
+        data_cpus=0.0,
+        describe=lambda outcome: f"{outcome['num_steps']}",
+    )
+    assert list(outcomes.finished) == [alone.run.name]
+    assert outcomes.failed.keys() == {"raises", "killed"}
+    assert "the disk is gone" in outcomes.failed["raises"]
+    assert "died" in outcomes.failed["killed"]
+    assert not list(Path(alone.run.directory).glob("checkpoint-*"))
+    # Nothing is left that holds a resource.
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+
     for key in ("train/loss", "train/batch_digest", "train/soft_triple", "validation/cross_entropy"):
         found, expected = history(second, key), history(alone, key)
         assert list(found) == list(expected)
@@ -121,36 +160,3 @@ def test_killed_and_continued_with_two_workers(cluster: dict[str, str], downstre
     assert model.config.id2label == {0: "negative", 1: "positive"}
     assert AutoTokenizer.from_pretrained(export).encode("good film")
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
-
-
-def test_a_trial_that_raises_and_one_that_is_killed_are_failed_and_end_nothing(
-    cluster: dict[str, str], downstream: Path, tmp_path: Path
-) -> None:
-    words = [*arguments(downstream, tmp_path), "--grid.num-folds", "3", "--tracking.no-enabled"]
-    cells = configuration(words).cells()
-
-    def plan(config: ClassifierConfig) -> Any:
-        import os
-        import signal
-
-        if config.fold.fold == 0:
-            raise OSError("the disk is gone")
-        if config.fold.fold == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return make_plan(config)
-
-    outcomes = run_trials(
-        [Trial(config=cell, make_plan=plan, keep_checkpoints=False) for cell in cells],
-        directory=str(tmp_path / "trials"),
-        parent_run_id="",
-        num_concurrent=1,
-        data_cpus=0.0,
-        describe=lambda outcome: f"{outcome['num_steps']}",
-    )
-    assert list(outcomes.finished) == [cells[2].run.name]
-    assert outcomes.failed.keys() == {cells[0].run.name, cells[1].run.name}
-    assert "the disk is gone" in outcomes.failed[cells[0].run.name]
-    assert "died" in outcomes.failed[cells[1].run.name]
-    assert not list(Path(cells[2].run.directory).glob("checkpoint-*"))
-    # Nothing is left that holds a resource.
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
