@@ -14,7 +14,7 @@ from typing import Any
 
 from jobs.training.config import RunSection, TrackingSection
 from jobs.training.identity import flatten
-from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
+from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
 from pipelines.archives import resolve
 
 
@@ -37,15 +37,6 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
     ruler = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(map(line, [rows[0], ruler, *rows[1:]]))
-
-
-def tracking_uri(tracking: TrackingSection, storage: str) -> str:
-    """Where to log; empty: nowhere.
-
-    Raises:
-        ValueError: if it is not given, and cannot be beside remote storage.
-    """
-    return (tracking.uri or default_uri(storage)) if tracking.enabled else ""
 
 
 def publish(
@@ -84,15 +75,16 @@ def publish(
         for file in local.iterdir():
             with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
                 stream.write(file.read_bytes())
-        if tracking.enabled:
-            with survive_outage("the evaluation"):
-                _track(config, run, tracking, columns, identity, local)
+        with survive_outage("the evaluation"):
+            if uri := resolved_uri(tracking, run.resolved_storage):
+                _track(config, run, tracking.experiment, uri, columns, identity, local)
 
 
 def _track(
     config: Any,
     run: RunSection,
-    tracking: TrackingSection,
+    experiment: str,
+    uri: str,
     columns: Sequence[PublishedColumn],
     identity: Sequence[str],
     artifacts: Path,
@@ -100,8 +92,8 @@ def _track(
     def opened(name: str, identity: Sequence[str], parameters: Mapping[str, Any], tags: dict[str, str]) -> TrackedRun:
         digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
         return open_run(
-            uri=tracking_uri(tracking, run.resolved_storage),
-            experiment=tracking.experiment,
+            uri=uri,
+            experiment=experiment,
             name=name,
             directory=f"{run.directory}#{digest}",
             parameters=parameters,

@@ -62,7 +62,9 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
         ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, the value and what would be legal.
     """
     # The cells' own storage is no place for a database: they log where the whole does.
-    config = dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, uri=tracking_uri(config)))
+    uri = tracking_uri(config)
+    tracking = dataclasses.replace(config.tracking, uri=uri, enabled=bool(uri))
+    config = dataclasses.replace(config, tracking=tracking)
     hardest = config.grid.settings[-1]
     examples = [make_plan(config.cell(task, hardest, config.grid.seeds[0], 0)) for task in config.tasks]
     return CrossValidation(config=config, cells=config.cells(), examples=examples)

@@ -13,7 +13,8 @@ from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, Un
 from jobs.cluster import check_resources, start_ray
 from jobs.labels import model_labels
 from jobs.named_values import named_values
-from jobs.publishing import PublishedColumn, publish, tracking_uri
+from jobs.publishing import PublishedColumn, publish
+from jobs.training.tracking import resolved_uri
 
 
 def evaluate(config: EvaluateClipConfig) -> list[Column]:
@@ -24,7 +25,7 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
         TooManyProblemsError: for data of which too much is unreadable.
         EvaluationFailedError: if a worker failed.
     """
-    _ = tracking_uri(config.tracking, config.run.resolved_storage)
+    _ = resolved_uri(config.tracking, config.run.resolved_storage)
     models = [ModelSpec.read(*one) for one in zip(model_labels(config.models), config.models, strict=True)]
     tokenizers = [caption_encoder(model).tokenizer for model in models]
     zero_shot = [ZeroShot.read(config, name, uri) for name, uri in named_values("zero_shot", config.zero_shot).items()]

@@ -30,7 +30,7 @@ from jobs.evaluation.windows import (
 )
 from jobs.fingerprints import files_digest, model_digest, tempnet_digest
 from jobs.labels import model_labels
-from jobs.publishing import tracking_uri
+from jobs.training.tracking import resolved_uri
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -63,7 +63,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
     Raises:
         ValueError, OSError: naming the field, the value and what would be legal.
     """
-    _ = tracking_uri(config.tracking, config.run.resolved_storage)
+    _ = resolved_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []

@@ -16,10 +16,11 @@ from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.evaluation.errors import EvaluationFailedError
 from jobs.labels import model_labels
 from jobs.named_values import named_values
-from jobs.publishing import PublishedColumn, publish, tracking_uri
+from jobs.publishing import PublishedColumn, publish
 from jobs.sentence_evaluation.cells import Cell, ModelSpec, cells, compute
 from jobs.sentence_evaluation.config import EvaluateSentencesConfig
 from jobs.sentence_evaluation.table import Column, markdown
+from jobs.training.tracking import resolved_uri
 from pipelines.archives import resolve
 from pipelines.manifest import write_json
 from pipelines.problems import TooManyProblemsError
@@ -34,7 +35,7 @@ def evaluate(config: EvaluateSentencesConfig) -> list[Column]:
         TooManyProblemsError: for data of which too much is unreadable.
         EvaluationFailedError: if a cell failed.
     """
-    _ = tracking_uri(config.tracking, config.run.resolved_storage)
+    _ = resolved_uri(config.tracking, config.run.resolved_storage)
     data = read_data(config)
     models = [ModelSpec.read(*one, config) for one in zip(model_labels(config.models), config.models, strict=True)]
     wanted = cells(config, models, data)

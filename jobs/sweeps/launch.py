@@ -62,7 +62,8 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
         ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
     """
     # The trials' own storage is no place for a database: they log where the whole does.
-    tracking = dataclasses.replace(config.base.tracking, uri=tracking_uri(config.base))
+    uri = tracking_uri(config.base)
+    tracking = dataclasses.replace(config.base.tracking, uri=uri, enabled=bool(uri))
     config = dataclasses.replace(config, base=dataclasses.replace(config.base, tracking=tracking))
     trials = config.trials()
     is_clip = isinstance(config.base, ClipConfig)

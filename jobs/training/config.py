@@ -171,6 +171,8 @@ class TrackingSection:
     """Experiment name."""
     enabled: bool = True
     """Whether anything is logged."""
+    optional: bool = False
+    """Go on without MLflow where it cannot be reached at the start. Once a run has begun, it never stops one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ _FREE_TO_CHANGE = {
     "workers.cpus_per_worker",
     "tracking.uri",
     "tracking.enabled",
+    "tracking.optional",
     "grid.num_concurrent",
     "sweep.num_concurrent",
 }

@@ -25,7 +25,7 @@ from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
-from jobs.training.tracking import TrackedRun, default_uri, finish_run, open_run, survive_outage
+from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
@@ -35,9 +35,9 @@ def tracking_uri(config: TrainingConfig) -> str:
     """Where a run is logged; empty if nothing is.
 
     Raises:
-        ValueError: if that is not said and cannot be guessed.
+        ValueError, ConnectionError: as :func:`resolved_uri`.
     """
-    return (config.tracking.uri or default_uri(config.run.resolved_storage)) if config.tracking.enabled else ""
+    return resolved_uri(config.tracking, config.run.resolved_storage)
 
 
 def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) -> dict[str, Any]:

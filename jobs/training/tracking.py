@@ -14,6 +14,8 @@ import os
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,12 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
+from jobs.training.config import TrackingSection
+
 logger = logging.getLogger(__name__)
 
 _MAX_METRICS_PER_CALL = 1000
+_SECONDS_TO_ANSWER = 10
 _RUN_TAG = "tempnet.run_directory"
 
 
@@ -46,6 +51,33 @@ def default_uri(storage: str) -> str:
             "give the URI of an MLflow server, or --tracking.no-enabled"
         )
     return f"sqlite:///{storage}/mlflow.db"
+
+
+def resolved_uri(tracking: TrackingSection, storage: str) -> str:
+    """Where to log; empty: nowhere.
+
+    Raises:
+        ValueError: if it is not said and cannot be guessed.
+        ConnectionError: if a server does not answer, unless `tracking.optional`.
+    """
+    if not tracking.enabled:
+        return ""
+    uri = tracking.uri or default_uri(storage)
+    if not uri.startswith(("http://", "https://")):
+        return uri
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SECONDS_TO_ANSWER):
+            return uri
+    except urllib.error.HTTPError:
+        return uri  # it answers; whether it lets us in is said when the run is opened
+    except OSError as error:
+        if tracking.optional:
+            logger.warning("MLflow at %s does not answer: nothing is logged", uri)
+            return ""
+        raise ConnectionError(
+            f"MLflow at tracking.uri = {uri!r} does not answer: start it, give another one, or go on without it by "
+            f"--tracking.optional or --tracking.no-enabled. {error}"
+        ) from error
 
 
 def open_run(

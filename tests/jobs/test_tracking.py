@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from jobs.training.config import TrackingSection
 from jobs.training.tracking import (
     MetricLogger,
     TrackedRun,
@@ -14,6 +18,7 @@ from jobs.training.tracking import (
     finish_run,
     metric_history,
     open_run,
+    resolved_uri,
     survive_outage,
 )
 
@@ -87,6 +92,32 @@ def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatc
     assert metric_history(run, "loss") == {3: 2.5}
     with survive_outage("nothing"):
         raise ConnectionError
+
+
+def test_a_server_that_does_not_answer_is_named_before_anything_starts(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:  # a port on which nobody listens
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match=rf"tracking\.uri = '{uri}' does not answer: .*--tracking\.optional"):
+            resolved_uri(TrackingSection(uri=uri), "/runs")
+        assert resolved_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
+        assert "nothing is logged" in caplog.text
+        assert resolved_uri(TrackingSection(uri=uri, enabled=False), "/runs") == ""
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_a_server_that_answers_is_taken(status: int) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        assert resolved_uri(TrackingSection(uri=uri), "/runs") == uri
+        thread.join()
 
 
 def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
