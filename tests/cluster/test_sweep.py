@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from support import tiny_config
+from support import readme_lines
 
-from jobs.sweeps.config import LanguageModelSweep, SweepSection
+from jobs.command_line import parse_preset
+from jobs.presets.sweeps import PRESETS
 from jobs.sweeps.launch import make_sweep, run_sweep
 
 pytestmark = pytest.mark.cluster
+
+TINY = [
+    "--base.run.name=rho", "--base.run.num-steps=10", "--base.run.max-restarts=0", "--base.data.train=DIR/train",
+    "--base.data.validation=DIR/validation", "--base.data.tokenizer=DIR/tokenizer", "--base.data.context-length=64",
+    "--base.model.hidden-size=64", "--base.model.num-layers=2", "--base.model.num-heads=4", "--base.workers.num-workers=1",
+    "--base.workers.zero-stage=0", "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512",
+    "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16", "--base.optimizer.batch-size=8",
+    "--base.temperature.rho=1",
+]  # fmt: skip
 
 
 def test_trials_share_their_data_and_are_reported_together(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    sections: dict[str, Any] = {
-        "run": {"num_steps": 10, "max_restarts": 0},
-        "temperature": {"rho": 1.0, "target_entropy": None},
-        "workers": {"num_workers": 1, "zero_stage": 0},
-    }
-    config = LanguageModelSweep(
-        base=tiny_config(corpus, tmp_path, "rho", **sections), sweep=SweepSection(axes=("temperature.rho=0.5,2.5",))
-    )
+    paths = {"temperature.rho=2.3,2.7,3.1": "temperature.rho=0.5,2.5", ".venv/bin/python": sys.executable}
+    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2", paths)
+    words = [
+        *shlex.split(line)[3:],
+        *(word.replace("DIR", str(corpus)) for word in TINY),
+        f"--base.run.storage={tmp_path}",
+    ]
+    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
     assert not results.failed
     assert [row.name for row in results.rows] == ["rho0.5", "rho2.5"]
