@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
 
 from jobs.named_values import twice
 from jobs.training.config import (
+    EncoderSection,
     RunSection,
     TrackingSection,
     TrainingConfig,
@@ -65,26 +65,11 @@ class LabelledSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierModelSection:
+class ClassifierModelSection(EncoderSection):
     """The model: weights to start from, or sizes to start at random."""
 
     path: str = ""
     """Any Transformers text model: directory or hub name; its classification head is made anew. Empty: a random RoBERTa."""
-    hidden_size: int = 768
-    num_layers: int = 12
-    num_heads: int = 12
-    dropout: float = 0.1
-    """Of a random RoBERTa."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention; eager is the faster one for short sentences on CPUs."""
-
-    def __post_init__(self) -> None:
-        check_positive("model", self, "hidden_size", "num_layers", "num_heads")
-        check_share("model", self, "dropout")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class ClassifierTask:
 
     unit = "sentences"
     module: TripleEntropyClassifier
+    knows_token_types: bool
 
     def __init__(self, config: ClassifierConfig, *, rank: int, world_size: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
@@ -50,6 +51,7 @@ class ClassifierTask:
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         module = build_model(self.config, tokenizer, self.labelled.class_names)
         self.module = module.to(ray.train.torch.get_device())
+        self.knows_token_types = getattr(module.model.config, "type_vocab_size", 0) > 1
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """The model, and the centres at their own rate."""
@@ -111,12 +113,10 @@ class ClassifierTask:
         return scores, {"confusion": confusion.tolist()} if with_details else None
 
     def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """The arguments of the module. Padding is cut to the longest sentence, unless it counts: then no rank has less."""
-        lengths = batch["lengths"]
-        width = batch["input_ids"].shape[1] if self.config.centers.with_padding else int(lengths.max())
-        arrays: Batch = {name: batch[name][:, :width] for name in ("input_ids", "token_type_ids") if name in batch}
-        arrays |= {"attention_mask": np.arange(width) < lengths[:, None], "labels": batch["labels"]}
-        return {name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in arrays.items()}
+        """The arguments of the module."""
+        return sentence_tensors(
+            batch, device, with_padding=self.config.centers.with_padding, with_types=self.knows_token_types
+        )
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Half a line."""
@@ -165,3 +165,19 @@ class ClassifierStatistics:
         cross_entropy, soft, right, count = self.sums.tolist()
         parts = {"soft_triple": soft} if self.has_soft_triple else {}
         return {"cross_entropy": cross_entropy, **parts, "accuracy": right / count}
+
+
+def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, with_types: bool) -> dict[str, Tensor]:
+    """The arguments of `TripleEntropyClassifier`.
+
+    Args:
+        with_padding: padding counts: it is not cut to the longest sentence, so that no rank has less of it.
+        with_types: whether the model knows token types: a tokenizer may tell the sentences of a pair apart for one that
+            does not.
+    """
+    lengths = batch["lengths"]
+    width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())
+    names = ("input_ids", "token_type_ids") if with_types else ("input_ids",)
+    arrays: Batch = {name: batch[name][:, :width] for name in names if name in batch}
+    arrays |= {"attention_mask": np.arange(width) < lengths[:, None], "labels": batch["labels"]}
+    return {name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in arrays.items()}

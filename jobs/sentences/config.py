@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
 
 from jobs.training.config import (
+    EncoderSection,
     RunSection,
     ValidationSection,
     check_positive,
@@ -65,26 +65,11 @@ class DocumentSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentenceEncoderSection:
+class SentenceEncoderSection(EncoderSection):
     """The encoder: weights to start from, or sizes to start at random."""
 
     path: str = ""
     """A Transformers encoder with an MLM head: directory or hub name. Empty: a random RoBERTa of the sizes below."""
-    hidden_size: int = 768
-    num_layers: int = 6
-    num_heads: int = 12
-    dropout: float = 0.1
-    """Of a random RoBERTa."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention; eager is the faster one for short spans on CPUs."""
-
-    def __post_init__(self) -> None:
-        check_positive("model", self, "hidden_size", "num_layers", "num_heads")
-        check_share("model", self, "dropout")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.sentences.config import SentenceConfig
+from jobs.training import encoders
 from pipelines.tokenization import SpecialTokens
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
@@ -21,44 +22,18 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
     Raises:
         ValueError: if there is none, or it is too small for the tokenizer or the spans.
     """
-    torch.manual_seed(config.run.seed)
-    settings = config.model
     special = SpecialTokens.of(tokenizer)
     width = config.data.max_length + special.num_added
-    if settings.path:
-        try:
-            model: PreTrainedModel = AutoModelForMaskedLM.from_pretrained(
-                settings.path, dtype=torch.float32, use_safetensors=True, attn_implementation=settings.attention
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"model.path = {settings.path!r} holds no encoder with an MLM head: {reason}") from error
-    else:
-        model = AutoModelForMaskedLM.from_config(
-            AutoConfig.for_model(
-                "roberta",
-                vocab_size=len(tokenizer),
-                hidden_size=settings.hidden_size,
-                intermediate_size=4 * settings.hidden_size,
-                num_hidden_layers=settings.num_layers,
-                num_attention_heads=settings.num_heads,
-                hidden_dropout_prob=settings.dropout,
-                attention_probs_dropout_prob=settings.dropout,
-                # RoBERTa's positions start after the padding's own.
-                max_position_embeddings=width + special.pad_id + 1,
-                type_vocab_size=1,
-                pad_token_id=special.pad_id,
-            ),
-            attn_implementation=settings.attention,
-        )
-    if config.workers.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    num_embeddings = next(model.get_input_embeddings().parameters()).shape[0]
-    if len(tokenizer) > num_embeddings:
-        raise ValueError(
-            f"data.tokenizer = {config.tokenizer!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the "
-            "encoder: use the encoder's own tokenizer"
-        )
+    model = encoders.build_encoder(
+        config.model,
+        AutoModelForMaskedLM,
+        what="encoder with an MLM head",
+        tokenizer=tokenizer,
+        tokenizer_name=config.tokenizer,
+        num_tokens=width,
+        seed=config.run.seed,
+        with_checkpointing=config.workers.activation_checkpointing,
+    )
     most = num_positions(model.config)
     if most is not None and width > most:
         raise ValueError(

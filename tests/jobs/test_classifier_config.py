@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import ttest_1samp
 
 from jobs.classifiers.config import CrossValidationConfig
@@ -16,6 +17,7 @@ from jobs.classifiers.cross_validation import make_cross_validation
 from jobs.classifiers.data import folds, read_data, read_fold
 from jobs.classifiers.statistics import estimate
 from jobs.classifiers.table import markdown, rows
+from jobs.classifiers.task import sentence_tensors
 from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
 from jobs.training.identity import configuration_hash
@@ -165,6 +167,23 @@ def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(data: Pa
     (_, train, test), (_, other_train, other_test) = (read_fold(cell) for cell in cells[:2])
     np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
     np.testing.assert_array_equal(test.labels, other_test.labels)
+
+
+@pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.parametrize("with_types", [False, True])
+def test_what_the_model_gets(with_padding: bool, with_types: bool) -> None:
+    batch = {
+        "input_ids": np.array([[5, 6, 0, 0], [7, 8, 9, 0]], dtype=np.int32),
+        "token_type_ids": np.array([[0, 1, 0, 0], [0, 0, 1, 0]], dtype=np.int8),
+        "lengths": np.array([2, 3]),
+        "labels": np.array([1, 0]),
+    }
+    tensors = sentence_tensors(batch, torch.device("cpu"), with_padding=with_padding, with_types=with_types)
+    width = 4 if with_padding else 3
+    assert tensors["input_ids"].tolist() == [row[:width] for row in batch["input_ids"].tolist()]
+    assert tensors["attention_mask"].tolist() == [[1, 1, 0, 0][:width], [1, 1, 1, 0][:width]]
+    assert tensors["labels"].tolist() == [1, 0]
+    assert ("token_type_ids" in tensors) == with_types
 
 
 def test_folds_divide_the_sentences_and_keep_the_classes_in_proportion() -> None:
