@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jobs.command_line import fail, parse_preset
+from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
 
 
@@ -18,23 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     config, dry_run = parse_preset(PRESETS, arguments, job="sweep", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
     from jobs.sweeps.launch import make_sweep, run_sweep
-    from jobs.trials.command import print_results
-    from pipelines.problems import TooManyProblemsError
+    from jobs.trials.command import run_command
 
-    try:
-        sweep = make_sweep(config)
-        if dry_run:
-            print(sweep.describe())
-            return 0
-        results = run_sweep(sweep)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    return print_results(
-        results.table,
-        directory=config.run.directory,
-        files="report.html shows the mean temperature over the axes",
-        failed=results.failed,
-        tracking_uri=results.tracking_uri,
+    return run_command(
+        config, make_sweep, run_sweep, dry_run=dry_run, files="report.html shows the mean temperature over the axes"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jobs.command_line import fail, parse_preset
+from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
 
 
@@ -20,25 +20,12 @@ def main(arguments: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
-    from jobs.trials.command import print_results
-    from pipelines.problems import TooManyProblemsError
+    from jobs.trials.command import run_command
 
     disable_progress_bar()
     set_verbosity_error()
-    try:
-        work = make_cross_validation(config)
-        if dry_run:
-            print(work.describe())
-            return 0
-        results = cross_validate(work)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    return print_results(
-        results.table,
-        directory=config.run.directory,
-        files="results.md and results.json",
-        failed=results.failed,
-        tracking_uri=results.tracking_uri,
+    return run_command(
+        config, make_cross_validation, cross_validate, dry_run=dry_run, files="results.md and results.json"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.command_line import parse_preset
-from jobs.presets import classifiers, clip, language_models, sentences
+from jobs.presets import classifiers, clip, language_models, sentences, sweeps
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,10 +29,10 @@ def test_make_targets_exist() -> None:
     assert {"run", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.train_" in command])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if re.search(r"jobs\.(train_|sweep)", command)])
 def test_training_commands_parse(command: str) -> None:
     arguments = shlex.split(command)
-    (job,) = (word for word in arguments if word.startswith("jobs.train_"))
+    (job,) = (word for word in arguments if word.startswith(("jobs.train_", "jobs.sweep")))
     arguments = arguments[arguments.index(job) + 1 :]
     presets: Mapping[str, Callable[[], Any]]
     presets = {
@@ -40,6 +40,7 @@ def test_training_commands_parse(command: str) -> None:
         "jobs.train_clip": clip.PRESETS,
         "jobs.train_sentences": sentences.PRESETS,
         "jobs.train_classifier": classifiers.PRESETS,
+        "jobs.sweep": sweeps.PRESETS,
     }[job]
     if arguments == ["--help"]:
         with pytest.raises(SystemExit):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
@@ -14,6 +13,7 @@ from jobs.cluster import start_ray
 from jobs.training.identity import configuration_hash
 from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import data_set
+from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.run import Outcomes, Trial, run_trials
 
@@ -45,16 +45,6 @@ class CrossValidation:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What a cross-validation gave."""
-
-    rows: list[Row]
-    table: str
-    failed: Mapping[str, str]
-    tracking_uri: str
-
-
 def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
     """Check everything that can be checked without Ray.
 
@@ -70,7 +60,7 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
     return CrossValidation(config=config, cells=config.cells(), examples=examples)
 
 
-def cross_validate(work: CrossValidation) -> Results:
+def cross_validate(work: CrossValidation) -> Results[Row]:
     """Run it to its end, or continue it; writes `results.md` and `results.json` into the run's directory.
 
     Raises:
@@ -104,6 +94,7 @@ def cross_validate(work: CrossValidation) -> Results:
         rows=found,
         table=markdown(found, config),
         failed=outcomes.failed,
+        directory=config.run.directory,
         tracking_uri=parent.uri if parent else "",
     )
     publish(
@@ -116,7 +107,7 @@ def cross_validate(work: CrossValidation) -> Results:
     return results
 
 
-def _as_json(config: CrossValidationConfig, results: Results, outcomes: Outcomes) -> str:
+def _as_json(config: CrossValidationConfig, results: Results[Row], outcomes: Outcomes) -> str:
     content = {
         "configuration": dataclasses.asdict(config),
         "rows": [dataclasses.asdict(row) for row in results.rows],

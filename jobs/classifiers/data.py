@@ -23,7 +23,7 @@ def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]
     field = "data.file" if data.file else "data.directory"
     try:
         task = read_labelled(data.file, data.classes) if data.file else read_task(data.directory, name)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise type(error)(f"{field}: {error}") from error
     if (lost := sum(task.problems.values())) > data.max_bad_share * task.num_lines:
         raise TooManyProblemsError(

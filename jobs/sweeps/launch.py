@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jobs.sweeps.report import Objective, Row, markdown, page, rows
 from jobs.training.identity import configuration_hash
 from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import Plan
+from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.run import Trial, run_trials
 
@@ -45,16 +46,6 @@ class Sweep:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What a sweep gave."""
-
-    rows: list[Row]
-    table: str
-    failed: Mapping[str, str]
-    tracking_uri: str
-
-
 def make_sweep(config: SweepConfig[Any]) -> Sweep:
     """Check everything that can be checked without Ray.
 
@@ -76,7 +67,7 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
     return Sweep(config=config, trials=trials, make_plan=make_plan, objective=objective, first=first)
 
 
-def run_sweep(sweep: Sweep) -> Results:
+def run_sweep(sweep: Sweep) -> Results[Row]:
     """Run it to its end, or continue it; writes `results.md`, `results.json` and `report.html` into the run's directory.
 
     Raises:
@@ -124,4 +115,10 @@ def run_sweep(sweep: Sweep) -> Results:
         metrics={"num_in_band": sum(row.is_in_band for row in found), "num_failed": len(outcomes.failed)},
         has_failed=bool(outcomes.failed),
     )
-    return Results(rows=found, table=table, failed=outcomes.failed, tracking_uri=parent.uri if parent else "")
+    return Results(
+        rows=found,
+        table=table,
+        failed=outcomes.failed,
+        directory=config.run.directory,
+        tracking_uri=parent.uri if parent else "",
+    )

@@ -1,21 +1,70 @@
-"""The last lines of a job that makes many runs: its table, what failed, and where to look."""
+"""The command of a job that makes many runs: what it will do, what came of it, and where to look."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from jobs.command_line import fail
+
+Config = TypeVar("Config")
+Row = TypeVar("Row")
 
 
-def print_results(table: str, *, directory: str, files: str, failed: Mapping[str, str], tracking_uri: str) -> int:
-    """Print them; returns the exit status: 1 if a trial failed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results(Generic[Row]):
+    """What came of many runs."""
+
+    rows: Sequence[Row]
+    table: str
+    failed: Mapping[str, str]
+    """Name of a trial → its error."""
+    directory: str
+    tracking_uri: str
+    """Empty: nothing was tracked."""
+
+
+class Work(Protocol):
+    """What a configuration comes to, known before anything starts."""
+
+    def describe(self) -> str:
+        """For a person."""
+        ...
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
+def run_command(
+    config: Config,
+    make: Callable[[Config], AnyWork],
+    run: Callable[[AnyWork], Results[Row]],
+    *,
+    dry_run: bool,
+    files: str,
+) -> int:
+    """Make the work; print it, or run it and print the results; returns the exit status: 1 if a trial failed.
+
+    Exits with a message on whatever is refused.
 
     Args:
         files: what is worth opening in the directory.
-        failed: name of a trial → its error.
     """
-    print(f"\n{table}\n\n  results   {directory} ({files})")
-    for name, reason in failed.items():
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        work = make(config)
+        if dry_run:
+            print(work.describe())
+            return 0
+        results = run(work)
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
+    for name, reason in results.failed.items():
         print(f"  FAILED    {name}: {reason}")
-    if tracking_uri:
+    if results.tracking_uri:
         print("\nTo look around, type:")
-        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {tracking_uri}")
-    return 1 if failed else 0
+        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {results.tracking_uri}")
+    return 1 if results.failed else 0

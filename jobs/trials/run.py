@@ -88,7 +88,12 @@ def run_trials(
             f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
         )
     # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
-    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
+    os.environ |= {
+        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+        "RAY_AIR_NEW_OUTPUT": "0",
+        "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    }
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     filesystem, path = resolve(directory)
     tuner = tune.Tuner(

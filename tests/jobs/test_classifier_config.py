@@ -112,13 +112,14 @@ def test_wrong_values_are_refused_with_their_name(
         ("films.tsv", ["--data.classes", "good", "poor"], r"data\.file: .*no sentence of the class poor"),
         ("alike.tsv", [], r"data\.file: .* holds 1 class \(good\)"),
         ("nothing.tsv", [], r"data\.file: .*nothing\.tsv"),
+        ("tokenizer", [], r"data\.file: .*directory"),
         ("films.tsv", ["--model.path", "nowhere"], r"model\.path = 'nowhere' holds no text model"),
     ],
 )
 def test_data_and_models_that_do_not_serve_are_refused(
     data: Path, file: str, arguments: list[str], message: str
 ) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         make_cross_validation(small(data, *arguments, file=file))
 
 
