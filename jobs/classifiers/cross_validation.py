@@ -15,7 +15,7 @@ from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import data_set
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
-from jobs.trials.run import Outcomes, Trial, run_trials
+from jobs.trials.run import Outcomes, Trial, one_round, run_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,10 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         },
     )
     outcomes = run_trials(
-        [Trial(config=cell, make_plan=make_plan, keep_checkpoints=config.grid.keep_models) for cell in work.cells],
+        one_round(
+            [Trial(config=cell, make_plan=make_plan, keep_checkpoints=config.grid.keep_models) for cell in work.cells]
+        ),
+        max_num_trials=len(work.cells),
         directory=config.run.directory,
         parent_run_id=parent.run_id if parent else "",
         num_concurrent=config.grid.num_concurrent,

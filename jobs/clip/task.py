@@ -17,6 +17,7 @@ from jobs.clip.data import pair_source, random_pairs
 from jobs.clip.export import export_encoder
 from jobs.clip.models import build_model
 from jobs.clip.validation import RetrievalSet, retrieval_scores
+from jobs.training.rho import ContrastiveSteering
 from jobs.training.task import ParameterGroup, StepResult, trainable
 from pipelines.image_manifest import ImageManifest
 from pipelines.plan import StreamPlan
@@ -74,6 +75,7 @@ class ClipTask:
         self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
         if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
             self._init_prototypes(device)
+        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
         if self.given_tau is not None:
             assert self.module.loss.state is not None
             self.module.loss.state.fill("tau", torch.from_numpy(self.given_tau))
@@ -118,6 +120,7 @@ class ClipTask:
         output = engine(**self._tensors(batch, engine.device), gamma=gamma)
         engine.backward(output["loss"])
         engine.step()
+        self.steering.observe_pairs(output)
         statistics = PairStatistics.of(output, *self._tau_range()) if with_statistics else None
         return StepResult(output["loss"].detach() / self.world_size, statistics)
 
@@ -133,6 +136,7 @@ class ClipTask:
         scores = retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self._stored_temperatures()
         if self.module.loss.learned is not None:
             scores["tau_mean"] = float(self.module.loss.learned())
+        scores |= self.steering.scores()
         details = {"histograms": self._histograms(tau)} if with_details else None
         return scores, details
 
@@ -181,12 +185,14 @@ class ClipTask:
             export_encoder(self.module, self.source.tokenizer, self.config.run.export_directory)
 
     def save(self, directory: Path) -> None:
-        """This rank's samples."""
+        """This rank's samples, and a steered ρ."""
+        self.steering.save(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.save(directory)
 
     def load(self, directory: Path) -> None:
-        """This rank's samples, whoever saved them."""
+        """The inverse, whoever saved them."""
+        self.steering.load(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.load(directory)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.training.config import (
-    TempNetSection,
     TrainingConfig,
     ValidationSection,
     check_positive,
     check_share,
     with_absolute_fields,
 )
+from jobs.training.rho import SteeredTempNetSection
 from tempnet.network import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
 
@@ -84,7 +84,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureSection(TempNetSection):
+class TemperatureSection(SteeredTempNetSection):
     """The loss and the temperature network."""
 
     loss: str = "dro"
@@ -116,6 +116,12 @@ class TemperatureSection(TempNetSection):
                 "or none to have ρ calibrated"
             )
         check_positive("temperature", self, "tau", "num_calibration_tokens")
+        kind = LOSS_KINDS[self.loss]
+        self.check_steering(
+            has_learned_rho=kind.temperature == "tempnet" and kind.objective == "robust",
+            tau_min=self.tau_min,
+            tau_max=self.tau_max,
+        )
         if self.needs_calibration and not self.tau_min < self.calibrated_tau < self.tau_max:
             raise ValueError(
                 f"temperature.calibrated_tau = {self.calibrated_tau:g} must lie between tau_min = {self.tau_min:g} and "
@@ -131,6 +137,11 @@ class TemperatureSection(TempNetSection):
     def needs_tempnet(self) -> bool:
         """Whether the loss reads a temperature network."""
         return LOSS_KINDS[self.loss].temperature == "tempnet"
+
+    @property
+    def tau_range(self) -> tuple[float, float]:
+        """τ₀ and τ_max."""
+        return self.tau_min, self.tau_max
 
     def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
         """The network of this section on an effective vocabulary."""
@@ -170,6 +181,11 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
                 "there already (model.path), not on random weights; give one of them"
+            )
+        if self.model.is_frozen and self.temperature.target_tau is not None:
+            raise ValueError(
+                f"temperature.target_tau = {self.temperature.target_tau:g} steers the ρ of joint training; on a frozen base "
+                "the calibrated ρ is final: set temperature.calibrated_tau, with rho and target_entropy None"
             )
         if self.model.is_frozen and not self.temperature.needs_tempnet:
             raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jobs.language_models.export import export_model
 from jobs.language_models.flops import flops_per_token
 from jobs.language_models.models import build_model
 from jobs.language_models.validation import ValidationPart, to_tensors, validate
+from jobs.training.rho import RhoSteering
 from jobs.training.task import ParameterGroup, StepResult, trainable
 from pipelines.blocks import BlockSource
 from pipelines.manifest import Manifest
@@ -58,6 +60,12 @@ class LanguageModelTask:
         """The module, and this rank's part of the validation blocks."""
         self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
+        self.steering = RhoSteering(
+            self.config.temperature,
+            rho=self.module.loss_config.rho,
+            limit=math.log(self.module.vocab_size),
+            apply=self._set_rho,
+        )
         self.validation = ValidationPart.read(
             self.validation_manifest,
             self.config.validation.num_blocks,
@@ -84,7 +92,7 @@ class LanguageModelTask:
         # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
-        loss_sum = torch.zeros((), device=engine.device)
+        loss_sum, tau_sum, excess_sum = torch.zeros(3, device=engine.device)
         sums: Tensor | None = None
         for at in range(0, len(batch["targets"]), micro):
             tensors = to_tensors({name: value[at : at + micro] for name, value in batch.items()}, engine.device)
@@ -92,10 +100,16 @@ class LanguageModelTask:
             engine.backward(output["loss"])
             engine.step()
             loss_sum += output["loss"].detach() / num_parts
+            if self.steering.is_on:
+                tau_sum += output["tau"].where(tensors["targets"] != IGNORE_INDEX, 0.0).sum() / max(num_units, 1)
+                excess_sum += output["excess"] / num_parts
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
         assert self.module.fold_cache is not None
         self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
+        if self.steering.is_on:
+            # This has the cross-entropy for H(p), which is nobody's output: a base that learns comes to mean what it says.
+            self.steering.observe(tau_sum, excess_sum)
         loss = self.module.loss_config
         return StepResult(loss_sum, None if sums is None else TemperatureStatistics(sums, loss.tau_min, loss.tau_max))
 
@@ -111,7 +125,7 @@ class LanguageModelTask:
             num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else _NUM_ORACLE_TOKENS,
             with_details=with_details,
         )
-        return summary, asdict(details) if details else None
+        return summary | self.steering.scores(), asdict(details) if details else None
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Cross-entropies and mean τ."""
@@ -129,10 +143,15 @@ class LanguageModelTask:
         export_model(self.module, self.config, is_first=self.rank == 0)
 
     def save(self, directory: Path) -> None:
-        """Nothing: the engine holds all of it."""
+        """A steered ρ; the engine holds all else."""
+        self.steering.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Nothing."""
+        """The inverse."""
+        self.steering.load(directory)
+
+    def _set_rho(self, rho: float) -> None:
+        self.module.loss_config = replace(self.module.loss_config, rho=rho)
 
 
 def language_model_groups(module: TemperatureCausalLM, config: LanguageModelConfig) -> list[ParameterGroup]:

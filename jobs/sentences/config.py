@@ -103,6 +103,10 @@ class DocumentTemperatureSection(ContrastiveSection):
         ContrastiveSection.__post_init__(self)
         if LOSS_KINDS[self.loss].is_cyclic or LOSS_KINDS[self.loss].temperature == "given":
             raise ValueError(f"temperature.loss = {self.loss!r} is for images with captions")
+        if self.target_tau is not None:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g}: ρ is steered for language models and for images with captions"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-import numpy as np
-
 from jobs.clip.config import ClipConfig
 from jobs.language_models.config import LanguageModelConfig
 from jobs.named_values import named_values, twice
+from jobs.sweeps import search
+from jobs.sweeps.search import Point, Search
 from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import flatten
 
@@ -26,11 +25,13 @@ class SweepSection:
 
     axes: tuple[str, ...]
     """FIELD=VALUE,VALUE,…: numeric fields of the base: temperature.rho=9,10 optimizer.learning_rate_base=1e-4,1e-5."""
-    search: Literal["grid", "random"] = "grid"
-    """grid: every combination; random: num_trials combinations of values drawn between the smallest and the largest of each
-    axis, evenly, or in proportion where the largest is 10 times the smallest or more."""
+    search: Literal["grid", "random", "band"] = "grid"
+    """grid: every combination. random: num_trials combinations of values drawn between the smallest and the largest of each
+    axis, evenly, or in proportion where the largest is 10 times the smallest or more. band: the value of the first axis,
+    between its smallest and largest, that brings the mean temperature into the band; then the others' values there, by
+    successive halving; trials that cannot end in the band are cut short."""
     num_trials: int = 8
-    """Of a random search."""
+    """Of a random search; of a band search, at most."""
     seed: int = 0
     """Of a random search; the runs' own is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
@@ -70,13 +71,17 @@ class SweepSection:
         return found
 
     @property
-    def points(self) -> list[dict[str, float]]:
-        """Field → value, of every trial."""
-        values = self.values
+    def max_num_trials(self) -> int:
+        """How many trials there are, or at most."""
+        return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
+
+    def start(self) -> Search:
+        """The search, from its beginning."""
         if self.search == "grid":
-            return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
-        rng = np.random.default_rng(self.seed)
-        return [{name: _drawn(axis, rng) for name, axis in values.items()} for _ in range(self.num_trials)]
+            return search.grid(self.values)
+        if self.search == "random":
+            return search.random(self.values, num_trials=self.num_trials, seed=self.seed)
+        return search.band(self.values, band=self.band, num_trials=self.num_trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,27 +92,23 @@ class SweepConfig(Generic[Base]):
     sweep: SweepSection
 
     def __post_init__(self) -> None:
-        _ = self.trials()
+        for point in [*next(self.sweep.start()), *search.corners(self.sweep.values)]:
+            _ = self.trial(point)
 
     @property
     def run(self) -> RunSection:
         """Name and place of the whole."""
         return self.base.run
 
-    def trials(self) -> list[tuple[dict[str, float], Base]]:
-        """Every point with the run that it makes, in a directory within that of the sweep; prepared data are shared.
+    def trial(self, point: Point) -> Base:
+        """The run that a point makes, in a directory within that of the sweep; prepared data are shared.
 
         Raises:
             ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused.
         """
-        found = []
-        for point in self.sweep.points:
-            name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
-            run = dataclasses.replace(
-                self.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
-            )
-            found.append((point, dataclasses.replace(with_fields(self.base, point), run=run)))
-        return found
+        name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
+        run = dataclasses.replace(self.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory)
+        return dataclasses.replace(with_fields(self.base, point), run=run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +154,3 @@ def with_fields(config: Base, values: dict[str, float]) -> Base:
         return dataclasses.replace(config, **sections)
     except ValueError as error:
         raise ValueError(f"sweep.axes: {error}") from error
-
-
-def _drawn(axis: list[float], rng: np.random.Generator) -> float:
-    low, high = min(axis), max(axis)
-    if low > 0 and high >= 10 * low:
-        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.4g}")
-    return float(f"{rng.uniform(low, high):.4g}")

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import ray
 
 from jobs.clip.config import ClipConfig
 from jobs.clip.plan import make_plan as make_clip_plan
 from jobs.cluster import start_ray
 from jobs.language_models.plan import make_plan as make_language_model_plan
 from jobs.sweeps.config import SweepConfig
-from jobs.sweeps.report import Objective, Row, markdown, page, rows
+from jobs.sweeps.objective import Objective
+from jobs.sweeps.report import Row, markdown, page, row
+from jobs.sweeps.search import Point, Seen, corners
+from jobs.sweeps.stopping import BandRule, Halving, TrialWatch
+from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash
 from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import Plan
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
-from jobs.trials.run import Trial, run_trials
+from jobs.trials.run import Rounds, Trial, run_trials
+from pipelines.manifest import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +35,6 @@ class Sweep:
     """What a configuration comes to, known before anything starts."""
 
     config: SweepConfig[Any]
-    trials: list[tuple[dict[str, float], Any]]
-    """Point and configuration of each."""
     make_plan: Callable[[Any], Plan]
     objective: Objective
     first: Plan
@@ -38,9 +44,10 @@ class Sweep:
         """For a person."""
         config, run = self.config, self.config.run
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
+        limit = "at most " if config.sweep.search == "band" else ""
         return (
             f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"
-            f"trials       {len(self.trials)} ({config.sweep.search}): {axes}\n"
+            f"trials       {limit}{config.sweep.max_num_trials} ({config.sweep.search}): {axes}\n"
             f"looked for   a mean τ from {config.sweep.band[0]:g} to {config.sweep.band[1]:g}, then the best "
             f"{self.objective.title}\n\nThe first trial:\n{self.first.describe()}"
         )
@@ -56,15 +63,16 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
     uri = tracking_uri(config.base)
     tracking = dataclasses.replace(config.base.tracking, uri=uri, enabled=bool(uri))
     config = dataclasses.replace(config, base=dataclasses.replace(config.base, tracking=tracking))
-    trials = config.trials()
     is_clip = isinstance(config.base, ClipConfig)
     make_plan: Callable[[Any], Plan] = make_clip_plan if is_clip else make_language_model_plan
-    first, *_ = [make_plan(trial) for _, trial in trials]
+    first, *_ = [
+        make_plan(config.trial(point)) for point in [*next(config.sweep.start()), *corners(config.sweep.values)]
+    ]
     if is_clip:
         objective = Objective(score="mean_recall", title="mean recall", is_better_higher=True)
     else:
         objective = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
-    return Sweep(config=config, trials=trials, make_plan=make_plan, objective=objective, first=first)
+    return Sweep(config=config, make_plan=make_plan, objective=objective, first=first)
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -83,22 +91,26 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         run=config.run,
         tracking=config.base.tracking,
         uri=sweep.first.tracking_uri,
-        num_trials=len(sweep.trials),
+        num_trials=config.sweep.max_num_trials,
         data_sets=prepared.data_sets,
     )
+    points: dict[str, Point] = {}
     outcomes = run_trials(
-        [Trial(config=trial, make_plan=sweep.make_plan) for _, trial in sweep.trials],
+        _rounds(sweep, points),
+        max_num_trials=config.sweep.max_num_trials,
         directory=config.run.directory,
         parent_run_id=parent.run_id if parent else "",
         num_concurrent=config.sweep.num_concurrent,
         data_cpus=sweep.first.data_cpus,
         describe=lambda outcome: (
-            f"mean τ {outcome['validation'].get('tau_mean', float('nan')):.4f}, {objective.title} "
-            f"{outcome['validation'][objective.score]:.4f}"
+            f"mean τ {tau_mean(outcome):.4f}, {objective.title} {outcome['validation'][objective.score]:.4f}"
+            + (f"; stopped: {outcome['stopped']}" if outcome["stopped"] else "")
         ),
     )
-    named = [(trial.run.name, point) for point, trial in sweep.trials]
-    found = rows(named, outcomes.finished, outcomes.failed, band, objective)
+    found = [
+        row(name, point, outcomes.finished.get(name), outcomes.failed.get(name, ""), band, objective)
+        for name, point in points.items()
+    ]
     table = markdown(found, band, objective)
     content = {
         "configuration": dataclasses.asdict(config),
@@ -112,7 +124,11 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
             "results.json": json.dumps(content, indent=1),
             "report.html": page(config.run.name, found, band, objective),
         },
-        metrics={"num_in_band": sum(row.is_in_band for row in found), "num_failed": len(outcomes.failed)},
+        metrics={
+            "num_in_band": sum(row.is_in_band for row in found),
+            "num_failed": len(outcomes.failed),
+            "num_steps": sum(row.num_steps for row in found),
+        },
         has_failed=bool(outcomes.failed),
     )
     return Results(
@@ -122,3 +138,60 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         directory=config.run.directory,
         tracking_uri=parent.uri if parent else "",
     )
+
+
+def tau_mean(outcome: Mapping[str, Any]) -> float:
+    """Of the last validation; NaN where there is none."""
+    return float(outcome["validation"].get("tau_mean", math.nan))
+
+
+def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
+    """The search of a sweep as trials; the points that it comes to are left in `points`, by name."""
+    config, objective = sweep.config, sweep.objective
+    is_watched = config.sweep.search == "band"
+    search = config.sweep.start()
+    batch = next(search)
+    halving: Any = None  # an actor, once there is something to be measured by
+    while True:
+        trials = {}
+        for point in batch:
+            trial = config.trial(point)
+            name = trial.run.name
+            points[name] = point
+            watch = None
+            if is_watched:
+                watch = TrialWatch(
+                    trial=name, rule=_band_rule(trial, config.sweep.band), objective=objective, halving=halving
+                )
+            trials[name] = Trial(config=trial, make_plan=sweep.make_plan, watch=watch)
+            if halving is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
+                _tell(halving, name, outcome, objective)  # of a sweep that is continued
+        outcomes = yield list(trials.values())
+        seen = [_seen(point, outcomes.finished.get(name)) for name, point in zip(trials, batch, strict=True)]
+        if is_watched and halving is None:
+            halving = ray.remote(Halving).options(num_cpus=0).remote(
+                config.base.run.num_steps, is_better_higher=objective.is_better_higher
+            )  # fmt: skip
+            for name, one in zip(trials, seen, strict=True):
+                if one.is_whole:
+                    _tell(halving, name, outcomes.finished[name], objective)
+        try:
+            batch = search.send(seen)
+        except StopIteration:
+            return
+
+
+def _tell(halving: Any, name: str, outcome: Mapping[str, Any], objective: Objective) -> None:
+    """What a trial that has ended had at the rungs."""
+    steps = [one["step"] for one in outcome["validations"]]
+    ray.get(halving.goes_on.remote(name, steps, [one["scores"][objective.score] for one in outcome["validations"]]))
+
+
+def _seen(point: Point, outcome: Mapping[str, Any] | None) -> Seen:
+    tau = math.nan if outcome is None else tau_mean(outcome)
+    return Seen(point=point, tau_mean=tau, is_whole=outcome is not None and not outcome["stopped"])
+
+
+def _band_rule(config: TrainingConfig, band: tuple[float, float]) -> BandRule:
+    tau_min, tau_max = config.temperature.tau_range  # type: ignore[attr-defined]  # of both kinds that are swept
+    return BandRule(band=band, tau_min=tau_min, tau_max=tau_max, num_steps=config.run.num_steps)

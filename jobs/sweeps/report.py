@@ -13,19 +13,10 @@ from typing import Any
 import matplotlib
 
 from jobs.publishing import markdown_table
+from jobs.sweeps.objective import Objective
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """What decides among the trials in the band."""
-
-    score: str
-    """Of the validation."""
-    title: str
-    is_better_higher: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,37 +29,41 @@ class Row:
     """NaN where the trial failed."""
     objective: float
     is_in_band: bool
+    num_steps: int
+    """That it ran for; 0 where it failed."""
+    stopped: str
+    """Why it was cut short; empty where it was not."""
     error: str
     """Empty where it did not fail."""
 
 
-def rows(
-    trials: Sequence[tuple[str, Mapping[str, float]]],
-    outcomes: Mapping[str, Mapping[str, Any]],
-    errors: Mapping[str, str],
+def row(
+    name: str,
+    point: Mapping[str, float],
+    outcome: Mapping[str, Any] | None,
+    error: str,
     band: tuple[float, float],
     objective: Objective,
-) -> list[Row]:
-    """Of all trials, in their order.
+) -> Row:
+    """Of a trial.
 
     Args:
-        trials: name and point of each.
+        outcome: None where it failed.
     """
-    found = []
-    for name, point in trials:
-        scores = outcomes.get(name, {}).get("validation", {})
-        tau = float(scores.get("tau_mean", math.nan))
-        found.append(
-            Row(
-                name=name,
-                point=point,
-                tau_mean=tau,
-                objective=float(scores.get(objective.score, math.nan)),
-                is_in_band=band[0] <= tau <= band[1],
-                error=errors.get(name, ""),
-            )
-        )
-    return found
+    outcome = outcome or {}
+    scores = outcome.get("validation", {})
+    tau = float(scores.get("tau_mean", math.nan))
+    stopped = str(outcome.get("stopped", ""))
+    return Row(
+        name=name,
+        point=point,
+        tau_mean=tau,
+        objective=float(scores.get(objective.score, math.nan)),
+        is_in_band=band[0] <= tau <= band[1] and not stopped,
+        num_steps=int(outcome.get("num_steps", 0)),
+        stopped=stopped,
+        error=error,
+    )
 
 
 def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> tuple[Row | None, str]:
@@ -78,7 +73,10 @@ def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective
     if inside:
         best = min(inside, key=lambda row: sign * row.objective)
         return best, f"of the {len(inside)} trials in the band it has the best {objective.title}"
-    with_tau = [row for row in found if math.isfinite(row.tau_mean)]
+    # A trial that was cut short has not ended anywhere; it is better than nothing.
+    with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [
+        row for row in found if math.isfinite(row.tau_mean)
+    ]
     if not with_tau:
         return None, "no trial ended with a temperature"
     nearest = min(with_tau, key=lambda row: max(band[0] - row.tau_mean, row.tau_mean - band[1]))
@@ -89,16 +87,16 @@ def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objecti
     """The table and the choice."""
     axes = list(found[0].point)
     best, why = chosen(found, band, objective)
-    cells = [["trial", *axes, "mean τ", "in the band", objective.title]]
+    cells = [["trial", *axes, "mean τ", "in the band", objective.title, "steps"]]
     for row in found:
         mark = "→ " if row is best else ""
-        figures = ["FAILED", "", ""] if row.error else [_shown(row.tau_mean), "yes" if row.is_in_band else "no"]
+        where = "stopped" if row.stopped else "yes" if row.is_in_band else "no"
+        figures = [_shown(row.tau_mean), where, _shown(row.objective), str(row.num_steps)]
         cells.append(
             [
                 f"{mark}{row.name}",
                 *(f"{value:g}" for value in row.point.values()),
-                *figures[:2],
-                "" if row.error else _shown(row.objective),
+                *(["FAILED", "", "", ""] if row.error else figures),
             ]
         )
     line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
@@ -160,7 +158,11 @@ def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
 
 
 def _fate(row: Row) -> str:
-    return f"failed: {row.error}" if row.error else "in the band" if row.is_in_band else "outside the band"
+    if row.error:
+        return f"failed: {row.error}"
+    if row.stopped:
+        return f"stopped after {row.num_steps} steps: {row.stopped}"
+    return "in the band" if row.is_in_band else "outside the band"
 
 
 def _shown(value: float) -> str:

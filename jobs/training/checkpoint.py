@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class RunState:
     """Of the model that is exported so far; None if the last is to be exported, or nothing was yet."""
     unsent_metrics: list[list[Any]]
     """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
+    validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Step and scores of each so far."""
 
 
 FRESH_STATE = RunState(step=0, world_size=0, seconds_trained=0.0, num_units=0, best_rating=None, unsent_metrics=[])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.training.config import TempNetSection, TrainingConfig
+from jobs.training.config import TrainingConfig
+from jobs.training.rho import SteeredTempNetSection
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 from tempnet.network import TempNetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastiveSection(TempNetSection):
+class ContrastiveSection(SteeredTempNetSection):
     """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`)."""
 
     loss: str = "tempnet"
@@ -40,9 +41,12 @@ class ContrastiveSection(TempNetSection):
         if self.loss not in LOSS_KINDS:
             raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
         try:
-            _ = self.loss_config
+            loss = self.loss_config
         except ValueError as error:
             raise ValueError(f"temperature: {error}") from error
+        self.check_steering(
+            has_learned_rho=self.needs_tempnets and loss.kind.uses_rho, tau_min=loss.tau_min, tau_max=loss.tau_max
+        )
 
     @property
     def needs_tempnets(self) -> bool:
@@ -55,6 +59,12 @@ class ContrastiveSection(TempNetSection):
         names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return ContrastiveLossConfig.for_name(self.loss, **values)
+
+    @property
+    def tau_range(self) -> tuple[float, float]:
+        """τ₀ and τ_max."""
+        loss = self.loss_config
+        return loss.tau_min, loss.tau_max
 
     def network_config(self, embedding_size: int) -> TempNetConfig:
         """A TempNet of this section."""

@@ -54,5 +54,7 @@ def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: s
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
         rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
     rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
+    if reason := outcome.get("stopped"):
+        rows.append(("STOPPED", reason))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 from jobs.training.config import TrainingConfig
 from jobs.training.task import TaskSpec
 from jobs.training.tracking import TrackedRun
+from jobs.training.watch import Watch
 
 
 class FatalTrainingError(RuntimeError):
@@ -26,3 +27,5 @@ class WorkerJob:
     """Carries progress to the driver's terminal; None where it is not shown."""
     with_bar: bool
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
+    watch: Watch | None = None
+    """May end the run early."""

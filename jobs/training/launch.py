@@ -26,6 +26,7 @@ from jobs.training.identity import configuration_hash, differences, fixed_values
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
 from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
+from jobs.training.watch import Watch
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
@@ -40,12 +41,15 @@ def tracking_uri(config: TrainingConfig) -> str:
     return resolved_uri(config.tracking, config.run.resolved_storage)
 
 
-def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) -> dict[str, Any]:
+def train(
+    plan: Plan, *, parent_run_id: str = "", with_progress: bool = True, watch: Watch | None = None
+) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
     Args:
         parent_run_id: the MLflow run that this one is shown under.
         with_progress: show progress here; a trial among many has nobody who looks.
+        watch: may end the run before its last step; the outcome then says why (`stopped`).
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -76,6 +80,7 @@ def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) ->
                 tracked_run=tracked,
                 mailbox=console.mailbox if console else None,
                 with_bar=sys.stderr.isatty(),
+                watch=watch,
             )
             result = _trainer(config, job).fit().return_value  # type: ignore[attr-defined]
         if "fatal" in result:
@@ -93,6 +98,7 @@ def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) ->
         "mlflow_run_id": tracked.run_id if tracked else None,
         "tracking_uri": plan.tracking_uri,
         **prepared.outcome,
+        "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
     }
     _publish(plan, outcome, tracked)
     write_json(f"{config.run.directory}/outcome.json", outcome)

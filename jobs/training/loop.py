@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from jobs.training.hardware import peak_flops_per_second
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Statistics, Task
 from jobs.training.tracking import MetricLogger
+from jobs.training.watch import Validation
 from pipelines.stream import Batch
 
 _DIGEST_MODULUS = 1 << 48
@@ -105,6 +107,8 @@ class TrainingLoop:
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
         self.best_rating = state.best_rating
+        self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
+        self.watch, self.reason_to_stop = job.watch, ""
         self.task: Task = job.spec.create(self.rank, self.world_size)
         # Reading starts before the model is built, so that the first step does not wait for it.
         size = config.optimizer.batch_size
@@ -136,7 +140,9 @@ class TrainingLoop:
     def run(self) -> dict[str, Any]:
         """All steps that are left, then the final validation and the export."""
         config = self.config
-        while self.step < config.run.num_steps:
+        if self.validations:
+            self._look()  # a run that was killed after it was told to end
+        while self.step < config.run.num_steps and not self.reason_to_stop:
             started = time.perf_counter()
             batch = next(self.batches)
             waited = time.perf_counter() - started
@@ -153,11 +159,14 @@ class TrainingLoop:
                 self._report_steps(statistics)
             if is_validated:
                 self._validate(with_details=False)
-            if is_saved:
+                self._look()
+            if is_saved or self.reason_to_stop:
                 self._save()
         outcome = self._validate(with_details=True)
         outcome |= {
             "num_steps": self.step,
+            "stopped": self.reason_to_stop,
+            "validations": [asdict(validation) for validation in self.validations],
             "resumed_from_step": self.first_step,
             f"num_{self.task.unit}": self.num_units,
             "seconds_trained": self.seconds_before + self.total.seconds,
@@ -246,6 +255,7 @@ class TrainingLoop:
         with torch.no_grad():
             scores, details = self.task.validate(self.engine, with_details=with_details)
         self.engine.train()
+        self.validations.append(Validation(step=self.step, scores=scores))
         if self.metrics:
             self.metrics.log({f"validation/{key}": value for key, value in scores.items()}, self.step)
         if self.progress:
@@ -257,6 +267,16 @@ class TrainingLoop:
             self.task.export()
         return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
 
+    def _look(self) -> None:
+        """Ask whoever watches, on rank 0, whether to end here."""
+        if self.watch is None:
+            return
+        answer = [self.watch.reason_to_stop(self.validations) if self.is_first else ""]
+        dist.broadcast_object_list(answer, group=self.host_group)
+        (self.reason_to_stop,) = answer
+        if self.reason_to_stop and self.progress:
+            self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
+
     def _save(self) -> None:
         state = RunState(
             step=self.step,
@@ -265,6 +285,7 @@ class TrainingLoop:
             num_units=self.num_units,
             best_rating=self.best_rating,
             unsent_metrics=self.metrics.unsent() if self.metrics else [],
+            validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
         )
         save_checkpoint(self.engine, state, self.task.save, rank=self.rank, metrics={"step": self.step})
 

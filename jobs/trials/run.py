@@ -11,19 +11,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow.fs
 import ray
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.search import Searcher
 
 from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
 from jobs.training.task import Plan
+from jobs.training.watch import Watch
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
 
@@ -39,6 +41,8 @@ class Trial:
     make_plan: Callable[[Any], Plan]
     keep_checkpoints: bool = True
     """False: they are deleted once the outcome is there."""
+    watch: Watch | None = None
+    """May end it early."""
 
     @property
     def name(self) -> str:
@@ -48,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What became of the trials."""
+    """What became of the trials, in the order in which they were asked for."""
 
     finished: Mapping[str, dict[str, Any]]
     """Name → outcome."""
@@ -56,9 +60,19 @@ class Outcomes:
     """Name → the error."""
 
 
+Rounds: TypeAlias = Generator[Sequence[Trial], Outcomes, None]
+"""Yields the trials of a round, side by side as far as there is room, and is sent what became of them."""
+
+
+def one_round(trials: Sequence[Trial]) -> Rounds:
+    """All of them, whatever comes of the others."""
+    yield trials
+
+
 def run_trials(
-    trials: Sequence[Trial],
+    rounds: Rounds,
     *,
+    max_num_trials: int,
     directory: str,
     parent_run_id: str,
     num_concurrent: int,
@@ -68,6 +82,8 @@ def run_trials(
     """Run, continue or find every trial; needs Ray.
 
     Args:
+        rounds: the trials, at least one; the next round may depend on what came of the ones before.
+        max_num_trials: in all rounds together, for the progress.
         directory: for what Tune writes.
         parent_run_id: the MLflow run that those of the trials are shown under; empty for none.
         num_concurrent: trials at a time; 0: as many as there is room for.
@@ -77,12 +93,11 @@ def run_trials(
     Raises:
         ValueError: if the cluster has no room for so many, or another configuration holds a trial's directory.
     """
-    finished = {trial.name: outcome for trial in trials if (outcome := claim_directory(trial.config)) is not None}
-    left = {trial.name: trial for trial in trials if trial.name not in finished}
-    print(f"{len(trials)} trials, {len(finished)} of them finished before; {directory}", flush=True)
-    if not left:
-        return Outcomes(finished=finished, failed={})
-    room = room_for(trials[0].config, data_cpus)
+    search = _RoundSearch(rounds)
+    print(f"{max_num_trials} trials, {len(search.finished)} of them finished before; {directory}", flush=True)
+    if search.is_over:
+        return search.outcomes()
+    room = room_for(search.first.config, data_cpus)
     if num_concurrent > room:
         raise ValueError(
             f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
@@ -96,31 +111,102 @@ def run_trials(
     }
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     filesystem, path = resolve(directory)
-    tuner = tune.Tuner(
+    tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_run_trial, trials=cloudpickle.dumps(left), parent_run_id=parent_run_id),
+            tune.with_parameters(_run_trial, parent_run_id=parent_run_id),
             {"CPU": _DRIVER_CPUS},
         ),
-        param_space={"name": tune.grid_search(list(left))},
-        tune_config=tune.TuneConfig(max_concurrent_trials=num_concurrent or room, reuse_actors=True),
+        tune_config=tune.TuneConfig(
+            search_alg=search, num_samples=-1, max_concurrent_trials=num_concurrent or room, reuse_actors=True
+        ),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=path,
             storage_filesystem=filesystem,
             verbose=0,
-            callbacks=[_Progress(left, describe)],
+            callbacks=[_Progress(search, max_num_trials, describe)],
         ),
-    )
-    failed = {}
-    results = tuner.fit()
-    for result in (results[number] for number in range(len(results))):
-        name = (result.config or {})["name"]
-        if ended := read_json(f"{left[name].config.run.directory}/outcome.json"):
-            finished[name] = ended
+    ).fit()
+    return search.outcomes()
+
+
+class _RoundSearch(Searcher):
+    """Rounds as Tune asks for them: one trial at a time, none while a round is still running that others wait for."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__()
+        self._rounds = rounds
+        self._asked: list[Trial] = []
+        self._waiting: list[Trial] = []
+        self._running: dict[str, Trial] = {}
+        self._failed: dict[str, str] = {}
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.is_over = False
+        self._start_round(next(rounds))
+
+    @property
+    def first(self) -> Trial:
+        """All are of a size."""
+        return self._asked[0]
+
+    def outcomes(self) -> Outcomes:
+        """So far."""
+        names = [trial.name for trial in self._asked]
+        return Outcomes(
+            finished={name: self.finished[name] for name in names if name in self.finished},
+            failed={name: self._failed[name] for name in names if name in self._failed},
+        )
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # FINISHED is a string
+        """The next trial; None: later; FINISHED: no more."""
+        if self.is_over:
+            return Searcher.FINISHED
+        if not self._waiting:
+            return None
+        trial = self._waiting.pop(0)
+        self._running[trial_id] = trial
+        return {"name": trial.name, "trial": cloudpickle.dumps(trial)}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """A finished one has left its outcome in its directory."""
+        trial = self._running.pop(trial_id)
+        if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
+            self.finished[trial.name] = outcome
         else:
-            failed[name] = _reason(result.error)
-    in_order = {trial.name: finished[trial.name] for trial in trials if trial.name in finished}
-    return Outcomes(finished=in_order, failed=failed)
+            self._failed.setdefault(trial.name, "the process that drives the trial ended")
+        if not self._waiting and not self._running:
+            self._next_round()
+
+    def explain(self, name: str, error: Exception | str | None) -> None:
+        """Why a trial failed, which Tune tells after :meth:`on_trial_complete`."""
+        self._failed[name] = _reason(error)
+
+    def _start_round(self, trials: Sequence[Trial]) -> None:
+        self._asked += trials
+        for trial in trials:
+            if (outcome := claim_directory(trial.config)) is not None:
+                self.finished[trial.name] = outcome
+            else:
+                self._waiting.append(trial)
+        if not self._waiting:
+            self._next_round()
+
+    def _next_round(self) -> None:
+        try:
+            trials = self._rounds.send(self.outcomes())
+        except StopIteration:
+            self.is_over = True
+        else:
+            self._start_round(trials)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing of Tune's own state is read back."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Likewise."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 def room_for(config: TrainingConfig, data_cpus: float) -> int:
@@ -143,10 +229,10 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     return max(1, math.floor(min(rooms)))
 
 
-def _run_trial(settings: Mapping[str, str], *, trials: bytes, parent_run_id: str) -> None:
+def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str) -> None:
     """Runs in the process that drives a trial, which goes on to the next one."""
-    trial: Trial = cloudpickle.loads(trials)[settings["name"]]
-    train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False)
+    trial: Trial = cloudpickle.loads(settings["trial"])
+    train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False, watch=trial.watch)
     if not trial.keep_checkpoints:
         filesystem, path = resolve(trial.config.run.directory)
         for entry in filesystem.get_file_info(pyarrow.fs.FileSelector(path)):
@@ -158,21 +244,23 @@ def _run_trial(settings: Mapping[str, str], *, trials: bytes, parent_run_id: str
 class _Progress(tune.Callback):
     """A line for every trial that ends."""
 
-    def __init__(self, trials: Mapping[str, Trial], describe: Callable[[Mapping[str, Any]], str]) -> None:
-        self._trials, self._describe = trials, describe
+    def __init__(self, search: _RoundSearch, max_num_trials: int, describe: Callable[[Mapping[str, Any]], str]) -> None:
+        self._search, self._describe = search, describe
+        self._num_before, self._num_trials = len(search.finished), max_num_trials
         self._num_ended, self._started = 0, time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         name = trial.config["name"]
-        outcome = read_json(f"{self._trials[name].config.run.directory}/outcome.json")
+        outcome = self._search.finished.get(name)
         self._say(name, self._describe(outcome) if outcome else "ended without an outcome")
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
+        self._search.explain(trial.config["name"], trial.get_pickled_error() or trial.get_error())
         self._say(trial.config["name"], "FAILED")
 
     def _say(self, name: str, what: str) -> None:
         self._num_ended += 1
-        total = len(self._trials)
+        total = self._num_trials - self._num_before
         rest = (time.monotonic() - self._started) / self._num_ended * (total - self._num_ended)
         print(f"{self._num_ended:>{len(str(total))}}/{total}  {name}  {what}  {clock(rest)} left", flush=True)
 
@@ -183,7 +271,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def _reason(error: Exception | None) -> str:
+def _reason(error: Exception | str | None) -> str:
     """The last line of an error's text, which is the error that was raised first."""
     lines = (
         str(getattr(error, "cause", None) or error or "the process that drives the trial ended").strip().splitlines()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
-from jobs.sweeps.config import SweepSection, with_fields
-from jobs.sweeps.report import Objective, chosen, markdown, page, rows
+from jobs.sweeps.config import with_fields
+from jobs.sweeps.objective import Objective
+from jobs.sweeps.report import chosen, markdown, page, row
 from jobs.training.identity import configuration_hash
 
 LOSS = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
@@ -27,7 +27,7 @@ def sweep(*arguments: str) -> Any:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
     config = PRESETS[name]()
-    trials = config.trials()
+    trials = [(point, config.trial(point)) for point in next(config.sweep.start())]
     assert config.run.name == name
     assert len({trial.run.name for _, trial in trials}) == len({configuration_hash(trial) for _, trial in trials}) == 16
     for point, trial in trials:
@@ -71,19 +71,6 @@ def test_whole_fields_stay_whole() -> None:
     assert all(isinstance(value, int) for value in (changed.run.num_steps, changed.run.seed))
 
 
-def test_a_random_search_draws_between_the_ends_and_is_repeatable() -> None:
-    axes = ("temperature.rho=2,3", "optimizer.learning_rate_tempnet=1e-5,1e-2")
-    section = SweepSection(axes=axes, search="random", num_trials=400, seed=1)
-    points = section.points
-    assert points == SweepSection(axes=axes, search="random", num_trials=400, seed=1).points
-    assert points != SweepSection(axes=axes, search="random", num_trials=400, seed=2).points
-    rho = np.array([point["temperature.rho"] for point in points])
-    rate = np.log10([point["optimizer.learning_rate_tempnet"] for point in points])
-    assert 2.0 <= rho.min() < 2.1 < 2.9 < rho.max() <= 3.0
-    # In proportion: half of the rates lie below the geometric mean of the ends.
-    assert abs(np.median(rate) + 3.5) < 0.3
-
-
 def found(objective: Objective, *scores: tuple[float, float] | None) -> list[Any]:
     trials = [(f"trial{number}", {"temperature.rho": float(number)}) for number in range(len(scores))]
     outcomes = {
@@ -91,8 +78,10 @@ def found(objective: Objective, *scores: tuple[float, float] | None) -> list[Any
         for (name, _), score in zip(trials, scores, strict=True)
         if score
     }
-    errors = {name: "OSError: gone" for name, _ in trials if name not in outcomes}
-    return rows(trials, outcomes, errors, BAND, objective)
+    return [
+        row(name, point, outcomes.get(name), "" if name in outcomes else "OSError: gone", BAND, objective)
+        for name, point in trials
+    ]
 
 
 def test_the_band_comes_first_and_then_the_objective() -> None:

@@ -279,7 +279,7 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
     parameters = list(network.parameters()) if config.kind.temperature == "tempnet" else []
 
     def run() -> list[Tensor]:
-        loss, tau, values = linear.linear_language_model_loss(
+        loss, tau, values, _ = linear.linear_language_model_loss(
             hidden, weight, targets, config, network,
             vocab_size=80, fold=True, reduction=reduction, with_values=True,
         )  # fmt: skip

@@ -64,7 +64,7 @@ def compare(
     leaves = [value for value in (hidden, weight, offset) if value is not None]
     parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
 
-    loss, tau, values = linear_language_model_loss(
+    loss, tau, values, excess = linear_language_model_loss(
         hidden,
         weight,
         targets,
@@ -89,6 +89,9 @@ def compare(
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits[:, :vocabulary]
     expected, expected_tau = language_model_loss(logits, targets, config, exact_network)
+    ratios = token_losses(logits, targets, expected_tau, config) / expected_tau
+    size = float(ratios.abs().sum()) + 1.0
+    excess_error = abs(float(excess) * int((targets != IGNORE_INDEX).sum()) - float(ratios.sum())) / size
     objective = 3.0 * expected
     if reduction == "none":
         expected = token_losses(logits, targets, expected_tau, config)
@@ -96,7 +99,7 @@ def compare(
     exact_parameters = list(exact_network.parameters()) if parameters else []
     theirs = torch.autograd.grad(objective, [*exact, *exact_parameters])
     names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
-    errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
+    errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau), "excess": excess_error}
     exact_values = TokenValues.from_logits(logits, targets, expected_tau)
     for label, value, reference in zip(values._fields, values, exact_values, strict=True):
         half = torch.bfloat16 in (dtype, matmul_dtype)
@@ -178,7 +181,7 @@ def test_all_targets_ignored() -> None:
     weight = torch.randn(9, 4, requires_grad=True)
     network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
     config = TemperatureLossConfig(name="dro", rho=RHO)
-    loss, tau, _ = linear_language_model_loss(hidden, weight, torch.full((6,), IGNORE_INDEX), config, network)
+    loss, tau, *_ = linear_language_model_loss(hidden, weight, torch.full((6,), IGNORE_INDEX), config, network)
     loss.backward()
     assert loss.item() == 0.0
     assert tau.shape == (6,)

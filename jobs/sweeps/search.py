@@ -1,0 +1,144 @@
+"""Which points a sweep tries: rounds of them, the next one chosen from what came of those before.
+
+A search is a generator: it yields the points of a round and is sent what came of them. As it depends on nothing else, a
+sweep that was interrupted makes the same search again, and finds in their directories the trials that it asks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+Point: TypeAlias = dict[str, float]
+"""Field → value."""
+Axes: TypeAlias = Mapping[str, Sequence[float]]
+"""Field → its values; a search that goes between them reads the first and the last in size as ends."""
+
+# d log τ̄ / dρ per nat: what the papers' sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03, .95, .81, .69).
+PRIOR_SLOPE = -0.35
+_NUM_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What came of a point."""
+
+    point: Point
+    tau_mean: float
+    """NaN if the trial failed."""
+    is_whole: bool
+    """Whether the trial ran to its last step."""
+
+
+Search: TypeAlias = Generator[list[Point], list[Seen], None]
+
+
+def grid(axes: Axes) -> Search:
+    """Every combination, in one round."""
+    yield [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def corners(axes: Axes) -> list[Point]:
+    """Every combination of the smallest and the largest values: where a point between is refused, one of these is too."""
+    ends = [{min(values), max(values)} for values in axes.values()]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*ends)]
+
+
+def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
+    """`num_trials` points between the ends of the axes, in one round: even, or in proportion where the larger end is 10 times
+    the smaller or more."""
+    rng = np.random.default_rng(seed)
+    yield [{name: _drawn(values, rng) for name, values in axes.items()} for _ in range(num_trials)]
+
+
+def band(axes: Axes, *, band: tuple[float, float], num_trials: int) -> Search:
+    """The value of the first axis that brings the mean temperature into the band, then the other axes there.
+
+    The first axis (ρ, say) is one in which the mean temperature falls. It is tried at its middle with the middle of all
+    others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two observations give
+    their own, and once the middle of the band lies between two of them it is interpolated. When a whole trial has ended in
+    the band, the other combinations of the other axes are tried there in one round, where the better ones go on
+    (`jobs.sweeps.stopping`).
+
+    Args:
+        band: of the mean temperature.
+        num_trials: at most.
+    """
+    first, *others = axes
+    rest = {name: sorted(axes[name]) for name in others}
+    usual = {name: values[(len(values) - 1) // 2] for name, values in rest.items()}
+    seen: list[Seen] = []
+    while True:
+        value = next_value(
+            [(one.point[first], one.tau_mean) for one in seen], ends=(min(axes[first]), max(axes[first])), band=band
+        )
+        if value is None or len(seen) == num_trials:
+            return
+        (found,) = yield [{first: value, **usual}]
+        seen.append(found)
+        if found.is_whole and band[0] <= found.tau_mean <= band[1]:
+            break
+    combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
+    # From the usual values outwards: what is left out for want of trials is what is farthest.
+    combinations.sort(
+        key=lambda point: sum(abs(rest[name].index(point[name]) - rest[name].index(usual[name])) for name in rest)
+    )
+    if left := [{first: value, **point} for point in combinations if point != usual][: num_trials - len(seen)]:
+        yield left
+
+
+def next_value(
+    seen: Sequence[tuple[float, float]],
+    *,
+    ends: tuple[float, float],
+    band: tuple[float, float],
+    slope: float = PRIOR_SLOPE,
+) -> float | None:
+    """The value of a falling axis at which the mean temperature should be in the middle of the band.
+
+    Args:
+        seen: value and mean temperature of the trials so far, the latter NaN where one failed.
+        ends: the smallest and the largest value that may be tried.
+        slope: d log τ̄ / d value, until two observations give their own; it may be off by a factor of 4.
+
+    Returns:
+        None if there is nothing left to try between the ends.
+    """
+    low, high = ends
+    goal = math.log(band[0] * band[1]) / 2
+    known = sorted((value, math.log(tau) - goal) for value, tau in seen if tau > 0.0)
+    tried = [value for value, _ in seen]
+    if not known:
+        # Nothing is known but that those points failed: halve what is left towards the middle.
+        candidate = (low + high) / 2
+        for _ in tried:
+            candidate = (candidate + high) / 2
+    else:
+        too_low = [one for one in known if one[1] > 0.0]
+        too_high = [one for one in known if one[1] <= 0.0]
+        if too_low and too_high and too_low[-1][0] < too_high[0][0]:
+            (left, above), (right, below) = too_low[-1], too_high[0]
+            # Kept off the ends of the bracket: an observation is noisy, and a bound is flat.
+            share = min(max(above / (above - below), 0.1), 0.9)
+            candidate = left + share * (right - left)
+        else:
+            if len(known) > 1:
+                (first, above), (last, below) = sorted(known, key=lambda one: abs(one[1]))[:2]
+                measured = (below - above) / (last - first)
+                slope = -min(max(-measured, -slope / 4), -slope * 4)
+            nearest, distance = min(known, key=lambda one: abs(one[1]))
+            candidate = nearest - distance / slope
+    candidate = float(f"{min(max(candidate, low), high):.{_NUM_DIGITS}g}")
+    return None if any(math.isclose(candidate, value, rel_tol=1e-3) for value in tried) else candidate
+
+
+def _drawn(values: Sequence[float], rng: np.random.Generator) -> float:
+    low, high = min(values), max(values)
+    if low > 0 and high >= 10 * low:
+        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.{_NUM_DIGITS}g}")
+    return float(f"{rng.uniform(low, high):.{_NUM_DIGITS}g}")

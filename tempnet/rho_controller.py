@@ -1,0 +1,71 @@
+"""ρ as a controlled variable: it holds the mean temperature at a target while base and TempNet learn together.
+
+What pushes the mean temperature is, averaged over instances, f'(τ) = H(p) − log K + ρ; with ρ₀ the ρ at which that average
+is zero, it is ρ − ρ₀. Scaling all logits and τ by c scales f by c, so in joint training no ρ but ρ₀ leaves the mean where
+it is (the gauge of the loss of TempNet §4.1), and ρ₀ moves as the base learns: from near 0 to log K less its final
+cross-entropy. So ρ follows it,
+
+    ρ = ρ₀ + κ·log(τ̄/τ*)          τ̄ the mean temperature, τ* the target
+
+which leaves a push of κ·log(τ̄/τ*) towards the target, damped of first order: nothing is accumulated that could swing back.
+Instances still differ by their H(p) from the mean, which is all that a temperature network has to learn.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class RhoController:
+    """ρ for the next step, from the mean temperature and the excess of the steps before.
+
+    Args:
+        rho: where ρ starts, nats.
+        target: τ*.
+        limit: log K; ρ stays in [0, limit).
+        gain: κ, nats for a temperature that is off by a factor of e.
+        smoothing: weight of the past in the moving average of ρ₀, in [0, 1): one batch says little about it.
+
+    Raises:
+        ValueError: naming what is out of its range.
+    """
+
+    def __init__(self, rho: float, *, target: float, limit: float, gain: float = 1.0, smoothing: float = 0.9) -> None:
+        if not 0.0 <= rho < limit:
+            raise ValueError(f"rho = {rho:g} is outside [0, {limit:.4f})")
+        for name, value in (("target", target), ("gain", gain)):
+            if not value > 0.0:
+                raise ValueError(f"{name} = {value:g} must be positive")
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing = {smoothing:g} must lie in [0, 1)")
+        self.rho = rho
+        self._target, self._limit, self._gain, self._smoothing = target, limit, gain, smoothing
+        self._neutral: float | None = None
+
+    def update(self, tau_mean: float, excess: float) -> float:
+        """Take in a step and return the ρ of the next one; a step without finite values changes nothing.
+
+        Args:
+            tau_mean: τ̄.
+            excess: ρ − ρ₀ at the ρ of the step: the mean of f'(τ). Where the predictions are calibrated, as those of a model
+                that learns with its temperatures are, the mean of f/τ will do: it has the cross-entropy at τ for H(p).
+        """
+        if not (math.isfinite(excess) and math.isfinite(tau_mean) and tau_mean > 0.0):
+            return self.rho
+        neutral = self.rho - excess
+        if self._neutral is not None:
+            neutral = self._smoothing * self._neutral + (1.0 - self._smoothing) * neutral
+        self._neutral = neutral
+        wanted = neutral + self._gain * math.log(tau_mean / self._target)
+        self.rho = min(max(wanted, 0.0), math.nextafter(self._limit, 0.0))
+        return self.rho
+
+    def state(self) -> dict[str, float | None]:
+        """What :meth:`restore` takes, as plain values."""
+        return {"rho": self.rho, "neutral": self._neutral}
+
+    def restore(self, state: dict[str, float | None]) -> None:
+        """Go on where another controller of the same settings stood."""
+        rho = state["rho"]
+        assert rho is not None
+        self.rho, self._neutral = rho, state["neutral"]

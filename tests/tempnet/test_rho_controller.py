@@ -1,0 +1,92 @@
+"""A steered ρ brings the mean temperature to its target without swinging, whatever the base does meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tempnet.rho_controller import RhoController
+
+LOG_K = math.log(2048)
+
+
+def simulate(
+    controller: RhoController, *, tau: float, pace: float, neutral: list[float], noise: list[float] | None = None
+) -> list[float]:
+    """log τ̄ falls by `pace` for every nat that ρ is above the neutral one, which the learning base moves."""
+    history = []
+    for step, value in enumerate(neutral):
+        excess = controller.rho - value
+        tau *= math.exp(-pace * excess)
+        history.append(tau)
+        controller.update(tau, excess + (noise[step % len(noise)] if noise else 0.0))
+    return history
+
+
+@given(
+    start=st.floats(0.3, 1.7),
+    target=st.floats(0.5, 1.2),
+    gain=st.floats(0.5, 4.0),
+    pace=st.floats(1e-3, 0.05),
+    final=st.floats(1.0, 3.5),
+)
+def test_the_mean_goes_to_the_target_and_stays(
+    start: float, target: float, gain: float, pace: float, final: float
+) -> None:
+    num_steps = int(30 / (gain * pace)) + 200
+    # As the base learns, what its cross-entropy leaves of log K rises and settles.
+    neutral = [final * (1 - math.exp(-step / 50)) for step in range(num_steps)]
+    history = simulate(RhoController(1.0, target=target, limit=LOG_K, gain=gain), tau=start, pace=pace, neutral=neutral)
+    assert history[-1] == pytest.approx(target, rel=0.02)
+    # Damped: once the neutral value has settled, the distance only shrinks.
+    late = [abs(math.log(value / target)) for value in history[400:]]
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(late))
+
+
+def test_noise_of_single_batches_hardly_moves_the_mean() -> None:
+    controller = RhoController(2.0, target=0.85, limit=LOG_K, gain=2.0)
+    noise = [0.3 * math.sin(7.0 * number) for number in range(97)]
+    history = simulate(controller, tau=0.85, pace=0.01, neutral=[2.5] * 2000, noise=noise)
+    assert max(abs(math.log(value / 0.85)) for value in history[500:]) < 0.01
+
+
+@given(excess=st.floats(-1e3, 1e3), tau=st.floats(1e-4, 10.0))
+def test_rho_stays_feasible(excess: float, tau: float) -> None:
+    controller = RhoController(1.0, target=0.85, limit=LOG_K)
+    for _ in range(3):
+        assert 0.0 <= controller.update(tau, excess) < LOG_K
+
+
+@pytest.mark.parametrize("step", [(math.nan, 0.1), (0.85, math.inf), (0.0, 0.1)])
+def test_a_step_without_meaning_changes_nothing(step: tuple[float, float]) -> None:
+    controller = RhoController(1.0, target=0.85, limit=LOG_K)
+    assert controller.update(*step) == 1.0
+
+
+def test_a_restored_controller_goes_on_alike() -> None:
+    steps = [(0.9 - 0.01 * number, 0.2 * math.sin(number)) for number in range(20)]
+    whole, first = (RhoController(1.0, target=0.85, limit=LOG_K) for _ in range(2))
+    expected = [whole.update(*step) for step in steps]
+    got = [first.update(*step) for step in steps[:9]]
+    second = RhoController(0.0, target=0.85, limit=LOG_K)
+    second.restore(first.state())
+    assert got + [second.update(*step) for step in steps[9:]] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rho": 8.0}, r"rho = 8 is outside \[0, 7\.62"),
+        ({"target": 0.0}, "target = 0 must be positive"),
+        ({"gain": -1.0}, "gain = -1 must be positive"),
+        ({"smoothing": 1.0}, r"smoothing = 1 must lie in \[0, 1\)"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, float], message: str) -> None:
+    settings = {"rho": 1.0, "target": 0.85, "gain": 1.0, "smoothing": 0.9} | changes
+    with pytest.raises(ValueError, match=message):
+        RhoController(settings.pop("rho"), limit=LOG_K, **settings)
