@@ -31,14 +31,18 @@ def clip_rho_lr() -> ClipSweep:
 
 
 def gpt2_rho_lr_small() -> LanguageModelSweep:
-    """Two cores, sample text: 4 values of ρ around that of gpt2-scratch-small × 4 learning rates."""
+    """Two cores, sample text, a smaller model than gpt2-scratch-small: 4 values of ρ × 4 learning rates."""
     base = language_models.gpt2_scratch_small()
-    axes = ("temperature.rho=2.3,2.7,3.1,3.5", "optimizer.learning_rate_tempnet=1e-3,3e-3,1e-2,2e-2")
+    axes = ("temperature.rho=2,2.5,3,3.5", "optimizer.learning_rate_tempnet=3e-3,6e-3,1e-2,2e-2")
     return LanguageModelSweep(
         base=replace(
             base,
-            run=replace(base.run, name="gpt2-rho-lr-small"),
+            run=replace(base.run, name="gpt2-rho-lr-small", num_steps=300),
+            model=replace(base.model, hidden_size=128, num_layers=2, num_heads=4),
             temperature=replace(base.temperature, rho=2.7, target_entropy=None),
+            # One worker a trial, so that two trials run side by side.
+            workers=replace(base.workers, num_workers=1, zero_stage=0),
+            validation=replace(base.validation, every=30),
         ),
         sweep=SweepSection(axes=axes),
     )
@@ -50,7 +54,12 @@ def clip_rho_lr_small() -> ClipSweep:
     assert isinstance(base, clip.ClipConfig)
     axes = ("temperature.rho=4,5,6,7", "optimizer.learning_rate_tempnet=3e-4,1e-3,3e-3,1e-2")
     return ClipSweep(
-        base=replace(base, run=replace(base.run, name="clip-rho-lr-small")),
+        base=replace(
+            base,
+            run=replace(base.run, name="clip-rho-lr-small", num_steps=300),
+            workers=replace(base.workers, num_workers=1, zero_stage=0),
+            validation=replace(base.validation, every=30),
+        ),
         sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
     )
 

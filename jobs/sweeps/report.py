@@ -17,6 +17,7 @@ from jobs.sweeps.objective import Objective
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Row:
     is_in_band: bool
     num_steps: int
     """That it ran for; 0 where it failed."""
+    history: Sequence[tuple[int, float, float]]
+    """Step, mean τ and objective of every validation."""
     stopped: str
     """Why it was cut short; empty where it was not."""
     error: str
@@ -61,6 +64,10 @@ def row(
         objective=float(scores.get(objective.score, math.nan)),
         is_in_band=band[0] <= tau <= band[1] and not stopped,
         num_steps=int(outcome.get("num_steps", 0)),
+        history=[
+            (one["step"], one["scores"].get("tau_mean", math.nan), one["scores"][objective.score])
+            for one in outcome.get("validations", [])
+        ],
         stopped=stopped,
         error=error,
     )
@@ -106,46 +113,111 @@ def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objecti
 def page(title: str, found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:
     """A self-contained page: pictures within it, then the table."""
     axes = list(found[0].point)
-    figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
-    for column, axis in enumerate(axes):
-        for line, group in _groups(found, axis).items():
-            group = [row for row in group if math.isfinite(row.tau_mean)]
-            values = [row.point[axis] for row in group]
-            panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
-            panels[1][column].plot(values, [row.objective for row in group], "o-", label=line)
-        panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
-        panels[0][column].set(xlabel=axis, ylabel="mean τ")
-        panels[1][column].set(xlabel=axis, ylabel=objective.title)
-        values = sorted({row.point[axis] for row in found})
-        for panel in panels[:, column]:
-            if values[0] > 0 and values[-1] >= 10 * values[0]:
-                panel.set_xscale("log")
-            panel.grid(alpha=0.3)
-        if len(_groups(found, axis)) <= 8:
-            panels[0][column].legend(fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    plt.close(figure)
     best, why = chosen(found, band, objective)
     header = "".join(
-        f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", objective.title, "what happened"]
+        f"<th>{html.escape(name)}</th>"
+        for name in ["trial", *axes, "mean τ", objective.title, "steps", "what happened"]
     )
     lines = "".join(
         f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
         + "".join(f"<td>{value:g}</td>" for value in row.point.values())
-        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.objective)}</td><td>{html.escape(_fate(row))}</td></tr>"
+        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.objective)}</td><td>{row.num_steps}</td>"
+        f"<td>{html.escape(_fate(row))}</td></tr>"
         for row in found
     )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
         "body{font-family:sans-serif;max-width:72em;margin:2em auto}td,th{padding:.2em .8em;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}.best{background:#dfd}img{max-width:100%}</style></head><body>"
+        "td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}.best{background:#dfd}"
+        "img{max-width:100%}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"
         f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
-        f"<img alt='mean τ and {html.escape(objective.title)} over the axes' "
-        f"src='data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}'>"
+        f"<h2>Over the axes</h2>{_image(draw_axes(found, band, objective), 'mean τ and objective over the axes')}"
+        f"<h2>Over the steps</h2>{_image(draw_steps(found, band, objective), 'mean τ and objective over the steps')}"
+        f"<h2>All trials</h2>{_image(draw_parallel(found, band, objective), 'parallel coordinates')}"
         f"<table><tr>{header}</tr>{lines}</table></body></html>"
     )
+
+
+def draw_axes(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
+    """Mean τ, with the band, and the objective over every axis; trials that differ only in it are joined."""
+    axes = list(found[0].point)
+    figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
+    for column, axis in enumerate(axes):
+        groups = _groups(found, axis)
+        for line, group in groups.items():
+            group = [row for row in group if math.isfinite(row.tau_mean)]
+            values = [row.point[axis] for row in group]
+            (drawn,) = panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
+            panels[1][column].plot(values, [row.objective for row in group], "o-", color=drawn.get_color())
+            for panel, height in ((panels[0][column], "tau_mean"), (panels[1][column], "objective")):
+                cut = [row for row in group if row.stopped]
+                panel.plot([row.point[axis] for row in cut], [getattr(row, height) for row in cut], "kx", ms=9)
+        panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
+        panels[0][column].set(xlabel=axis, ylabel="mean τ (×: cut short)")
+        panels[1][column].set(xlabel=axis, ylabel=objective.title)
+        values = sorted({row.point[axis] for row in found})
+        for panel in panels[:, column]:
+            if _is_wide(values):
+                panel.set_xscale("log")
+            panel.grid(alpha=0.3)
+        if len(groups) <= 8:
+            panels[0][column].legend(fontsize=8)
+    return figure
+
+
+def draw_steps(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
+    """Mean τ, with the band, and the objective of every trial over its validations."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
+    for row in found:
+        steps = [step for step, _, _ in row.history]
+        above.plot(steps, [tau for _, tau, _ in row.history], ".-", label=row.name)
+        below.plot(steps, [score for _, _, score in row.history], ".-")
+    above.axhspan(*band, alpha=0.15, color="green")
+    above.set(ylabel="mean τ")
+    below.set(xlabel="step", ylabel=objective.title)
+    for panel in (above, below):
+        panel.grid(alpha=0.3)
+    if len(found) <= 16:
+        above.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def draw_parallel(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
+    """A line a trial through its axes, mean τ and objective, each on its own scale; those in the band are green."""
+    axes = list(found[0].point)
+    columns = [*axes, "mean τ", objective.title]
+    shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.objective)]
+    figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
+    table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.objective] for row in shown]
+    for number, values in enumerate(zip(*table, strict=True)):
+        is_wide = _is_wide(sorted(values))
+        scaled = [math.log(value) if is_wide else value for value in values]
+        low, high = min(scaled), max(scaled)
+        for line, value in zip(table, scaled, strict=True):
+            line[number] = (value - low) / (high - low) if high > low else 0.5
+        panel.text(number, -0.06, f"{min(values):.4g}", ha="center", va="top", fontsize=8)
+        panel.text(number, 1.06, f"{max(values):.4g}", ha="center", va="bottom", fontsize=8)
+    best, _ = chosen(found, band, objective)
+    for row, line in zip(shown, table, strict=True):
+        colour = "tab:green" if row.is_in_band else "tab:gray"
+        panel.plot(line, "o-", color=colour, lw=3 if row is best else 1, alpha=1 if row is best else 0.6)
+    panel.set(xticks=range(len(columns)), xticklabels=columns, yticks=[], ylim=(-0.2, 1.2))
+    panel.tick_params(axis="x", pad=8)
+    panel.grid(axis="x")
+    return figure
+
+
+def _image(figure: Figure, description: str) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    plt.close(figure)
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return f"<img alt='{html.escape(description)}' src='data:image/png;base64,{encoded}'>"
+
+
+def _is_wide(values: Sequence[float]) -> bool:
+    return values[0] > 0 and values[-1] >= 10 * values[0]
 
 
 def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:

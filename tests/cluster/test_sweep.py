@@ -1,4 +1,4 @@
-"""A sweep of the main job for real: trials side by side on prepared data that they share, and what is left of them."""
+"""A band search of the main job for real: a trial in the band, one that is cut short, and what is left of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 from mlflow import MlflowClient
-from support import readme_lines
+from support import readme_lines, wait_for
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
@@ -23,39 +24,45 @@ TINY = [
     "--base.data.validation=DIR/validation", "--base.data.tokenizer=DIR/tokenizer", "--base.data.context-length=64",
     "--base.model.hidden-size=64", "--base.model.num-layers=2", "--base.model.num-heads=4", "--base.workers.num-workers=1",
     "--base.workers.zero-stage=0", "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512",
-    "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16", "--base.optimizer.batch-size=8",
-    "--base.temperature.rho=1",
+    "--base.validation.every=2", "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16",
+    "--base.temperature.rho=1", "--base.optimizer.batch-size=8", "--base.run.checkpoint-every=100",
+    # A temperature that stays where it starts, and a rate that is far too high.
+    "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=3e-3,0.5", "--sweep.band=0.8,1.2",
 ]  # fmt: skip
 
 
-def test_trials_share_their_data_and_are_reported_together(
+def test_a_band_search_is_watched_reported_and_found_again(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    paths = {"temperature.rho=2.3,2.7,3.1": "temperature.rho=0.5,2.5", ".venv/bin/python": sys.executable}
-    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2", paths)
-    words = [
-        *shlex.split(line)[3:],
-        *(word.replace("DIR", str(corpus)) for word in TINY),
-        f"--base.run.storage={tmp_path}",
-    ]
-    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
+    paths = {".venv/bin/python": sys.executable}
+    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2\S+ --sweep.search band", paths)
+    words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
+    words = [part for word in words for part in (word.replace(",", "=").split("=") if "band" in word else [word])]
+    config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
     assert not results.failed
-    assert [row.name for row in results.rows] == ["rho0.5", "rho2.5"]
-    assert results.rows[0].tau_mean != results.rows[1].tau_mean
+    in_band, worse = results.rows
+    assert (in_band.name, in_band.num_steps, in_band.stopped) == ("rho1.5-learning_rate_base0.003", 10, "")
+    assert in_band.is_in_band
+    assert (worse.name, worse.num_steps) == ("rho1.5-learning_rate_base0.5", 2)
+    assert "others have a better cross-entropy at τ at step 2" in worse.stopped
+    assert not worse.is_in_band
+    # A trial that was cut short has given its worker back.
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     # Prepared once, beside the sweep.
     assert len(list((tmp_path / "prepared").iterdir())) == 2
     assert not list((tmp_path / "rho").glob("*/prepared"))
     written = json.loads((tmp_path / "rho" / "results.json").read_text())
     assert [row["tau_mean"] for row in written["rows"]] == [row.tau_mean for row in results.rows]
-    assert "<img" in (tmp_path / "rho" / "report.html").read_text()
+    assert [step for step, _, _ in in_band.history] == [2, 4, 6, 8, 10]
+    assert "Chosen: <b>rho1.5-learning_rate_base0.003</b>" in (tmp_path / "rho" / "report.html").read_text()
 
     client = MlflowClient(results.tracking_uri)
     experiment = client.get_experiment_by_name("language-models")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    assert sorted(run.info.run_name for run in runs if run is not parent) == ["rho0.5", "rho2.5"]
+    assert sorted(run.info.run_name for run in runs if run is not parent) == [in_band.name, worse.name]
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",
     }  # fmt: skip

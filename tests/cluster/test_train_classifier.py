@@ -24,7 +24,7 @@ from jobs.classifiers.plan import ClassifierPlan, make_plan
 from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
 from jobs.training.tracking import TrackedRun, metric_history
-from jobs.trials.run import Trial, run_trials
+from jobs.trials.run import Trial, one_round, run_trials
 from pipelines.manifest import read_json
 from pipelines.tokenization import train_wordpiece
 
@@ -129,11 +129,14 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
         raise AssertionError
 
     outcomes = run_trials(
-        [
-            Trial(config=named(alone, "raises"), make_plan=gone),
-            Trial(config=named(alone, "killed"), make_plan=killed),
-            Trial(config=alone, make_plan=make_plan, keep_checkpoints=False),
-        ],
+        one_round(
+            [
+                Trial(config=named(alone, "raises"), make_plan=gone),
+                Trial(config=named(alone, "killed"), make_plan=killed),
+                Trial(config=alone, make_plan=make_plan, keep_checkpoints=False),
+            ]
+        ),
+        max_num_trials=3,
         directory=str(tmp_path / "trials"),
         parent_run_id="",
         num_concurrent=1,

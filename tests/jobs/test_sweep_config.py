@@ -43,7 +43,10 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
         (["--sweep.axes", "temperature.roh=1,2"], "there is no field temperature.roh: did you mean temperature.rho"),
         (["--sweep.axes", "temperature.loss=1,2"], "temperature.loss is no number but str"),
         (["--sweep.axes", "optimizer.batch-size=8.5"], "optimizer.batch_size = 8.5 must be a whole number"),
-        (["--sweep.axes", "optimizer.batch-size=15"], "sweep.axes: optimizer.batch_size = 15 is not divisible"),
+        (
+            ["--sweep.axes", "optimizer.micro-batch-size=5"],
+            "sweep.axes: a worker's share of the batch, 16, is not divisible",
+        ),
         (["--sweep.axes", "optimizer.beta1=2"], "sweep.axes: optimizer.beta1 = 2 must lie in [0, 1]"),
         (["--sweep.axes", "run.log-every=2,3"], "run.log_every does not change what a run gives"),
         (["--sweep.axes", "temperature.rho=a"], "temperature.rho=a is not FIELD=VALUE,VALUE"),
@@ -110,6 +113,6 @@ def test_the_report_shows_what_failed() -> None:
     content = page("a <sweep>", table, BAND, LOSS)
     assert "a &lt;sweep&gt;" in content
     assert "failed: OSError: gone" in content
-    assert content.count("data:image/png;base64,") == 1
+    assert content.count("data:image/png;base64,") == 3
     assert "http" not in content
     assert math.isnan(table[1].tau_mean)

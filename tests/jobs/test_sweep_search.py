@@ -61,7 +61,7 @@ def test_a_random_search_draws_between_the_ends_and_is_repeatable() -> None:
     noise=st.lists(st.floats(-0.08, 0.08), min_size=8, max_size=8),
 )
 def test_the_band_is_reached_within_four_trials(slope: float, right: float, bend: float, noise: list[float]) -> None:
-    """log τ̄ falls by `slope` a nat, bent a little, is the middle of the band at `right`, and no trial ends where it should."""
+    """log τ̄ falls by `slope` a nat, bent a little, from the middle of the band at `right`; trials end near there."""
     draws = iter(noise)
 
     def answer(point: Point) -> Seen:
