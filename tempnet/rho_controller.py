@@ -1,9 +1,9 @@
 """ρ as a controlled variable: it holds the mean temperature at a target while base and TempNet learn together.
 
-What pushes the mean temperature is, averaged over instances, f'(τ) = H(p) − log K + ρ; with ρ₀ the ρ at which that average
-is zero, it is ρ − ρ₀. Scaling all logits and τ by c scales f by c, so in joint training no ρ but ρ₀ leaves the mean where
-it is (the gauge of the loss of TempNet §4.1), and ρ₀ moves as the base learns: from near 0 to log K less its final
-cross-entropy. So ρ follows it,
+What pushes the mean temperature is f'(τ) = H(p) − log K + ρ, averaged over instances by how much each of them gives way;
+with ρ₀ the ρ at which that average is zero, it is ρ − ρ₀. Scaling all logits and τ by c scales f by c, so in joint training
+no ρ but ρ₀ leaves the mean where it is (the gauge of the loss of TempNet §4.1), and ρ₀ moves as the base learns: from near
+0 to log K less its final cross-entropy. So ρ follows it,
 
     ρ = ρ₀ + κ·log(τ̄/τ*)          τ̄ the mean temperature, τ* the target
 
@@ -47,8 +47,8 @@ class RhoController:
 
         Args:
             tau_mean: τ̄.
-            excess: ρ − ρ₀ at the ρ of the step: the mean of f'(τ). Where the predictions are calibrated, as those of a model
-                that learns with its temperatures are, the mean of f/τ will do: it has the cross-entropy at τ for H(p).
+            excess: ρ − ρ₀ at the ρ of the step: the average f'(τ). Where the predictions are calibrated, as those of a model
+                that learns with its temperatures are, f/τ will do for f': it has the cross-entropy at τ for H(p).
         """
         if not (math.isfinite(excess) and math.isfinite(tau_mean) and tau_mean > 0.0):
             return self.rho

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.training.config import (
+    SteeredTempNetSection,
     TrainingConfig,
     ValidationSection,
     check_positive,
     check_share,
     with_absolute_fields,
 )
-from jobs.training.rho import SteeredTempNetSection
 from tempnet.network import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
 

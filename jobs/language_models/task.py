@@ -64,6 +64,7 @@ class LanguageModelTask:
             self.config.temperature,
             rho=self.module.loss_config.rho,
             limit=math.log(self.module.vocab_size),
+            tau_range=self.config.temperature.tau_range,
             apply=self._set_rho,
         )
         self.validation = ValidationPart.read(
@@ -92,7 +93,8 @@ class LanguageModelTask:
         # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
-        loss_sum, tau_sum, excess_sum = torch.zeros(3, device=engine.device)
+        loss_sum = torch.zeros((), device=engine.device)
+        seen: list[tuple[Tensor, Tensor]] = []
         sums: Tensor | None = None
         for at in range(0, len(batch["targets"]), micro):
             tensors = to_tensors({name: value[at : at + micro] for name, value in batch.items()}, engine.device)
@@ -101,15 +103,16 @@ class LanguageModelTask:
             engine.step()
             loss_sum += output["loss"].detach() / num_parts
             if self.steering.is_on:
-                tau_sum += output["tau"].where(tensors["targets"] != IGNORE_INDEX, 0.0).sum() / max(num_units, 1)
-                excess_sum += output["excess"] / num_parts
+                is_valid = tensors["targets"] != IGNORE_INDEX
+                seen.append((output["tau"][is_valid], output["losses"][is_valid]))
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
         assert self.module.fold_cache is not None
         self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
         if self.steering.is_on:
-            # This has the cross-entropy for H(p), which is nobody's output: a base that learns comes to mean what it says.
-            self.steering.observe(tau_sum, excess_sum)
+            # f/τ has the cross-entropy where f' has H(p), nobody's output: a base that learns comes to mean what it says.
+            tau, losses = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            self.steering.observe(tau, losses / tau)
         loss = self.module.loss_config
         return StepResult(loss_sum, None if sums is None else TemperatureStatistics(sums, loss.tau_min, loss.tau_max))
 

@@ -205,6 +205,39 @@ class TempNetSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SteeredTempNetSection(TempNetSection):
+    """A TempNet whose ρ may be steered."""
+
+    target_tau: float | None = None
+    """Steer ρ during training so that the mean temperature goes to this and stays there; rho is then where it starts. For
+    joint training, where the mean is a gauge. None: ρ stays as it is."""
+    rho_gain: float = 1.0
+    """κ: the nats by which ρ answers a mean temperature that is off by a factor of e."""
+
+    def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
+        """Refuse a target that the loss cannot be steered to.
+
+        Args:
+            has_learned_rho: whether the loss is a robust one with a TempNet.
+
+        Raises:
+            ValueError: naming the field, the value and what is legal.
+        """
+        check_positive("temperature", self, "rho_gain")
+        if self.target_tau is None:
+            return
+        if not has_learned_rho:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g} steers the ρ of a robust loss with TempNets: choose "
+                "temperature.loss dro (language models) or tempnet (contrastive), or None"
+            )
+        if not tau_min < self.target_tau < tau_max:
+            raise ValueError(
+                f"temperature.target_tau = {self.target_tau:g} must lie between τ₀ = {tau_min:g} and τ_max = {tau_max:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSection:
     """The encoder: weights to start from, or sizes to start at random."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.training.config import TrainingConfig
-from jobs.training.rho import SteeredTempNetSection
+from jobs.training.config import SteeredTempNetSection, TrainingConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 from tempnet.network import TempNetConfig
 

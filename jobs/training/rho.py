@@ -1,55 +1,23 @@
-"""ρ that a run steers by itself (`tempnet.rho_controller`): its settings, its state over the ranks and in checkpoints."""
+"""ρ that a run steers by itself (`tempnet.rho_controller`): over the ranks, and in checkpoints."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.training.config import TempNetSection, check_positive
+from jobs.training.config import SteeredTempNetSection
+from jobs.training.contrastive import ContrastiveSection
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
 from tempnet.rho_controller import RhoController
 
 _STATE_FILE = "rho.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteeredTempNetSection(TempNetSection):
-    """A TempNet whose ρ may be steered."""
-
-    target_tau: float | None = None
-    """Steer ρ during training so that the mean temperature goes to this and stays there; rho is then where it starts. For
-    joint training, where the mean is a gauge. None: ρ stays as it is."""
-    rho_gain: float = 1.0
-    """κ: the nats by which ρ answers a mean temperature that is off by a factor of e."""
-
-    def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
-        """Refuse a target that the loss cannot be steered to.
-
-        Args:
-            has_learned_rho: whether the loss is a robust one with a TempNet.
-
-        Raises:
-            ValueError: naming the field, the value and what is legal.
-        """
-        check_positive("temperature", self, "rho_gain")
-        if self.target_tau is None:
-            return
-        if not has_learned_rho:
-            raise ValueError(
-                f"temperature.target_tau = {self.target_tau:g} steers the ρ of a robust loss with TempNets: choose "
-                "temperature.loss dro (language models) or tempnet (contrastive), or None"
-            )
-        if not tau_min < self.target_tau < tau_max:
-            raise ValueError(
-                f"temperature.target_tau = {self.target_tau:g} must lie between τ₀ = {tau_min:g} and τ_max = {tau_max:g}"
-            )
 
 
 class RhoSteering:
@@ -57,14 +25,21 @@ class RhoSteering:
 
     Args:
         limit: log K, below which ρ stays.
+        tau_range: τ₀ and τ_max.
         apply: gives the loss another ρ.
     """
 
     def __init__(
-        self, section: SteeredTempNetSection, *, rho: float, limit: float, apply: Callable[[float], None]
+        self,
+        section: SteeredTempNetSection,
+        *,
+        rho: float,
+        limit: float,
+        tau_range: tuple[float, float],
+        apply: Callable[[float], None],
     ) -> None:
         self._controller: RhoController | None = None
-        self._apply = apply
+        self._tau_range, self._apply = tau_range, apply
         if section.target_tau is not None:
             self._controller = RhoController(rho, target=section.target_tau, limit=limit, gain=section.rho_gain)
 
@@ -73,16 +48,25 @@ class RhoSteering:
         """Whether there is a target."""
         return self._controller is not None
 
-    def observe(self, tau: Tensor, excess: Tensor) -> None:
+    def observe(self, tau: Tensor, slope: Tensor) -> None:
         """Take in a step and give the loss the ρ of the next one; all ranks must call it.
 
+        A temperature near an end of its range hardly follows its slope, as τ is a sigmoid of what the network adds up. So
+        slopes count by how far τ moves with the score, dτ/ds ∝ (τ − τ₀)(τ_max − τ): their mean is what pushes all scores.
+
         Args:
-            tau, excess: this rank's parts, whose sums over the ranks `RhoController.update` takes.
+            tau: (n,) of this rank's instances.
+            slope: (n,) f'(τ) at the present ρ, or an estimate.
         """
         assert self._controller is not None
-        parts = torch.stack([tau, excess]).detach().double()
-        dist.all_reduce(parts)
-        self._apply(self._controller.update(*parts.tolist()))
+        low, high = self._tau_range
+        tau, slope = tau.detach().double(), slope.detach().double()
+        follows = (tau - low) * (high - tau) + 1e-6 * (high - low) ** 2
+        sums = torch.stack([tau.sum(), tau.new_tensor(tau.numel()), (follows * slope).sum(), follows.sum()])
+        dist.all_reduce(sums)
+        total, count, push, weight = sums.tolist()
+        if count:
+            self._apply(self._controller.update(total / count, push / weight))
 
     def scores(self) -> dict[str, float]:
         """ρ, where it is steered."""
@@ -103,15 +87,14 @@ class RhoSteering:
 class ContrastiveSteering(RhoSteering):
     """Of a loss that compares pairs; K is the number of samples but one."""
 
-    def __init__(self, section: SteeredTempNetSection, loss: ContrastiveLoss, num_samples: int) -> None:
+    def __init__(self, section: ContrastiveSection, loss: ContrastiveLoss, num_samples: int) -> None:
         def apply(rho: float) -> None:
             loss.config = replace(loss.config, rho=rho)
 
-        super().__init__(section, rho=loss.config.rho, limit=math.log(max(2, num_samples - 1)), apply=apply)
+        limit = math.log(max(2, num_samples - 1))
+        super().__init__(section, rho=loss.config.rho, limit=limit, tau_range=section.tau_range, apply=apply)
 
     def observe_pairs(self, output: ContrastiveOutput) -> None:
-        """Take in a step: the mean of its dual gradients, which are the f'(τ), is the excess of ρ."""
-        gradient = output["dual_gradient"]
-        if self.is_on and gradient is not None:
-            num_ranks = dist.get_world_size()
-            self.observe(output["tau"].mean() / num_ranks, gradient.mean() / num_ranks)
+        """Take in a step, whose dual gradients are the f'(τ)."""
+        if self.is_on and (slope := output["dual_gradient"]) is not None:
+            self.observe(output["tau"].flatten(), slope.flatten())

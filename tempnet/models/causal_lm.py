@@ -30,9 +30,8 @@ class CausalLMOutput(TypedDict):
     """Scalar: the sum over valid targets / num_targets."""
     tau: Tensor
     """(B, T), detached."""
-    excess: Tensor
-    """Scalar, detached: the sum of loss/τ over valid targets / num_targets. Of a robust loss that is what its ρ exceeds
-    log V less the mean cross-entropy at τ by."""
+    losses: Tensor
+    """(B, T), detached; 0 where the target is ignored."""
     statistics: Tensor | None
     """The sums of `tempnet.statistics`, if asked for."""
     entropy: Tensor | None
@@ -131,13 +130,11 @@ class TemperatureCausalLM(nn.Module):
                 logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
             )
             values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
-            count = (flat_targets != IGNORE_INDEX).sum().clamp(min=1) if num_targets is None else num_targets
             losses = token_losses(logits.detach(), flat_targets, tau.detach(), self.loss_config)
-            excess = (losses / tau.detach()).sum() / count
         else:
             hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
             weight, bias = output_weight(self.base)
-            loss, tau, values, excess = linear_language_model_loss(
+            loss, tau, values, losses = linear_language_model_loss(
                 self.head.scaled(hidden),
                 weight,
                 flat_targets,
@@ -154,7 +151,7 @@ class TemperatureCausalLM(nn.Module):
         output: CausalLMOutput = {
             "loss": loss,
             "tau": tau.detach().view_as(targets),
-            "excess": excess.detach(),
+            "losses": losses.view_as(targets),
             "statistics": None,
             "entropy": None,
             "logits": None,

@@ -41,9 +41,8 @@ class LinearLoss(NamedTuple):
     """(N,), without a graph."""
     values: TokenValues | None
     """Cross-entropies at τ = 1 and at τ, and the entropy at τ = 1, of every token (N,), if asked for."""
-    excess: Tensor
-    """Scalar, without a graph: the sum of loss/τ over the tokens, divided like the loss; of a robust loss the mean of
-    CE − log V + ρ, CE at τ."""
+    losses: Tensor
+    """(N,), without a graph, whatever the reduction."""
 
 
 def linear_language_model_loss(
@@ -129,12 +128,12 @@ def linear_language_model_loss(
     )
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, tau, excess, *values = function.apply(hidden, weight, bias, targets, settings, *parameters)
+        loss, tau, losses, *values = function.apply(hidden, weight, bias, targets, settings, *parameters)
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
         values=TokenValues(*values) if with_values else None,
-        excess=excess / num_targets,
+        losses=losses.detach(),
     )
 
 
@@ -180,7 +179,7 @@ class _LossSum(torch.autograd.Function):
         sums = make_sums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
         sums.add(targets)
         ctx.gradients = sums.gradients()
-        outputs = (sums.losses.sum(), sums.tau, (sums.losses / sums.tau).sum(), *sums.values)
+        outputs = (sums.losses.sum(), sums.tau, sums.losses, *sums.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -216,7 +215,7 @@ class _TokenLosses(torch.autograd.Function):
         sums.add(targets)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings, ctx.parameters = settings, parameters
-        outputs = (sums.losses, sums.tau, (sums.losses / sums.tau).sum(), *sums.values)
+        outputs = (sums.losses, sums.tau, sums.losses.clone(), *sums.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 

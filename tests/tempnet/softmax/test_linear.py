@@ -64,7 +64,7 @@ def compare(
     leaves = [value for value in (hidden, weight, offset) if value is not None]
     parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
 
-    loss, tau, values, excess = linear_language_model_loss(
+    loss, tau, values, losses = linear_language_model_loss(
         hidden,
         weight,
         targets,
@@ -89,17 +89,16 @@ def compare(
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits[:, :vocabulary]
     expected, expected_tau = language_model_loss(logits, targets, config, exact_network)
-    ratios = token_losses(logits, targets, expected_tau, config) / expected_tau
-    size = float(ratios.abs().sum()) + 1.0
-    excess_error = abs(float(excess) * int((targets != IGNORE_INDEX).sum()) - float(ratios.sum())) / size
+    expected_losses = token_losses(logits, targets, expected_tau, config)
     objective = 3.0 * expected
     if reduction == "none":
-        expected = token_losses(logits, targets, expected_tau, config)
+        expected = expected_losses
         objective = (upstream * expected).sum()
     exact_parameters = list(exact_network.parameters()) if parameters else []
     theirs = torch.autograd.grad(objective, [*exact, *exact_parameters])
     names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
-    errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau), "excess": excess_error}
+    errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
+    errors["losses"] = relative_error(losses, expected_losses)
     exact_values = TokenValues.from_logits(logits, targets, expected_tau)
     for label, value, reference in zip(values._fields, values, exact_values, strict=True):
         half = torch.bfloat16 in (dtype, matmul_dtype)
