@@ -47,8 +47,7 @@ class RhoController:
 
         Args:
             tau_mean: τ̄.
-            excess: ρ − ρ₀ at the ρ of the step: the average f'(τ). Where the predictions are calibrated, as those of a model
-                that learns with its temperatures are, f/τ will do for f': it has the cross-entropy at τ for H(p).
+            excess: ρ − ρ₀ at the ρ of the step: the average f'(τ).
         """
         if not (math.isfinite(excess) and math.isfinite(tau_mean) and tau_mean > 0.0):
             return self.rho

@@ -104,15 +104,14 @@ class LanguageModelTask:
             loss_sum += output["loss"].detach() / num_parts
             if self.steering.is_on:
                 is_valid = tensors["targets"] != IGNORE_INDEX
-                seen.append((output["tau"][is_valid], output["losses"][is_valid]))
+                seen.append((output["tau"][is_valid], output["slopes"][is_valid]))
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
         assert self.module.fold_cache is not None
         self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
         if self.steering.is_on:
-            # f/τ has the cross-entropy where f' has H(p), nobody's output: a base that learns comes to mean what it says.
-            tau, losses = (torch.cat(parts) for parts in zip(*seen, strict=True))
-            self.steering.observe(tau, losses / tau)
+            tau, slopes = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            self.steering.observe(tau, slopes)
         loss = self.module.loss_config
         return StepResult(loss_sum, None if sums is None else TemperatureStatistics(sums, loss.tau_min, loss.tau_max))
 

@@ -56,7 +56,7 @@ class RhoSteering:
 
         Args:
             tau: (n,) of this rank's instances.
-            slope: (n,) f'(τ) at the present ρ, or an estimate.
+            slope: (n,) f'(τ) at the present ρ.
         """
         assert self._controller is not None
         low, high = self._tau_range

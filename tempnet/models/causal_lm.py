@@ -19,7 +19,7 @@ from tempnet.models.output_head import find_output_head, output_weight
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import linear_language_model_loss, supports
-from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss, token_losses
+from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
 
 
@@ -30,8 +30,8 @@ class CausalLMOutput(TypedDict):
     """Scalar: the sum over valid targets / num_targets."""
     tau: Tensor
     """(B, T), detached."""
-    losses: Tensor
-    """(B, T), detached; 0 where the target is ignored."""
+    slopes: Tensor
+    """(B, T) ∂loss/∂τ, detached; 0 where the target is ignored."""
     statistics: Tensor | None
     """The sums of `tempnet.statistics`, if asked for."""
     entropy: Tensor | None
@@ -130,11 +130,11 @@ class TemperatureCausalLM(nn.Module):
                 logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
             )
             values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
-            losses = token_losses(logits.detach(), flat_targets, tau.detach(), self.loss_config)
+            slopes = token_slopes(logits, flat_targets, tau, self.loss_config)
         else:
             hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
             weight, bias = output_weight(self.base)
-            loss, tau, values, losses = linear_language_model_loss(
+            loss, tau, values, slopes = linear_language_model_loss(
                 self.head.scaled(hidden),
                 weight,
                 flat_targets,
@@ -151,7 +151,7 @@ class TemperatureCausalLM(nn.Module):
         output: CausalLMOutput = {
             "loss": loss,
             "tau": tau.detach().view_as(targets),
-            "losses": losses.view_as(targets),
+            "slopes": slopes.view_as(targets),
             "statistics": None,
             "entropy": None,
             "logits": None,

@@ -69,7 +69,7 @@ class ChunkSums:
         self.hidden, self.weight = hidden.to(matmul_dtype), weight[vocabulary].to(matmul_dtype)
         self.bias = None if bias is None else bias[vocabulary].to(matmul_dtype)
         self.losses = hidden.new_zeros(len(hidden), dtype=self.exact)
-        self.tau = torch.zeros_like(self.losses)
+        self.tau, self.slopes = torch.zeros_like(self.losses), torch.zeros_like(self.losses)
         self.values = [torch.zeros_like(self.losses) for _ in range(3)] if settings.with_values else []
         self.hidden_grad = torch.empty_like(hidden) if needs[0] else None
         self.weight_grad = torch.empty_like(weight, dtype=self.exact) if needs[1] else None
@@ -165,19 +165,21 @@ class ChunkSums:
         entropy: Tensor,
         row_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Record losses from the cross-entropy and H(p), both at τ; returns the factors of p − onehot and ∂loss/∂τ, (c,)."""
+        """Record losses and their slopes in τ from the cross-entropy and H(p), both at τ; returns the factors of p − onehot
+        and ∂loss/∂τ, (c,)."""
         is_valid = targets != IGNORE_INDEX
         scale = is_valid.to(self.exact) if row_weights is None else row_weights.where(is_valid, 0.0)
         if self.settings.with_values:
             self.values[1][part] = cross_entropy.where(is_valid, 0.0)
         if self.config.kind.objective == "robust":
             offset = self.config.rho - math.log(self.settings.vocab_size)
-            losses, tau_grad = tau * (cross_entropy + offset), entropy + offset
+            losses, slopes = tau * (cross_entropy + offset), entropy + offset
         else:
-            losses, tau_grad = cross_entropy, entropy - cross_entropy
-            scale = scale / tau  # a factor of both gradients
+            losses, slopes = cross_entropy, (entropy - cross_entropy) / tau
         self.losses[part] = losses.where(is_valid, 0.0)
-        return scale, (tau_grad * scale).where(is_valid, 0.0)
+        self.slopes[part] = slopes.where(is_valid, 0.0)
+        logits_scale = scale if self.config.kind.objective == "robust" else scale / tau
+        return logits_scale, (slopes * scale).where(is_valid, 0.0)
 
     def _add_logits_grad(self, part: slice, hidden: Tensor, gradient: Tensor) -> None:
         if self.bias_grad is not None:

@@ -41,8 +41,8 @@ class LinearLoss(NamedTuple):
     """(N,), without a graph."""
     values: TokenValues | None
     """Cross-entropies at τ = 1 and at τ, and the entropy at τ = 1, of every token (N,), if asked for."""
-    losses: Tensor
-    """(N,), without a graph, whatever the reduction."""
+    slopes: Tensor
+    """(N,) ∂loss/∂τ of every token, without a graph: of a robust loss H(p) − log V + ρ."""
 
 
 def linear_language_model_loss(
@@ -128,12 +128,12 @@ def linear_language_model_loss(
     )
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, tau, losses, *values = function.apply(hidden, weight, bias, targets, settings, *parameters)
+        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, settings, *parameters)
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
         values=TokenValues(*values) if with_values else None,
-        losses=losses.detach(),
+        slopes=slopes,
     )
 
 
@@ -179,7 +179,7 @@ class _LossSum(torch.autograd.Function):
         sums = make_sums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
         sums.add(targets)
         ctx.gradients = sums.gradients()
-        outputs = (sums.losses.sum(), sums.tau, sums.losses, *sums.values)
+        outputs = (sums.losses.sum(), sums.tau, sums.slopes, *sums.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -215,7 +215,7 @@ class _TokenLosses(torch.autograd.Function):
         sums.add(targets)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings, ctx.parameters = settings, parameters
-        outputs = (sums.losses, sums.tau, sums.losses.clone(), *sums.values)
+        outputs = (sums.losses, sums.tau, sums.slopes, *sums.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 

@@ -14,6 +14,7 @@ Shapes: N tokens, V effective vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet.dro import check_rho, optimal_temperature, robust_loss
+from tempnet.dro import check_rho, optimal_temperature, robust_loss, temperature_derivatives
 from tempnet.network import TempNet
 
 IGNORE_INDEX = -100
@@ -95,6 +96,17 @@ def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
         exact = logits if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(exact / tau.unsqueeze(-1), safe_targets, reduction="none")
     return torch.where(is_valid, losses, 0.0)
+
+
+@torch.no_grad()
+def token_slopes(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
+    """∂loss/∂τ of every row (N, V), (N,), (N,) → (N,): H(p) − log V + ρ, or (H(p) − CE)/τ; ignored targets give 0."""
+    if config.kind.objective == "robust":
+        slopes, _ = temperature_derivatives(logits, tau, config.rho)
+    else:
+        entropy, _ = temperature_derivatives(logits, tau, 0.0)
+        slopes = (entropy + math.log(logits.shape[-1]) - token_losses(logits, targets, tau, config)) / tau
+    return slopes.where(targets != IGNORE_INDEX, 0.0)
 
 
 def language_model_loss(

@@ -40,7 +40,8 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
             text_num_heads=2,
             text_dropout=0.0,
         ),
-        temperature=PairTemperatureSection(loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8),
+        # ρ is steered: it, too, has to be the same over workers, stages and kills.
+        temperature=PairTemperatureSection(loss="tempnet", rho=1.0, target_tau=0.02, hidden_size=8, num_prototypes=8),
         # Some gradients (an attention's key biases) are rounding and nothing else; Adam would make steps of full size of it.
         optimizer=OptimizerSection(
             batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02, epsilon=1e-4

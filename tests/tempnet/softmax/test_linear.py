@@ -16,6 +16,7 @@ from tempnet.softmax.reference import (
     TemperatureLossConfig,
     language_model_loss,
     token_losses,
+    token_slopes,
 )
 from tempnet.statistics import TokenValues
 
@@ -64,7 +65,7 @@ def compare(
     leaves = [value for value in (hidden, weight, offset) if value is not None]
     parameters = list(network.parameters()) if LOSS_KINDS[name].temperature == "tempnet" else []
 
-    loss, tau, values, losses = linear_language_model_loss(
+    loss, tau, values, slopes = linear_language_model_loss(
         hidden,
         weight,
         targets,
@@ -89,16 +90,18 @@ def compare(
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits[:, :vocabulary]
     expected, expected_tau = language_model_loss(logits, targets, config, exact_network)
-    expected_losses = token_losses(logits, targets, expected_tau, config)
+    free_tau = expected_tau.detach().requires_grad_()
+    (expected_slopes,) = torch.autograd.grad(token_losses(logits, targets, free_tau, config).sum(), free_tau)
     objective = 3.0 * expected
     if reduction == "none":
-        expected = expected_losses
+        expected = token_losses(logits, targets, expected_tau, config)
         objective = (upstream * expected).sum()
     exact_parameters = list(exact_network.parameters()) if parameters else []
     theirs = torch.autograd.grad(objective, [*exact, *exact_parameters])
     names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
     errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
-    errors["losses"] = relative_error(losses, expected_losses)
+    errors["slopes"] = relative_error(slopes, expected_slopes)
+    torch.testing.assert_close(token_slopes(logits, targets, expected_tau, config), expected_slopes)
     exact_values = TokenValues.from_logits(logits, targets, expected_tau)
     for label, value, reference in zip(values._fields, values, exact_values, strict=True):
         half = torch.bfloat16 in (dtype, matmul_dtype)
