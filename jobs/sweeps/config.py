@@ -75,13 +75,13 @@ class SweepSection:
         """How many trials there are, or at most."""
         return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
 
-    def start(self) -> Search:
-        """The search, from its beginning."""
+    def start(self, value: float | None = None) -> Search:
+        """The search, from its beginning; a band search begins at `value` of the first axis."""
         if self.search == "grid":
             return search.grid(self.values)
         if self.search == "random":
             return search.random(self.values, num_trials=self.num_trials, seed=self.seed)
-        return search.band(self.values, band=self.band, num_trials=self.num_trials)
+        return search.band(self.values, band=self.band, num_trials=self.num_trials, start=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import ray
 from jobs.clip.config import ClipConfig
 from jobs.clip.plan import make_plan as make_clip_plan
 from jobs.cluster import start_ray
+from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan as make_language_model_plan
 from jobs.sweeps.config import SweepConfig
 from jobs.sweeps.objective import Objective
@@ -149,7 +150,7 @@ def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
     """The search of a sweep as trials; the points that it comes to are left in `points`, by name."""
     config, objective = sweep.config, sweep.objective
     is_watched = config.sweep.search == "band"
-    search = config.sweep.start()
+    search = config.sweep.start(_calibrated_rho(config) if is_watched else None)
     batch = next(search)
     halving: Any = None  # an actor, once there is something to be measured by
     while True:
@@ -179,6 +180,22 @@ def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
             batch = search.send(seen)
         except StopIteration:
             return
+
+
+def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
+    """On a frozen language model the ρ whose mean optimal temperature is in the middle of the band; else nothing is known."""
+    base, band = config.base, config.sweep.band
+    if not (
+        isinstance(base, LanguageModelConfig)
+        and base.model.is_frozen
+        and next(iter(config.sweep.values)) == "temperature.rho"
+    ):
+        return None
+    temperature = dataclasses.replace(
+        base.temperature, rho=None, target_entropy=None, calibrated_tau=math.sqrt(band[0] * band[1])
+    )
+    rho = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare().outcome["rho"]
+    return float(rho)
 
 
 def _tell(halving: Any, name: str, outcome: Mapping[str, Any], objective: Objective) -> None:

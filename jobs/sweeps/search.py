@@ -56,10 +56,10 @@ def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
     yield [{name: _drawn(values, rng) for name, values in axes.items()} for _ in range(num_trials)]
 
 
-def band(axes: Axes, *, band: tuple[float, float], num_trials: int) -> Search:
+def band(axes: Axes, *, band: tuple[float, float], num_trials: int, start: float | None = None) -> Search:
     """The value of the first axis that brings the mean temperature into the band, then the other axes there.
 
-    The first axis (ρ, say) is one in which the mean temperature falls. It is tried at its middle with the middle of all
+    The first axis (ρ, say) is one in which the mean temperature falls. It is tried at `start` with the middle of all
     others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two observations give
     their own, and once the middle of the band lies between two of them it is interpolated. When a whole trial has ended in
     the band, the other combinations of the other axes are tried there in one round, where the better ones go on
@@ -68,15 +68,16 @@ def band(axes: Axes, *, band: tuple[float, float], num_trials: int) -> Search:
     Args:
         band: of the mean temperature.
         num_trials: at most.
+        start: of the first axis; None: its middle.
     """
     first, *others = axes
+    ends = min(axes[first]), max(axes[first])
     rest = {name: sorted(axes[name]) for name in others}
     usual = {name: values[(len(values) - 1) // 2] for name, values in rest.items()}
     seen: list[Seen] = []
     while True:
-        value = next_value(
-            [(one.point[first], one.tau_mean) for one in seen], ends=(min(axes[first]), max(axes[first])), band=band
-        )
+        tried = [(one.point[first], one.tau_mean) for one in seen]
+        value = next_value(tried, ends=ends, band=band, start=sum(ends) / 2 if start is None else start)
         if value is None or len(seen) == num_trials:
             return
         (found,) = yield [{first: value, **usual}]
@@ -97,6 +98,7 @@ def next_value(
     *,
     ends: tuple[float, float],
     band: tuple[float, float],
+    start: float,
     slope: float = PRIOR_SLOPE,
 ) -> float | None:
     """The value of a falling axis at which the mean temperature should be in the middle of the band.
@@ -104,6 +106,7 @@ def next_value(
     Args:
         seen: value and mean temperature of the trials so far, the latter NaN where one failed.
         ends: the smallest and the largest value that may be tried.
+        start: what is tried first.
         slope: d log τ̄ / d value, until two observations give their own; it may be off by a factor of 4.
 
     Returns:
@@ -114,8 +117,8 @@ def next_value(
     known = sorted((value, math.log(tau) - goal) for value, tau in seen if tau > 0.0)
     tried = [value for value, _ in seen]
     if not known:
-        # Nothing is known but that those points failed: halve what is left towards the middle.
-        candidate = (low + high) / 2
+        # Nothing is known but that those points failed: go on towards the end.
+        candidate = start
         for _ in tried:
             candidate = (candidate + high) / 2
     else:

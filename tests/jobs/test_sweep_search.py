@@ -110,8 +110,13 @@ def test_where_no_value_serves_the_search_ends() -> None:
     assert len(found) < 8
 
 
+def test_what_is_known_before_comes_first() -> None:
+    assert next(search.band(AXES, band=BAND, num_trials=4, start=2.2))[0][RHO] == 2.2
+    assert next(search.band(AXES, band=BAND, num_trials=4))[0][RHO] == 3.25
+
+
 def test_a_bracket_is_never_left() -> None:
-    value = next_value([(2.0, 1.9), (3.0, 1.2), (4.0, 0.2)], ends=(2.0, 4.5), band=BAND)
+    value = next_value([(2.0, 1.9), (3.0, 1.2), (4.0, 0.2)], ends=(2.0, 4.5), band=BAND, start=3.0)
     assert value is not None
     assert 3.0 < value < 4.0
 
