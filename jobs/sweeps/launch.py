@@ -112,7 +112,8 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         row(name, point, outcomes.finished.get(name), outcomes.failed.get(name, ""), band, objective)
         for name, point in points.items()
     ]
-    table = markdown(found, band, objective)
+    num_combinations = math.prod(map(len, config.sweep.values.values()))
+    table = markdown(found, band, objective, num_combinations * config.base.run.num_steps)
     content = {
         "configuration": dataclasses.asdict(config),
         "rows": [dataclasses.asdict(row) for row in found],

@@ -90,8 +90,12 @@ def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective
     return nearest, "no trial lies in the band; this is the nearest"
 
 
-def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:
-    """The table and the choice."""
+def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objective, num_grid_steps: int) -> str:
+    """The table, the choice and the price.
+
+    Args:
+        num_grid_steps: of one whole run for every combination of the axes' values.
+    """
     axes = list(found[0].point)
     best, why = chosen(found, band, objective)
     cells = [["trial", *axes, "mean τ", "in the band", objective.title, "steps"]]
@@ -107,7 +111,11 @@ def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objecti
             ]
         )
     line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
-    return f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}"
+    num_steps = sum(row.num_steps for row in found)
+    return (
+        f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}\n\n"
+        f"Steps: {num_steps:,}, {num_steps / num_grid_steps:.0%} of the {num_grid_steps:,} of the whole grid."
+    )
 
 
 def page(title: str, found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:

@@ -107,9 +107,10 @@ def test_outside_the_band_the_nearest_is_chosen() -> None:
 
 def test_the_report_shows_what_failed() -> None:
     table = found(LOSS, (0.8, 1.0), None)
-    text = markdown(table, BAND, LOSS)
+    text = markdown(table, BAND, LOSS, 400)
     assert "| → trial0 |" in text
     assert "FAILED" in text
+    assert "Steps: 0, 0% of the 400 of the whole grid." in text
     content = page("a <sweep>", table, BAND, LOSS)
     assert "a &lt;sweep&gt;" in content
     assert "failed: OSError: gone" in content
