@@ -211,7 +211,7 @@ class SteeredTempNetSection(TempNetSection):
     target_tau: float | None = None
     """Steer ρ during training so that the mean temperature goes to this and stays there; rho is then where it starts. For
     joint training, where the mean is a gauge. None: ρ stays as it is."""
-    rho_gain: float = 1.0
+    rho_gain: float = 5.0
     """κ: the nats by which ρ answers a mean temperature that is off by a factor of e."""
 
     def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
