@@ -105,15 +105,16 @@ def run_trials(
     # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
     # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
     os.environ |= {
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "RAY_AIR_NEW_OUTPUT": "0",
         "TUNE_DISABLE_SIGINT_HANDLER": "1",
     }
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     filesystem, path = resolve(directory)
-    tune.Tuner(
+    tuner = tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_run_trial, parent_run_id=parent_run_id),
+            tune.with_parameters(_run_trial, parent_run_id=parent_run_id, directory=os.getcwd()),
             {"CPU": _DRIVER_CPUS},
         ),
         tune_config=tune.TuneConfig(
@@ -126,8 +127,15 @@ def run_trials(
             verbose=0,
             callbacks=[_Progress(search, max_num_trials, describe)],
         ),
-    ).fit()
-    return search.outcomes()
+    )
+    results = tuner.fit()
+    outcomes = search.outcomes()
+    reasons = {
+        (result.config or {})["name"]: _reason(result.error) for result in (results[i] for i in range(len(results)))
+    }
+    return Outcomes(
+        finished=outcomes.finished, failed={name: reasons.get(name, why) for name, why in outcomes.failed.items()}
+    )
 
 
 class _RoundSearch(Searcher):
@@ -173,13 +181,9 @@ class _RoundSearch(Searcher):
         if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
             self.finished[trial.name] = outcome
         else:
-            self._failed.setdefault(trial.name, "the process that drives the trial ended")
+            self._failed[trial.name] = "the process that drives the trial ended"
         if not self._waiting and not self._running:
             self._next_round()
-
-    def explain(self, name: str, error: Exception | str | None) -> None:
-        """Why a trial failed, which Tune tells after :meth:`on_trial_complete`."""
-        self._failed[name] = _reason(error)
 
     def _start_round(self, trials: Sequence[Trial]) -> None:
         self._asked += trials
@@ -229,8 +233,14 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     return max(1, math.floor(min(rooms)))
 
 
-def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str) -> None:
-    """Runs in the process that drives a trial, which goes on to the next one."""
+def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str) -> None:
+    """Runs in the process that drives a trial, which goes on to the next one.
+
+    Args:
+        directory: where the job was started, from which relative paths are meant.
+    """
+    if os.path.isdir(directory):
+        os.chdir(directory)
     trial: Trial = cloudpickle.loads(settings["trial"])
     train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False, watch=trial.watch)
     if not trial.keep_checkpoints:
@@ -255,7 +265,6 @@ class _Progress(tune.Callback):
         self._say(name, self._describe(outcome) if outcome else "ended without an outcome")
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        self._search.explain(trial.config["name"], trial.get_pickled_error() or trial.get_error())
         self._say(trial.config["name"], "FAILED")
 
     def _say(self, name: str, what: str) -> None:
@@ -271,7 +280,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def _reason(error: Exception | str | None) -> str:
+def _reason(error: Exception | None) -> str:
     """The last line of an error's text, which is the error that was raised first."""
     lines = (
         str(getattr(error, "cause", None) or error or "the process that drives the trial ended").strip().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -36,7 +37,8 @@ def test_a_band_search_is_watched_reported_and_found_again(
 ) -> None:
     paths = {".venv/bin/python": sys.executable}
     (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2\S+ --sweep.search band", paths)
-    words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
+    # Relative paths are meant from where the job is started, whatever directory its trials run in.
+    words = [*(word.replace("DIR", os.path.relpath(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
     assert not results.failed
