@@ -22,10 +22,10 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
 from jobs.training.config import RunSection, TrainingConfig
-from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
+from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
-from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
+from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, run_tags, survive_outage
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
@@ -132,7 +132,7 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
 
 def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> TrackedRun:
     config = plan.config
-    tags = {"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")}
+    tags = run_tags(config, config.tracking)
     return open_run(
         uri=plan.tracking_uri,
         experiment=config.tracking.experiment,

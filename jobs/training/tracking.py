@@ -25,6 +25,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
 from jobs.training.config import TrackingSection
+from jobs.training.identity import configuration_hash
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,21 @@ def open_run(
     ]
     client.log_inputs(run_id, inputs)
     return TrackedRun(uri=uri, run_id=run_id)
+
+
+def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
+    """What a run is found by: its configuration, its preset and the place of that in a paper, the Ray job; none is empty.
+
+    Args:
+        config: the dataclass that everything follows from.
+    """
+    tags = {
+        "configuration_hash": configuration_hash(config),
+        "preset": tracking.preset,
+        "paper.table": tracking.paper,
+        "ray_job_id": os.environ.get("RAY_JOB_ID", ""),
+    }
+    return {name: value for name, value in tags.items() if value}
 
 
 def git_tags() -> dict[str, str]:
