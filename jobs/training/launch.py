@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from pyarrow.fs import FileSelector
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
@@ -40,12 +41,15 @@ def tracking_uri(config: TrainingConfig) -> str:
     return resolved_uri(config.tracking, config.run.resolved_storage)
 
 
-def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) -> dict[str, Any]:
+def train(
+    plan: Plan, *, parent_run_id: str = "", with_progress: bool = True, keep_checkpoints: bool = True
+) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
     Args:
         parent_run_id: the MLflow run that this one is shown under.
         with_progress: show progress here; a trial among many has nobody who looks.
+        keep_checkpoints: False: they are deleted once the outcome is there.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -83,7 +87,8 @@ def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) ->
     except (FatalTrainingError, TrainingFailedError):
         if tracked:
             with survive_outage("the failure"):
-                finish_run(tracked, status="FAILED", artifacts=None, metrics={}, tags={})
+                finish_run(tracked, status="FAILED", artifacts=None, metrics={})
+                _record_models(plan, tracked, None)
         raise
     outcome = {
         **result,
@@ -96,6 +101,11 @@ def train(plan: Plan, *, parent_run_id: str = "", with_progress: bool = True) ->
     }
     _publish(plan, outcome, tracked)
     write_json(f"{config.run.directory}/outcome.json", outcome)
+    if not keep_checkpoints:
+        _delete_checkpoints(config.run.directory)
+    if tracked:
+        with survive_outage("the models"):
+            _record_models(plan, tracked, outcome)
     return outcome
 
 
@@ -144,6 +154,25 @@ def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> Tracked
     )
 
 
+def _delete_checkpoints(directory: str) -> None:
+    filesystem, path = resolve(directory)
+    for entry in filesystem.get_file_info(FileSelector(path)):
+        if entry.base_name.startswith("checkpoint-"):
+            filesystem.delete_dir(entry.path)
+
+
+def _record_models(plan: Plan, tracked: TrackedRun, outcome: dict[str, Any] | None) -> None:
+    """The checkpoints that are left as models in MLflow, and the export of a run that has an outcome."""
+    # Imported when training is over: it loads all that predicts.
+    from jobs.logged_models.record import record_checkpoints, record_export
+
+    config = plan.config
+    record_checkpoints(tracked, config.run.directory)
+    if outcome is not None:
+        max_gib = config.tracking.max_model_gib
+        record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
+
+
 def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
     # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
     workers = config.workers
@@ -188,4 +217,5 @@ def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) ->
         if tracked:
             final = {f"final/{key}": value for key, value in outcome["validation"].items()}
             with survive_outage("the report"):
-                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, tags={})
+                note = f"```\n{plan.summary_table(outcome)}\n```"
+                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, note=note)

@@ -52,7 +52,7 @@ def publish(
     """Write files into the run's directory and, with the metrics, to the parent run, which ends.
 
     Args:
-        files: name → content.
+        files: name → content; `results.md` is also what MLflow shows above all else.
         has_failed: whether a trial has.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -65,4 +65,4 @@ def publish(
         if parent is not None:
             with survive_outage("the results"):
                 status = "FAILED" if has_failed else "FINISHED"
-                finish_run(parent, status=status, artifacts=local, metrics=metrics, tags={})
+                finish_run(parent, status=status, artifacts=local, metrics=metrics, note=files["results.md"])

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow.fs
 import ray
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial as TuneTrial
@@ -146,12 +145,12 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
 def _run_trial(settings: Mapping[str, str], *, trials: bytes, parent_run_id: str) -> None:
     """Runs in the process that drives a trial, which goes on to the next one."""
     trial: Trial = cloudpickle.loads(trials)[settings["name"]]
-    train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False)
-    if not trial.keep_checkpoints:
-        filesystem, path = resolve(trial.config.run.directory)
-        for entry in filesystem.get_file_info(pyarrow.fs.FileSelector(path)):
-            if entry.base_name.startswith("checkpoint-"):
-                filesystem.delete_dir(entry.path)
+    train(
+        trial.make_plan(trial.config),
+        parent_run_id=parent_run_id,
+        with_progress=False,
+        keep_checkpoints=trial.keep_checkpoints,
+    )
     tune.report({"finished": 1})
 
 

@@ -56,6 +56,9 @@ def test_trials_share_their_data_and_are_reported_together(
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
     assert sorted(run.info.run_name for run in runs if run is not parent) == ["rho0.5", "rho2.5"]
+    for run in runs:
+        assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
+    assert "| trial" in parent.data.tags["mlflow.note.content"]
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",
     }  # fmt: skip

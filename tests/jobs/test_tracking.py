@@ -28,6 +28,7 @@ from jobs.training.tracking import (
     resolved_uri,
     run_tags,
     survive_outage,
+    where_to_browse,
 )
 
 
@@ -51,13 +52,15 @@ def open_for(uri: str, directory: str) -> TrackedRun:
 def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: Path) -> None:
     first = open_for(uri, "/runs/a")
     (tmp_path / "file.txt").write_text("x")
-    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, tags={"note": "y"})
+    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, note="**y**")
     assert open_for(uri, "/runs/a") == first
     assert open_for(uri, "/runs/b") != first
     run = MlflowClient(uri).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"rho": "3.0"}
     assert run.data.tags["configuration_hash"] == "abc"
+    assert run.data.tags["mlflow.note.content"] == "**y**"
+    assert run.data.tags["mlflow.user"]
     assert len(run.data.tags["git.revision"]) == 40
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123"
     assert [artifact.path for artifact in MlflowClient(uri).list_artifacts(first.run_id)] == ["file.txt"]
@@ -135,6 +138,11 @@ def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch)
         default_uri("s3://bucket")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert default_uri("s3://bucket") == "http://server:5000"
+
+
+def test_a_person_is_told_what_to_open_or_to_type() -> None:
+    assert where_to_browse("http://mlflow:5000") == "http://mlflow:5000"
+    assert where_to_browse("sqlite:////runs/mlflow.db").endswith("--backend-store-uri sqlite:////runs/mlflow.db")
 
 
 ALL_PRESETS = [*language_models.PRESETS.items(), *clip.PRESETS.items(), *classifiers.PRESETS.items(),
