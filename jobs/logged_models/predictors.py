@@ -34,10 +34,12 @@ _BATCH_SIZE = 16
 
 
 class TextPredictor(Protocol):
-    """Made from the directory of an export."""
+    """Made from the directory of an export, which it reads."""
 
     outputs: Schema
     """Columns of what it predicts."""
+
+    def __init__(self, export: Path) -> None: ...
 
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
         """A row for every text."""

@@ -84,8 +84,8 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
         return
     is_external = sum(sizes.values()) > max_gib * 2**30
     models = RunModels(run)
-    for model in models.of_type(TEMPNET):
-        models.remove(model)
+    for recorded in models.of_type(TEMPNET):
+        models.remove(recorded)
     with (
         tempfile.TemporaryDirectory(prefix="tempnet-model-") as copy,
         models.added("tempnet", TEMPNET, uri=export, step=step, is_external=is_external) as (model, to),
