@@ -41,6 +41,9 @@ class SystemMetrics:
         self._thread.join()
 
     def _run(self) -> None:
+        for monitor in self._monitors:  # CPU load is counted from a thread's last look; its first says 0
+            monitor.collect_metrics()
+            monitor.clear_metrics()
         while not self._stop.wait(self._seconds):
             self._sample()
         self._sample()

@@ -186,3 +186,5 @@ def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
                  "network_receive_megabytes"):  # fmt: skip
         assert {7, 8} == metric_history(run, f"system/{name}").keys(), name
     assert 0.0 < metric_history(run, "system/system_memory_usage_percentage")[7] < 100.0
+    loads = MlflowClient(uri).get_metric_history(run.run_id, "system/cpu_utilization_percentage")
+    assert any(load.value > 0 for load in loads)
