@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-language-models test-cluster lint format lock mlflow bench clean
+.PHONY: help setup run test test-fast test-language-models test-cluster lint format lock mlflow mlflow-team bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,11 @@ format: setup  ## Format the code
 
 mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
 	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
+
+mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/serve.sh says how
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint requirements.lock \
+		--editable '.[server]'
+	PATH="$(abspath $(BIN)):$$PATH" infra/mlflow/serve.sh
 
 bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, images, the training job (an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)

@@ -108,5 +108,6 @@ def _track(
         )
         # MLflow knows no @ in names.
         metrics = {name.replace("@", "_at_"): value for name, value in column.metrics.items()}
-        finish_run(child, status="FINISHED", artifacts=None, metrics=metrics, tags={})
-    finish_run(parent, status="FINISHED", artifacts=artifacts, metrics={}, tags={})
+        finish_run(child, status="FINISHED", artifacts=None, metrics=metrics)
+    note = (artifacts / "results.md").read_text(encoding="utf-8")
+    finish_run(parent, status="FINISHED", artifacts=artifacts, metrics={}, note=note)

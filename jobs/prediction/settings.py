@@ -70,6 +70,16 @@ def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSetti
         ValueError: if they do not fit each other, or a field does not fit them.
     """
     archives = list_sources(config.text)
+    return model_settings(config), archives
+
+
+def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
+    """Settings of a configuration whose text is not looked at.
+
+    Raises:
+        FileNotFoundError, OSError: if model or TempNet is not there.
+        ValueError: if they do not fit each other, or a field does not fit them.
+    """
     network = load_tempnet(config.tempnet or config.model)
     tokenizer = load_tokenizer(config.model)
     base = AutoConfig.from_pretrained(config.model).get_text_config()
@@ -85,7 +95,7 @@ def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSetti
     stride = config.stride or max(1, context_length // 2)
     if stride > context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
-    settings = PredictionSettings(
+    return PredictionSettings(
         source=_absolute(config.text),
         model=_absolute(config.model),
         tempnet=_absolute(config.tempnet or config.model),
@@ -105,7 +115,6 @@ def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSetti
         tempnet_digest=tempnet_digest(network),
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
-    return settings, archives
 
 
 def list_sources(uri: str) -> list[Archive]:

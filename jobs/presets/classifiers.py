@@ -11,10 +11,12 @@ from jobs.classifiers.config import (
     GridSection,
     LabelledSection,
 )
+from jobs.presets.naming import named
 from jobs.presets.twins import with_twins
 from jobs.training.config import (
     OptimizerSection,
     RunSection,
+    TrackingSection,
     ValidationSection,
     WorkersSection,
 )
@@ -42,6 +44,7 @@ def triple_entropy() -> CrossValidationConfig:
         ),
         workers=WorkersSection(num_workers=1, use_gpu=True, zero_stage=0),
         validation=ValidationSection(every=1_000),
+        tracking=TrackingSection(experiment="classifiers", paper="TripleEntropy, Tables 2 to 5"),
     )
 
 
@@ -52,6 +55,7 @@ def triple_entropy_large() -> CrossValidationConfig:
         config,
         run=replace(config.run, name="triple-entropy-large"),
         model=replace(config.model, path="FacebookAI/roberta-large"),
+        tracking=replace(config.tracking, paper="TripleEntropy, Table 6"),
     )
 
 
@@ -61,6 +65,7 @@ def triple_entropy_grid() -> CrossValidationConfig:
     return replace(
         config,
         run=replace(config.run, name="triple-entropy-grid"),
+        tracking=replace(config.tracking, paper="TripleEntropy, the grid of its search"),
         grid=GridSection(
             num_centers=(10, 100, 1000, 2000),
             gamma=(0.01, 0.03, 0.05, 0.07, 0.1),
@@ -91,5 +96,5 @@ _FULL: dict[str, Preset] = {
     "triple-entropy-grid": triple_entropy_grid,
 }
 
-PRESETS: dict[str, Preset] = with_twins(_FULL, small, "a small encoder")
+PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "a small encoder"))
 """Preset name → function that returns its configuration."""

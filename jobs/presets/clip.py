@@ -12,6 +12,7 @@ from jobs.clip.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
+from jobs.presets.naming import named
 from jobs.presets.twins import with_twins
 from jobs.training.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
 
@@ -28,7 +29,7 @@ _BATCH_SIZE = 512
 _NUM_WARMUP_STEPS = 1000
 
 
-def _cc3m(loss: str, *, rho: float = 8.0, num_epochs: int = 30, num_pairs: int = _NUM_CC3M) -> ClipConfig:
+def _cc3m(loss: str, paper: str, *, rho: float = 8.0, num_epochs: int = 30, num_pairs: int = _NUM_CC3M) -> ClipConfig:
     num_steps = num_epochs * num_pairs // _BATCH_SIZE
     return ClipConfig(
         run=RunSection(name=f"clip-cc3m-{loss}", num_steps=num_steps, checkpoint_every=2_000, log_every=50),
@@ -52,50 +53,50 @@ def _cc3m(loss: str, *, rho: float = 8.0, num_epochs: int = 30, num_pairs: int =
         ),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=1),
         validation=RetrievalValidationSection(every=num_pairs // _BATCH_SIZE),
-        tracking=TrackingSection(experiment="contrastive"),
+        tracking=TrackingSection(experiment="contrastive", paper=paper),
     )
 
 
 def clip_cc3m_clip() -> ClipConfig:
     """CLIP: one learned temperature, in-batch softmax (Table 3)."""
-    return _cc3m("clip")
+    return _cc3m("clip", "TempNet, Table 3")
 
 
 def clip_cc3m_cyclip() -> ClipConfig:
     """CyCLIP: CLIP with the two cyclic terms (Table 3)."""
-    return _cc3m("cyclip")
+    return _cc3m("cyclip", "TempNet, Table 3")
 
 
 def clip_cc3m_sogclr() -> ClipConfig:
     """SogCLR: the global loss at τ = 0.01 (Table 3)."""
-    return _cc3m("sogclr")
+    return _cc3m("sogclr", "TempNet, Table 3")
 
 
 def clip_cc3m_isogclr() -> ClipConfig:
     """iSogCLR: a temperature for every image and caption (Table 3)."""
-    return _cc3m("isogclr")
+    return _cc3m("isogclr", "TempNet, Table 3")
 
 
 def clip_cc3m_tempnet() -> ClipConfig:
     """TempNet: temperatures predicted from the embeddings, trained jointly (Table 3)."""
-    return _cc3m("tempnet")
+    return _cc3m("tempnet", "TempNet, Table 3")
 
 
 def clip_cc3m_temperature_free() -> ClipConfig:
     """No temperature: logits 2·artanh(cosine), in-batch softmax (arXiv 2501.17683)."""
-    config = _cc3m("temperature_free")
+    config = _cc3m("temperature_free", "arXiv 2501.17683")
     return replace(config, run=replace(config.run, name="clip-cc3m-temperature-free"))
 
 
 def clip_cc3m_tempnet_in_batch() -> ClipConfig:
     """Ablation: TempNet's temperatures in the in-batch softmax (Table 18)."""
-    config = _cc3m("tempnet_in_batch")
+    config = _cc3m("tempnet_in_batch", "TempNet, Table 18")
     return replace(config, run=replace(config.run, name="clip-cc3m-tempnet-in-batch"))
 
 
 def clip_cc12m_tempnet_frozen() -> ClipConfig:
     """The TempNets alone on a frozen CLIP and CC12M, 10 epochs (§6.2, transfer)."""
-    config = _cc3m("tempnet", num_epochs=10, num_pairs=_NUM_CC12M)
+    config = _cc3m("tempnet", "TempNet, §6.2", num_epochs=10, num_pairs=_NUM_CC12M)
     return replace(
         config,
         run=replace(config.run, name="clip-cc12m-tempnet-frozen"),
@@ -107,7 +108,7 @@ def clip_cc12m_tempnet_frozen() -> ClipConfig:
 
 def clip_cc3m_sogclr_given() -> ClipConfig:
     """SogCLR at the temperatures that CC12M's TempNets predict for CC3M (Figure 5, right)."""
-    config = _cc3m("sogclr")
+    config = _cc3m("sogclr", "TempNet, Figure 5, right")
     return replace(
         config,
         run=replace(config.run, name="clip-cc3m-sogclr-given"),
@@ -117,7 +118,7 @@ def clip_cc3m_sogclr_given() -> ClipConfig:
 
 def _noise(percent: int) -> Preset:
     def preset() -> ClipConfig:
-        config = clip_cc3m_tempnet()
+        config = _cc3m("tempnet", "TempNet, Figure 5, left")
         return replace(
             config,
             run=replace(config.run, name=f"clip-cc3m-noise-{percent:02d}"),
@@ -196,5 +197,5 @@ _FULL: dict[str, Preset] = {
     **{f"clip-cc3m-noise-{percent:02d}": _noise(percent) for percent in (5, 10, 15)},
 }
 
-PRESETS: dict[str, Preset] = with_twins(_FULL, small, "sample images")
+PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "sample images"))
 """Preset name → function that returns its configuration."""

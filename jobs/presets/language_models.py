@@ -12,7 +12,8 @@ from jobs.language_models.config import (
     ModelSection,
     TemperatureSection,
 )
-from jobs.training.config import OptimizerSection, RunSection, WorkersSection
+from jobs.presets.naming import named
+from jobs.training.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
 
 Preset = Callable[[], LanguageModelConfig]
 
@@ -30,6 +31,7 @@ def gpt2_scratch() -> LanguageModelConfig:
         optimizer=OptimizerSection(batch_size=32, learning_rate_base=6e-4, learning_rate_tempnet=1e-4),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=2),
         validation=BlockValidationSection(every=2_000, num_blocks=512),
+        tracking=TrackingSection(paper="TempNet, Tables 2, 4 and 15"),
     )
 
 
@@ -43,11 +45,12 @@ def gpt2_finetune() -> LanguageModelConfig:
         model=ModelSection(path="EleutherAI/pythia-160m", freeze=False),
         # 1e-4 is Table 5's rate; the paper's text says 1e-5.
         optimizer=replace(base.optimizer, learning_rate_base=1e-4),
+        tracking=replace(base.tracking, paper="TempNet, Table 2"),
     )
 
 
 def _frozen(
-    name: str, path: str, *, num_steps: int, rate: float, weight_decay: float, beta2: float
+    name: str, path: str, tables: str, *, num_steps: int, rate: float, weight_decay: float, beta2: float
 ) -> LanguageModelConfig:
     base = gpt2_scratch()
     return replace(
@@ -58,13 +61,16 @@ def _frozen(
         optimizer=replace(
             base.optimizer, batch_size=16, learning_rate_tempnet=rate, weight_decay=weight_decay, beta2=beta2
         ),
+        tracking=replace(base.tracking, paper=f"TempNet, {tables}"),
     )
 
 
 def llama1_7b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-1 7B, 10k steps (Tables 2 and 10)."""
     path = "huggyllama/llama-7b"
-    return _frozen("llama1-7b-frozen", path, num_steps=10_000, rate=2e-4, weight_decay=0.1, beta2=0.95)
+    return _frozen(
+        "llama1-7b-frozen", path, "Tables 2 and 10", num_steps=10_000, rate=2e-4, weight_decay=0.1, beta2=0.95
+    )
 
 
 def frozen() -> LanguageModelConfig:
@@ -81,36 +87,37 @@ def frozen() -> LanguageModelConfig:
         ),
         workers=replace(base.workers, num_workers=1),
         validation=BlockValidationSection(every=200, num_blocks=128),
+        tracking=replace(base.tracking, paper=""),
     )
 
 
-def _llama2(name: str, path: str, num_steps: int = 30_000) -> LanguageModelConfig:
-    return _frozen(name, path, num_steps=num_steps, rate=1e-4, weight_decay=0.01, beta2=0.999)
+def _llama2(name: str, path: str, tables: str, num_steps: int = 30_000) -> LanguageModelConfig:
+    return _frozen(name, path, tables, num_steps=num_steps, rate=1e-4, weight_decay=0.01, beta2=0.999)
 
 
 def llama2_7b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-2 7B, 30k steps (Table 2)."""
-    return _llama2("llama2-7b-frozen", "meta-llama/Llama-2-7b-hf")
+    return _llama2("llama2-7b-frozen", "meta-llama/Llama-2-7b-hf", "Table 2")
 
 
 def llama2_13b_frozen() -> LanguageModelConfig:
-    """A TempNet for the frozen LLaMA-2 13B, 30k steps."""
-    return _llama2("llama2-13b-frozen", "meta-llama/Llama-2-13b-hf")
+    """A TempNet for the frozen LLaMA-2 13B, 30k steps (Table 5)."""
+    return _llama2("llama2-13b-frozen", "meta-llama/Llama-2-13b-hf", "Table 5")
 
 
 def llama2_chat_7b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-2 Chat 7B, 30k steps (Tables 1, 11 and 12)."""
-    return _llama2("llama2-chat-7b-frozen", "meta-llama/Llama-2-7b-chat-hf")
+    return _llama2("llama2-chat-7b-frozen", "meta-llama/Llama-2-7b-chat-hf", "Tables 1, 11 and 12")
 
 
 def llama2_chat_13b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-2 Chat 13B, 30k steps (Tables 1, 11 and 12)."""
-    return _llama2("llama2-chat-13b-frozen", "meta-llama/Llama-2-13b-chat-hf")
+    return _llama2("llama2-chat-13b-frozen", "meta-llama/Llama-2-13b-chat-hf", "Tables 1, 11 and 12")
 
 
 def llama2_chat_70b_frozen() -> LanguageModelConfig:
     """A TempNet for the frozen LLaMA-2 Chat 70B, 20k steps (Tables 1, 11 and 12)."""
-    return _llama2("llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", num_steps=20_000)
+    return _llama2("llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", "Tables 1, 11 and 12", num_steps=20_000)
 
 
 def _small(
@@ -197,26 +204,28 @@ def llama2_chat_70b_frozen_small() -> LanguageModelConfig:
     return _frozen_small(llama2_chat_70b_frozen())
 
 
-PRESETS: dict[str, Preset] = {
-    function.__name__.replace("_", "-"): function
-    for function in (
-        gpt2_scratch,
-        gpt2_finetune,
-        frozen,
-        llama1_7b_frozen,
-        llama2_7b_frozen,
-        llama2_13b_frozen,
-        llama2_chat_7b_frozen,
-        llama2_chat_13b_frozen,
-        llama2_chat_70b_frozen,
-        gpt2_scratch_small,
-        gpt2_finetune_small,
-        frozen_small,
-        llama1_7b_frozen_small,
-        llama2_7b_frozen_small,
-        llama2_13b_frozen_small,
-        llama2_chat_7b_frozen_small,
-        llama2_chat_13b_frozen_small,
-        llama2_chat_70b_frozen_small,
-    )
-}
+PRESETS: dict[str, Preset] = named(
+    {
+        function.__name__.replace("_", "-"): function
+        for function in (
+            gpt2_scratch,
+            gpt2_finetune,
+            frozen,
+            llama1_7b_frozen,
+            llama2_7b_frozen,
+            llama2_13b_frozen,
+            llama2_chat_7b_frozen,
+            llama2_chat_13b_frozen,
+            llama2_chat_70b_frozen,
+            gpt2_scratch_small,
+            gpt2_finetune_small,
+            frozen_small,
+            llama1_7b_frozen_small,
+            llama2_7b_frozen_small,
+            llama2_13b_frozen_small,
+            llama2_chat_7b_frozen_small,
+            llama2_chat_13b_frozen_small,
+            llama2_chat_70b_frozen_small,
+        )
+    }
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from jobs.presets.naming import named
 from jobs.presets.twins import with_twins
 from jobs.sentences.config import (
     DocumentSection,
@@ -24,7 +25,7 @@ _NUM_DOCUMENTS = 495_243
 _BATCH_SIZE = 16
 
 
-def _declutr(name: str, encoder: str) -> SentenceConfig:
+def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
     num_steps = _NUM_DOCUMENTS // _BATCH_SIZE
     return SentenceConfig(
         run=RunSection(name=name, num_steps=num_steps, checkpoint_every=2_000, log_every=50),
@@ -43,34 +44,40 @@ def _declutr(name: str, encoder: str) -> SentenceConfig:
         ),
         workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=1),
         validation=SpanValidationSection(every=2_000),
-        tracking=TrackingSection(experiment="sentences"),
+        tracking=TrackingSection(experiment="sentences", paper=paper),
     )
 
 
 def declutr_small() -> SentenceConfig:
     """DeCLUTR on DistilRoBERTa: NT-Xent at τ = 0.05 and MLM, 1:1 (Table 1)."""
-    return _declutr("declutr-small", "distilbert/distilroberta-base")
+    return _declutr("declutr-small", "distilbert/distilroberta-base", "DeCLUTR, Table 1")
 
 
 def declutr_base() -> SentenceConfig:
-    """DeCLUTR on RoBERTa-base."""
-    return _declutr("declutr-base", "FacebookAI/roberta-base")
+    """DeCLUTR on RoBERTa-base (Table 1)."""
+    return _declutr("declutr-base", "FacebookAI/roberta-base", "DeCLUTR, Table 1")
 
 
 def declutr_small_temperature_free() -> SentenceConfig:
     """DeCLUTR-small without a temperature (arXiv 2501.17683)."""
-    return _with_loss(declutr_small(), DocumentTemperatureSection(loss="temperature_free"))
+    return _with_loss(DocumentTemperatureSection(loss="temperature_free"), "arXiv 2501.17683")
 
 
 def declutr_small_tempnet() -> SentenceConfig:
     """DeCLUTR-small with a TempNet and the robust loss."""
     temperature = DocumentTemperatureSection(loss="tempnet", rho=3.0, tau_min=0.01, tau_max=0.3)
-    return _with_loss(declutr_small(), temperature)
+    return _with_loss(temperature, "")
 
 
-def _with_loss(config: SentenceConfig, temperature: DocumentTemperatureSection) -> SentenceConfig:
+def _with_loss(temperature: DocumentTemperatureSection, paper: str) -> SentenceConfig:
+    config = declutr_small()
     name = f"{config.run.name}-{temperature.loss.replace('_', '-')}"
-    return replace(config, run=replace(config.run, name=name), temperature=temperature)
+    return replace(
+        config,
+        run=replace(config.run, name=name),
+        temperature=temperature,
+        tracking=replace(config.tracking, paper=paper),
+    )
 
 
 def small(config: SentenceConfig) -> SentenceConfig:
@@ -103,5 +110,5 @@ _FULL: dict[str, Preset] = {
     "declutr-small-tempnet": declutr_small_tempnet,
 }
 
-PRESETS: dict[str, Preset] = with_twins(_FULL, small, "sample text")
+PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "sample text"))
 """Preset name → function that returns its configuration."""

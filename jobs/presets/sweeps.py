@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jobs.presets import clip, language_models
+from jobs.presets.naming import named
 from jobs.sweeps.config import ClipSweep, LanguageModelSweep, SweepSection
 
 Preset = Callable[[], LanguageModelSweep | ClipSweep]
@@ -16,7 +17,12 @@ def gpt2_rho_lr() -> LanguageModelSweep:
     base = language_models.gpt2_scratch()
     axes = ("temperature.rho=9,9.5,10,10.5", "optimizer.learning_rate_tempnet=5e-4,1e-4,5e-5,1e-5")
     return LanguageModelSweep(
-        base=replace(base, run=replace(base.run, name="gpt2-rho-lr")), sweep=SweepSection(axes=axes)
+        base=replace(
+            base,
+            run=replace(base.run, name="gpt2-rho-lr"),
+            tracking=replace(base.tracking, paper="TempNet, §6.1"),
+        ),
+        sweep=SweepSection(axes=axes),
     )
 
 
@@ -25,7 +31,11 @@ def clip_rho_lr() -> ClipSweep:
     base = clip.clip_cc3m_tempnet()
     axes = ("temperature.rho=7,8,9,10", "optimizer.learning_rate_tempnet=1e-4,5e-5,1e-5,5e-6")
     return ClipSweep(
-        base=replace(base, run=replace(base.run, name="clip-rho-lr")),
+        base=replace(
+            base,
+            run=replace(base.run, name="clip-rho-lr"),
+            tracking=replace(base.tracking, paper="TempNet, Table 6"),
+        ),
         sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
     )
 
@@ -39,6 +49,7 @@ def gpt2_rho_lr_small() -> LanguageModelSweep:
             base,
             run=replace(base.run, name="gpt2-rho-lr-small", num_steps=300),
             model=replace(base.model, hidden_size=128, num_layers=2, num_heads=4),
+            tracking=replace(base.tracking, paper="TempNet, §6.1"),
             temperature=replace(base.temperature, rho=2.7, target_entropy=None),
             # One worker a trial, so that two trials run side by side.
             workers=replace(base.workers, num_workers=1, zero_stage=0),
@@ -59,13 +70,16 @@ def clip_rho_lr_small() -> ClipSweep:
             run=replace(base.run, name="clip-rho-lr-small", num_steps=300),
             workers=replace(base.workers, num_workers=1, zero_stage=0),
             validation=replace(base.validation, every=30),
+            tracking=replace(base.tracking, paper="TempNet, Table 6"),
         ),
         sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
     )
 
 
-PRESETS: dict[str, Preset] = {
-    function.__name__.replace("_", "-"): function
-    for function in (gpt2_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
-}
+PRESETS: dict[str, Preset] = named(
+    {
+        function.__name__.replace("_", "-"): function
+        for function in (gpt2_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
+    }
+)
 """Preset name → function that returns its configuration."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from jobs.command_line import fail
 from jobs.training.config import TrainingConfig
 from jobs.training.task import Plan
+from jobs.training.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
@@ -46,6 +47,6 @@ def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: S
     print(f"  model     {outcome['export']}\n")
     print("To look around, type:")
     if outcome["tracking_uri"]:
-        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {outcome['tracking_uri']}")
+        print(f"  {where_to_browse(outcome['tracking_uri'])}")
     for command in commands:
         print(f"  .venv/bin/python -m {command}")

@@ -173,6 +173,15 @@ class TrackingSection:
     """Whether anything is logged."""
     optional: bool = False
     """Go on without MLflow where it cannot be reached at the start. Once a run has begun, it never stops one."""
+    preset: str = ""
+    """The preset that this was made from, as a tag. Presets say it themselves."""
+    paper: str = ""
+    """What it belongs to in a paper, as the tag paper.table: TempNet, Table 3."""
+    system_metrics: bool = True
+    """Whether CPU, memory, disk, network and GPUs of the first worker's machine are logged, every 10 s."""
+    max_model_gib: float = 1.0
+    """An export with a TempNet is copied into MLflow as a model that predicts temperatures. Of a larger one only the TempNet
+    is, beside the place where the whole lies. 0: of every one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,10 @@ _FREE_TO_CHANGE = {
     "tracking.uri",
     "tracking.enabled",
     "tracking.optional",
+    "tracking.preset",
+    "tracking.paper",
+    "tracking.system_metrics",
+    "tracking.max_model_gib",
     "grid.num_concurrent",
     "sweep.num_concurrent",
 }

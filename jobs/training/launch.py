@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from pyarrow.fs import FileSelector
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
@@ -22,10 +23,10 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
 from jobs.training.config import RunSection, TrainingConfig
-from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
+from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
-from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
+from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, run_tags, survive_outage
 from jobs.training.watch import Watch
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
@@ -42,7 +43,12 @@ def tracking_uri(config: TrainingConfig) -> str:
 
 
 def train(
-    plan: Plan, *, parent_run_id: str = "", with_progress: bool = True, watch: Watch | None = None
+    plan: Plan,
+    *,
+    parent_run_id: str = "",
+    with_progress: bool = True,
+    watch: Watch | None = None,
+    keep_checkpoints: bool = True,
 ) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
@@ -50,6 +56,7 @@ def train(
         parent_run_id: the MLflow run that this one is shown under.
         with_progress: show progress here; a trial among many has nobody who looks.
         watch: may end the run before its last step; the outcome then says why (`stopped`).
+        keep_checkpoints: False: they are deleted once the outcome is there.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -88,7 +95,8 @@ def train(
     except (FatalTrainingError, TrainingFailedError):
         if tracked:
             with survive_outage("the failure"):
-                finish_run(tracked, status="FAILED", artifacts=None, metrics={}, tags={})
+                finish_run(tracked, status="FAILED", artifacts=None, metrics={})
+                _record_models(plan, tracked, None)
         raise
     outcome = {
         **result,
@@ -102,6 +110,11 @@ def train(
     }
     _publish(plan, outcome, tracked)
     write_json(f"{config.run.directory}/outcome.json", outcome)
+    if not keep_checkpoints:
+        _delete_checkpoints(config.run.directory)
+    if tracked:
+        with survive_outage("the models"):
+            _record_models(plan, tracked, outcome)
     return outcome
 
 
@@ -138,7 +151,7 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
 
 def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> TrackedRun:
     config = plan.config
-    tags = {"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")}
+    tags = run_tags(config, config.tracking)
     return open_run(
         uri=plan.tracking_uri,
         experiment=config.tracking.experiment,
@@ -148,6 +161,25 @@ def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> Tracked
         tags=tags | ({"mlflow.parentRunId": parent_run_id} if parent_run_id else {}),
         data_sets=prepared.data_sets,
     )
+
+
+def _delete_checkpoints(directory: str) -> None:
+    filesystem, path = resolve(directory)
+    for entry in filesystem.get_file_info(FileSelector(path)):
+        if entry.base_name.startswith("checkpoint-"):
+            filesystem.delete_dir(entry.path)
+
+
+def _record_models(plan: Plan, tracked: TrackedRun, outcome: dict[str, Any] | None) -> None:
+    """The checkpoints that are left as models in MLflow, and the export of a run that has an outcome."""
+    # Imported when training is over: it loads all that predicts.
+    from jobs.logged_models.record import record_checkpoints, record_export
+
+    config = plan.config
+    record_checkpoints(tracked, config.run.directory)
+    if outcome is not None:
+        max_gib = config.tracking.max_model_gib
+        record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
 
 
 def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
@@ -194,4 +226,5 @@ def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) ->
         if tracked:
             final = {f"final/{key}": value for key, value in outcome["validation"].items()}
             with survive_outage("the report"):
-                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, tags={})
+                note = f"```\n{plan.summary_table(outcome)}\n```"
+                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, note=note)

@@ -27,6 +27,7 @@ from jobs.training.checkpoint import FRESH_STATE, RunState, load_checkpoint, rea
 from jobs.training.engine import start_engine
 from jobs.training.hardware import peak_flops_per_second
 from jobs.training.job import FatalTrainingError, WorkerJob
+from jobs.training.system_metrics import SystemMetrics
 from jobs.training.task import Statistics, Task
 from jobs.training.tracking import MetricLogger
 from jobs.training.watch import Validation
@@ -121,6 +122,7 @@ class TrainingLoop:
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
+        self.system_metrics: SystemMetrics | None = None
         if self.is_first:
             self.progress = Progress(
                 job.mailbox,
@@ -132,6 +134,8 @@ class TrainingLoop:
             if job.tracked_run:
                 self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
                 self.metrics.resend(state.unsent_metrics)
+                if config.tracking.system_metrics:
+                    self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
         self.total = Pace()
@@ -179,6 +183,8 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Send what MLflow has not got yet."""
+        if self.system_metrics:
+            self.system_metrics.close()
         if self.metrics:
             self.metrics.close()
 

@@ -7,11 +7,13 @@ tries again. `MlflowClient` is used directly: the fluent API would open a new ru
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import logging
 import math
 import os
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -25,6 +27,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
 from jobs.training.config import TrackingSection
+from jobs.training.identity import configuration_hash
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ def open_run(
     if existing:
         client.set_terminated(existing[0].info.run_id, status="RUNNING")
         return TrackedRun(uri=uri, run_id=existing[0].info.run_id)
-    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **git_tags(), **tags})
+    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **origin_tags(), **tags})
     run_id = run.info.run_id
     client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in parameters.items()])
     inputs = [
@@ -122,6 +125,39 @@ def open_run(
     ]
     client.log_inputs(run_id, inputs)
     return TrackedRun(uri=uri, run_id=run_id)
+
+
+def where_to_browse(uri: str) -> str:
+    """What a person opens, or types, to look at the runs."""
+    if uri.startswith(("http://", "https://")):
+        return uri
+    return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {uri}"
+
+
+def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
+    """What a run is found by: its configuration, its preset and the place of that in a paper, the Ray job; none is empty.
+
+    Args:
+        config: the dataclass that everything follows from.
+    """
+    tags = {
+        "configuration_hash": configuration_hash(config),
+        "preset": tracking.preset,
+        "paper.table": tracking.paper,
+        "ray_job_id": os.environ.get("RAY_JOB_ID", ""),
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def origin_tags() -> dict[str, str]:
+    """Who started it, by which job, from which code: what is known of these."""
+    tags = git_tags()
+    with contextlib.suppress(OSError, KeyError):  # a container may run as nobody
+        tags["mlflow.user"] = getpass.getuser()
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None and module.name.startswith("jobs."):
+        tags |= {"mlflow.source.name": module.name, "mlflow.source.type": "JOB"}
+    return tags
 
 
 def git_tags() -> dict[str, str]:
@@ -223,9 +259,13 @@ def survive_outage(what: str) -> Iterator[None]:
 
 
 def finish_run(
-    run: TrackedRun, *, status: str, artifacts: Path | None, metrics: Mapping[str, float], tags: Mapping[str, str]
+    run: TrackedRun, *, status: str, artifacts: Path | None, metrics: Mapping[str, float], note: str = ""
 ) -> None:
-    """Close the run: final metrics, a directory of artifacts, tags and its status (FINISHED or FAILED)."""
+    """Close the run: final metrics, a directory of artifacts, and its status (FINISHED or FAILED).
+
+    Args:
+        note: Markdown that MLflow shows above everything else of the run.
+    """
     client = MlflowClient(run.uri)
     now = int(time.time() * 1000)
     client.log_batch(
@@ -233,7 +273,7 @@ def finish_run(
         metrics=[
             Metric(metric_name(key), float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)
         ],
-        tags=[RunTag(key, value) for key, value in tags.items()],
+        tags=[RunTag("mlflow.note.content", note)] if note else [],
     )
     if artifacts is not None:
         client.log_artifacts(run.run_id, str(artifacts))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from jobs.command_line import fail
+from jobs.training.tracking import where_to_browse
 
 Config = TypeVar("Config")
 Row = TypeVar("Row")
@@ -66,5 +67,5 @@ def run_command(
         print(f"  FAILED    {name}: {reason}")
     if results.tracking_uri:
         print("\nTo look around, type:")
-        print(f"  .venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {results.tracking_uri}")
+        print(f"  {where_to_browse(results.tracking_uri)}")
     return 1 if results.failed else 0

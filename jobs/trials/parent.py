@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jobs.training.config import RunSection, TrackingSection
-from jobs.training.identity import configuration_hash, flatten
-from jobs.training.tracking import TrackedRun, finish_run, open_run, survive_outage
+from jobs.training.identity import flatten
+from jobs.training.tracking import TrackedRun, finish_run, open_run, run_tags, survive_outage
 from pipelines.archives import resolve
 
 
@@ -37,7 +36,7 @@ def open_parent(
         name=run.name,
         directory=run.directory,
         parameters={**flatten(config), "num_trials": num_trials},
-        tags={"configuration_hash": configuration_hash(config), "ray_job_id": os.environ.get("RAY_JOB_ID", "")},
+        tags=run_tags(config, tracking),
         data_sets=data_sets,
     )
 
@@ -53,7 +52,7 @@ def publish(
     """Write files into the run's directory and, with the metrics, to the parent run, which ends.
 
     Args:
-        files: name → content.
+        files: name → content; `results.md` is also what MLflow shows above all else.
         has_failed: whether a trial has.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -66,4 +65,4 @@ def publish(
         if parent is not None:
             with survive_outage("the results"):
                 status = "FAILED" if has_failed else "FINISHED"
-                finish_run(parent, status=status, artifacts=local, metrics=metrics, tags={})
+                finish_run(parent, status=status, artifacts=local, metrics=metrics, note=files["results.md"])

@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import pyarrow.fs
 import ray
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial as TuneTrial
@@ -242,12 +241,13 @@ def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: st
     if os.path.isdir(directory):
         os.chdir(directory)
     trial: Trial = cloudpickle.loads(settings["trial"])
-    train(trial.make_plan(trial.config), parent_run_id=parent_run_id, with_progress=False, watch=trial.watch)
-    if not trial.keep_checkpoints:
-        filesystem, path = resolve(trial.config.run.directory)
-        for entry in filesystem.get_file_info(pyarrow.fs.FileSelector(path)):
-            if entry.base_name.startswith("checkpoint-"):
-                filesystem.delete_dir(entry.path)
+    train(
+        trial.make_plan(trial.config),
+        parent_run_id=parent_run_id,
+        with_progress=False,
+        watch=trial.watch,
+        keep_checkpoints=trial.keep_checkpoints,
+    )
     tune.report({"finished": 1})
 
 

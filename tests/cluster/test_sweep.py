@@ -64,6 +64,9 @@ def test_a_band_search_is_watched_reported_and_found_again(
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
     assert sorted(run.info.run_name for run in runs if run is not parent) == [in_band.name, worse.name]
+    for run in runs:
+        assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
+    assert "| trial" in parent.data.tags["mlflow.note.content"]
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",
     }  # fmt: skip

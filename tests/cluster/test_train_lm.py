@@ -76,6 +76,14 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
                 "train/data_wait_share", "train/learning_rate/base", "train/learning_rate/tempnet"):  # fmt: skip
         assert {10, 20, 30, 40} <= set(history(reference, key)), key
     assert sorted(history(reference, "validation/cross_entropy_tau")) == [20, 40]
+    assert history(reference, "system/cpu_utilization_percentage")
+    models = {model.name: model for model in client.search_logged_models([run.info.experiment_id])}
+    assert sorted(models) == ["checkpoint-35", "checkpoint-40", "tempnet"]
+    for model in models.values():
+        assert model.source_run_id == run.info.run_id
+        assert Path(model.tags["uri"]).is_dir()
+    scores = {metric.key: metric.value for metric in models["tempnet"].metrics}
+    assert scores["validation/cross_entropy_tau"] == pytest.approx(reference["validation"]["cross_entropy_tau"])
 
 
 def test_the_export_loads_without_this_project_and_scores_the_same(reference: dict[str, Any], corpus: Path) -> None:
@@ -174,8 +182,13 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     assert killed
     assert 5 <= outcome["resumed_from_step"] < 40
     assert_same_losses(outcome, reference)
-    runs = MlflowClient(outcome["tracking_uri"]).search_runs(["1"])
-    assert len(runs) == 1
+    client = MlflowClient(outcome["tracking_uri"])
+    assert len(client.search_runs(["1"])) == 1
+    assert sorted(model.name for model in client.search_logged_models(["1"])) == [
+        "checkpoint-35",
+        "checkpoint-40",
+        "tempnet",
+    ]
 
 
 def command(config: LanguageModelConfig) -> list[str]:

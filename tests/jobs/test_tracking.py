@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
+from jobs.presets import classifiers, clip, language_models, sentences, sweeps
 from jobs.training.config import TrackingSection
+from jobs.training.identity import configuration_hash, flatten
+from jobs.training.system_metrics import SystemMetrics
 from jobs.training.tracking import (
     MetricLogger,
     TrackedRun,
@@ -19,7 +26,9 @@ from jobs.training.tracking import (
     metric_history,
     open_run,
     resolved_uri,
+    run_tags,
     survive_outage,
+    where_to_browse,
 )
 
 
@@ -43,13 +52,15 @@ def open_for(uri: str, directory: str) -> TrackedRun:
 def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: Path) -> None:
     first = open_for(uri, "/runs/a")
     (tmp_path / "file.txt").write_text("x")
-    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, tags={"note": "y"})
+    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, note="**y**")
     assert open_for(uri, "/runs/a") == first
     assert open_for(uri, "/runs/b") != first
     run = MlflowClient(uri).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"rho": "3.0"}
     assert run.data.tags["configuration_hash"] == "abc"
+    assert run.data.tags["mlflow.note.content"] == "**y**"
+    assert run.data.tags["mlflow.user"]
     assert len(run.data.tags["git.revision"]) == 40
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123"
     assert [artifact.path for artifact in MlflowClient(uri).list_artifacts(first.run_id)] == ["file.txt"]
@@ -127,3 +138,53 @@ def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch)
         default_uri("s3://bucket")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert default_uri("s3://bucket") == "http://server:5000"
+
+
+def test_a_person_is_told_what_to_open_or_to_type() -> None:
+    assert where_to_browse("http://mlflow:5000") == "http://mlflow:5000"
+    assert where_to_browse("sqlite:////runs/mlflow.db").endswith("--backend-store-uri sqlite:////runs/mlflow.db")
+
+
+ALL_PRESETS = [*language_models.PRESETS.items(), *clip.PRESETS.items(), *classifiers.PRESETS.items(),
+               *sentences.PRESETS.items(), *sweeps.PRESETS.items()]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "preset"), ALL_PRESETS)
+def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str, preset: Callable[[], Any]) -> None:
+    config = preset()
+    tracking = getattr(config, "base", config).tracking
+    tags = run_tags(config, tracking)
+    assert tags["preset"] == name
+    assert tags["configuration_hash"] == configuration_hash(config)
+    ours = ("frozen", "frozen-small", "declutr-small-tempnet", "declutr-small-tempnet-small")
+    assert ("paper.table" in tags) == (name not in ours)
+    if "Table" in tags.get("paper.table", "") and "-small" not in name and "rho-lr" not in name:
+        assert tags["paper.table"].partition(", ")[2] in (preset.__doc__ or "")
+
+
+def test_trials_are_found_by_the_preset_of_their_sweep_and_tags_change_no_hash() -> None:
+    config = sweeps.PRESETS["gpt2-rho-lr-small"]()
+    (_, trial), *_ = config.trials()
+    tags = run_tags(trial, trial.tracking)
+    assert (tags["preset"], tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
+    untagged = replace(trial, tracking=replace(trial.tracking, preset="", paper="", system_metrics=False))
+    assert configuration_hash(untagged) == configuration_hash(trial)
+    assert flatten(untagged) != flatten(trial)
+    assert run_tags(untagged, untagged.tracking).keys() == {"configuration_hash"}
+
+
+def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
+    run = open_for(uri, "/runs/system")
+    logger = MetricLogger(run, warn=print)
+    system = SystemMetrics(logger, lambda: 7, seconds_between_samples=0.05)
+    time.sleep(0.2)
+    system.close()
+    short = SystemMetrics(logger, lambda: 8)  # closed before its first interval is over
+    short.close()
+    assert logger.close() == 0
+    for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_usage_percentage",
+                 "network_receive_megabytes"):  # fmt: skip
+        assert {7, 8} == metric_history(run, f"system/{name}").keys(), name
+    assert 0.0 < metric_history(run, "system/system_memory_usage_percentage")[7] < 100.0
+    loads = MlflowClient(uri).get_metric_history(run.run_id, "system/cpu_utilization_percentage")
+    assert any(load.value > 0 for load in loads)
