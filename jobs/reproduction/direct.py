@@ -39,8 +39,8 @@ def parameter_counts(seed: int) -> dict[str, dict[str, float]]:
 def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
     """What TempNet and the robust loss add to a step of training and to generation (Table 14), for one seed.
 
-    Plain and with TempNet are timed in turn, round after round; `training` and `generation` are medians over the rounds of the
-    time against the plain one's of the same round, the others tokens a second. Random weights and tokens: the shape
+    Plain and with TempNet are timed in turn, round after round; `training` and `generation` are medians over the rounds of
+    the time against the plain one's of the same round, the others tokens a second. Random weights and tokens: the shape
     decides. On a GPU where the preset wants one.
     """
 

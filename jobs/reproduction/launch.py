@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jobs.reproduction.runs import Run, planner
 from jobs.reproduction.scoring import FinishedRun, Place
 from jobs.reproduction.table import StudyResult, as_json, markdown
 from jobs.reproduction.verdicts import Replicates, judge, overall
+from jobs.training.identity import flatten
 from jobs.training.task import Plan
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
@@ -102,8 +103,8 @@ def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:
     """Data that many runs read, prepared before they start; returns them for MLflow."""
     prepared: dict[str, Any] = {}
     for plan in plans:
-        data = getattr(plan.config, "data")  # noqa: B009
-        key = f"{getattr(data, 'train', '')} {getattr(data, 'tokenizer', '')}"
+        values = flatten(plan.config)
+        key = " ".join(str(values.get(f"data.{name}", "")) for name in ("train", "validation", "tokenizer"))
         if key not in prepared:
             prepared[key] = plan.prepare().data_sets
     found: dict[str, tuple[str, str, str]] = {}
@@ -190,6 +191,3 @@ def _in_few_words(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> st
         if math.isfinite(value := measure.value(scores)):
             shown[measure.title] = f"{value:.{measure.digits}f}"
     return ", ".join(f"{title} {value}" for title, value in shown.items())
-
-
-Describe = Callable[[Mapping[str, Any]], str]

@@ -162,8 +162,9 @@ class Language:
         """By `jobs.evaluate_lm`."""
         from jobs.evaluation.config import EvaluateConfig
         from jobs.evaluation.launch import evaluate
+        from tempnet.loading import find_tempnet
 
-        predicted = [run for run in runs if _has_tempnet(run)]
+        predicted = [run for run in runs if find_tempnet(run.export)]
         found: dict[str, dict[str, float]] = {run.name: {} for run in runs}
         for own, group, temperatures in (
             ("tempnet", predicted, self.temperatures),
@@ -224,8 +225,8 @@ class History:
 class NoisyCaptions:
     """How the temperatures of pairs with noise in their captions differ from those of the others, %: `noisy_tau`.
 
-    TempNets are asked anew; iSogCLR's temperatures are those of its last checkpoint. Which pairs have noise at `share` depends
-    on the seed alone, so that a run without noise shows how much of the difference is not the noise's.
+    TempNets are asked anew; iSogCLR's temperatures are those of its last checkpoint. Which pairs have noise at `share`
+    depends on the seed alone, so that a run without noise shows how much of the difference is not the noise's.
     """
 
     share: float = 0.15
@@ -241,8 +242,6 @@ class NoisyCaptions:
         return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
 
     def _difference(self, run: FinishedRun) -> float:
-        import numpy as np
-
         from jobs.clip.config import ClipConfig
         from jobs.clip.data import pair_source, prepared, random_pairs
 
@@ -258,9 +257,8 @@ class NoisyCaptions:
             tau = _predicted(run.export, batch)
         else:
             tau = _stored(config.run.directory, source.manifest.num_pairs)[:, ids]
-        return (
-            float(100 * (tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1) - 1).mean()) if np.any(is_noisy) else 0.0
-        )
+        ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
+        return float(100 * (ratios - 1).mean())
 
 
 def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
@@ -294,7 +292,3 @@ def _stored(directory: str, num_pairs: int) -> Any:
     for rank, file in enumerate(files):
         tau[:, rank :: len(files)] = load_file(file)["tau"]
     return tau
-
-
-def _has_tempnet(run: FinishedRun) -> bool:
-    return bool(getattr(run.config, "temperature").needs_tempnet)  # noqa: B009

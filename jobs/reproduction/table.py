@@ -53,11 +53,11 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
     verdict = overall([one for result in results for one in result.judged])
     lines += [
         "",
-        f"**The claim {verdict}.**" if verdict != "cannot be seen at this scale" else f"**The claim {verdict}.**",
+        f"**The claim {verdict}.**",
         "",
-        "± is half the 95 % interval by Student's t over the seeds. A statement holds if the interval of its figure, formed seed "
-        "by seed, lies within the bound, does not hold if it lies outside, and cannot be seen otherwise; the claim holds if all "
-        "statements do, and does not if one does not.",
+        "± is half the 95 % interval by Student's t over the seeds. A statement holds if the interval of its figure, formed "
+        "seed by seed, lies within the bound, does not hold if it lies outside, and cannot be seen otherwise; the claim "
+        "holds if all statements do, and does not if one does not.",
     ]
     return "\n".join(lines)
 

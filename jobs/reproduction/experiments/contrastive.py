@@ -207,8 +207,8 @@ def _figure_5_right(scale: Scale) -> tuple[Study, ...]:
             full=best(arms[-1].name, others, RETRIEVAL_MEASURES),
             notes=(
                 "The table of temperatures is made first, by `jobs.train_clip clip-cc12m-tempnet-frozen` and "
-                "`jobs.predict_temperatures --images` (README); another one by --change temperature.table=TABLE --arms 'given "
-                "by CC12M's TempNets'. The paper has a figure only.",
+                "`jobs.predict_temperatures --images` (README); another by --change temperature.table=TABLE --arms "
+                "'given by CC12M's TempNets'. The paper has a figure only.",
             ),
         ),
     )
@@ -232,7 +232,7 @@ def _frequency(scale: Scale) -> tuple[Study, ...]:
             measures=(TAU, TAU_STD),
             notes=(
                 "The sign is a matter of ρ, and no single claim is held against it. The curve of rank correlations with the "
-                "true frequency, beside the oracle: `python -m benchmarks.concept_frequency --base … --tempnets 1=… 2=…`",
+                "true frequency, beside the oracle: `python -m benchmarks.concept_frequency --base … --tempnets 1=…`",
             ),
         ),
     )
@@ -339,8 +339,8 @@ def _temperature_free(scale: Scale) -> tuple[Study, ...]:
             small=statements,
             full=statements,
             notes=(
-                f"Not worse is taken as less than {LARGE:g} point below every temperature of the sweep; our copy of the paper "
-                "has no table.",
+                f"Not worse is taken as less than {LARGE:g} point below every temperature of the sweep; our copy of the "
+                "paper has no table.",
             ),
         ),
     )

@@ -634,7 +634,7 @@ def _table_11(scale: Scale) -> tuple[Study, ...]:
             rows={"LLaMA-2 7B": (13.2, 15.5, 16.5, 12.8, 15.6, 17.3)},
         ),
         (
-            "`python -m jobs.generate --format gsm8k --num-samples 64 --model EXPORT --prompts gsm8k_test.jsonl --output a.jsonl`, "
+            "`python -m jobs.generate --format gsm8k --num-samples 64 --model EXPORT --prompts gsm8k.jsonl --output a`, "
             "and the same with `--temperature 0.2`: it prints maj@k",
         ),
     )
