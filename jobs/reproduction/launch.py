@@ -20,6 +20,7 @@ from jobs.training.task import Plan
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.run import Outcomes, Trial, run_trials
+from pipelines.archives import resolve
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
@@ -34,6 +35,8 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     config = work.config
     print(work.describe() + "\n", flush=True)
     plans = _check(work)
+    filesystem, path = resolve(config.run.directory)
+    filesystem.create_dir(path, recursive=True)
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
     if work.runs:
         start_ray()
@@ -86,7 +89,7 @@ def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
 def _check(work: Reproduction) -> list[Plan]:
     """The plan of the first run of every arm, but of those that start from a run that is yet to be made."""
     for name, path in work.scoring_data.items():
-        if is_local(path) and not Path(path).exists():
+        if path and is_local(path) and not Path(path).exists():
             raise FileNotFoundError(
                 f"data: {name} = {path!r} is not there, and models are scored on it: --data {name}=PATH"
             )

@@ -77,7 +77,7 @@ class Reproduction:
             lines += ["", f"{planned.study.title}:", _arms(planned, config)]
             lines += [f"note: {note}" for note in planned.study.notes]
         data = needed_paths([run.config for run in runs])
-        data |= {f"--data {name}": [path] for name, path in self.scoring_data.items()}
+        data |= {f"--data {name}": [path] for name, path in self.scoring_data.items() if path}
         if data:
             lines += ["", "data:"]
             lines += [f"  {name:<26} {path}  ({where(path)})" for name, paths in data.items() for path in paths]

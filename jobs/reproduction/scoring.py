@@ -48,7 +48,7 @@ class Scoring(Protocol):
 
     @property
     def data(self) -> Mapping[str, str]:
-        """Name → where the data are unless `--data NAME=PATH` says so."""
+        """Name → where the data are unless `--data NAME=PATH` says so; empty: need not be."""
         ...
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
@@ -67,7 +67,7 @@ class Retrieval:
     retrieval: Mapping[str, str]
     """Name of a set → its images."""
     captions: Mapping[str, str] = field(default_factory=dict)
-    """Name of a set → json."""
+    """Name of a set → json in Karpathy's form, whose test split is taken; empty: beside the images."""
     zero_shot: Mapping[str, str] = field(default_factory=dict)
     """Name of a set → a folder of images a class."""
 
@@ -91,7 +91,7 @@ class Retrieval:
                 models=tuple(run.export for run in runs),
                 retrieval=tuple(f"{name}={place.data[name]}" for name in self.retrieval),
                 captions=tuple(captions),
-                splits=tuple(f"{name}=test" for name in self.retrieval if name in self.captions),
+                splits=tuple(f"{name}=test" for name in self.retrieval if self.captions.get(name)),
                 zero_shot=tuple(f"{name}={place.data[name]}" for name in self.zero_shot),
                 name="retrieval",
                 storage=place.directory,

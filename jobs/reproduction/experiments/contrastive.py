@@ -28,7 +28,7 @@ from jobs.reproduction.scoring import History, NoisyCaptions, Retrieval
 RETRIEVAL = {"Flickr30K": ("flickr30k", "data/flickr30k/images"), "COCO": ("coco", "data/coco/val2014")}
 CLASSIFICATION = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet": "imagenet"}
 
-TEST = Retrieval(retrieval={"test": "data/sample/images/test"})
+TEST = Retrieval(retrieval={"test": "data/sample/images/test"}, captions={"test": ""})
 KARPATHY = Retrieval(
     retrieval=dict(RETRIEVAL.values()),
     captions={"flickr30k": "data/flickr30k/dataset_flickr30k.json", "coco": "data/coco/dataset_coco.json"},
@@ -248,7 +248,8 @@ _PARTS: Mapping[str, dict[str, Any]] = {
 
 def _table_19(scale: Scale) -> tuple[Study, ...]:
     figures = (
-        (43.58, 59.37, 22.75, 31.66), (45.06, 61.77, 23.48, 33.97), (46.20, 62.38, 24.39, 34.22), (46.17, 62.51, 24.83, 34.50),
+        (43.58, 59.37, 22.75, 31.66), (45.06, 61.77, 23.48, 33.97),
+        (46.20, 62.38, 24.39, 34.22), (46.17, 62.51, 24.83, 34.50),
     )  # fmt: skip
     others = list(_PARTS)[:-1]
     return (
