@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jobs.estimates import Estimate
 from jobs.language_models.config import LanguageModelConfig
 from jobs.presets.language_models import PRESETS
 from jobs.reproduce import main, parse
+from jobs.reproduction import launch
 from jobs.reproduction.config import ReproduceConfig
 from jobs.reproduction.cost import cost_of
 from jobs.reproduction.direct import parameter_counts
@@ -26,6 +28,7 @@ from jobs.reproduction.runs import changed
 from jobs.reproduction.table import StudyResult, as_json, markdown
 from jobs.reproduction.verdicts import UNSEEN, Judged, judge, overall, verdict_of
 from jobs.training.config import TrackingSection
+from jobs.trials.run import Outcomes, Trial
 
 MEASURES = {"x": score("x", "x", "x")}
 FIGURES = st.lists(st.floats(-100, 100), min_size=2, max_size=6)
@@ -81,11 +84,9 @@ def _untracked() -> TrackingSection:
 
 
 def test_every_table_and_figure_of_the_list_has_its_experiment() -> None:
-    wanted = {
-        "T1", "T2", "F4", "F7", "T3", "T7", "T8", "T9", "T4", "frequency", "F5", "F8", "F5-right", "F6-left", "F6-right",
-        "T10", "T11", "T12", "T13", "T14", "T15", "T16", "T17", "F9", "T18", "T19", "T20", "T21", "T22", "T23", "F2", "F10", "TF",
-        "DeCLUTR", "TripleEntropy",
-    }  # fmt: skip
+    tables = {"T1", "T2", "T3", *(f"T{number}" for number in (4, *range(7, 24)))}
+    figures = {"F2", "F4", "F5", "F5-right", "F6-left", "F6-right", "F7", "F8", "F9", "F10"}
+    wanted = tables | figures | {"frequency", "TF", "DeCLUTR", "TripleEntropy"}
     assert wanted <= {*EXPERIMENTS, *ALIASES}
     assert set(ALIASES.values()) <= set(EXPERIMENTS)
 
@@ -259,6 +260,46 @@ def test_table_and_json_show_the_paper_beside_ours(tmp_path: Path) -> None:
     assert content["verdict"] == "does not hold"
     assert content["studies"][0]["statements"][0]["verdict"] == "holds"
     assert content["studies"][0]["arms"][1]["figures"]["tau_mean"]["values"] == [2.0] * 3
+
+
+def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[list[str]] = []
+    work = reproduction("T15", tmp_path, seeds=2, tracking=_untracked())
+    runs = work.runs
+    bad = next(run.name for run in runs.values() if run.arm.name == "base" and run.replicate.seed == 1)
+
+    def trials(wanted: Sequence[Trial], **options: Any) -> Outcomes:
+        names = [trial.name for trial in wanted]
+        batches.append(names)
+        return Outcomes(
+            finished={
+                name: {"validation": {"tau_mean": 5.0 - runs[name].config.temperature.rho, "cross_entropy_tau": 5.0}}  # type: ignore[attr-defined]
+                if runs[name].after
+                else {"validation": {"tau_mean": 1.0, "cross_entropy_tau": 5.0}}
+                for name in names
+                if name != bad
+            },
+            failed={bad: "the disk is gone"} if bad in names else {},
+        )
+
+    class NoData:
+        data_cpus = 0.0
+
+    monkeypatch.setattr(launch, "run_trials", trials)
+    monkeypatch.setattr(launch, "start_ray", lambda: None)
+    monkeypatch.setattr(launch, "_check", lambda work: [NoData()])
+    monkeypatch.setattr(launch, "_prepare", lambda plans: {})
+    results = launch.run_reproduction(work)
+    assert [len(batch) for batch in batches] == [2, 6]
+    assert len(results.failed) == 7
+    assert results.failed[bad] == "the disk is gone"
+    assert all(
+        reason == f"{bad}, which it starts from, failed" for name, reason in results.failed.items() if name != bad
+    )
+    assert re.search(r"ρ = 2 \(paper: ρ = 8\) +\| +1\.65 \| +56\.66 \| +3\.000 \|", results.table)
+    assert (tmp_path / "reproduce-T15-small" / "results.json").is_file()
 
 
 # ---- the command ----

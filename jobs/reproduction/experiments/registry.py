@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 
 from jobs.reproduction.experiment import Experiment, Scale, Study
-from jobs.reproduction.experiments import contrastive, language_models, sentences
+from jobs.reproduction.experiments import contrastive, networks, sentences
 
 
 def _table_18(scale: Scale) -> tuple[Study, ...]:
-    return (*language_models.table_18(scale), *contrastive.table_18(scale))
+    return (*networks.table_18(scale), *contrastive.table_18(scale))
 
 
 _TABLE_18 = Experiment(
@@ -21,7 +21,16 @@ _TABLE_18 = Experiment(
 )
 
 EXPERIMENTS: dict[str, Experiment] = {
-    one.id: one for one in (*language_models.EXPERIMENTS, *contrastive.EXPERIMENTS, _TABLE_18, *sentences.EXPERIMENTS)
+    one.id: one
+    for one in (
+        *training.EXPERIMENTS,
+        *temperatures.EXPERIMENTS,
+        *networks.EXPERIMENTS,
+        _TABLE_18,
+        *texts.EXPERIMENTS,
+        *contrastive.EXPERIMENTS,
+        *sentences.EXPERIMENTS,
+    )
 }
 """In the order of the help."""
 
