@@ -143,10 +143,10 @@ def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     }
 
     def plain() -> None:
-        base.generate(**options)  # type: ignore[operator]
+        base.generate(**options)
 
     def with_tempnet() -> None:
         with attach(base, network, fold) as attached:
-            base.generate(**options, logits_processor=[attached.processor()])  # type: ignore[operator]
+            base.generate(**options, logits_processor=[attached.processor()])
 
     return {"plain": plain, "TempNet": with_tempnet}

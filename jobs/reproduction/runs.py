@@ -118,7 +118,7 @@ def runs_of(
         ValueError: naming a field that is not there, or what a configuration refuses.
     """
     found: dict[tuple[str, str], Run] = {}
-    place = {"run.storage": directory, "run.prepared": prepared}
+    place: dict[str, Any] = {"run.storage": directory, "run.prepared": prepared}
     place |= {f"tracking.{name}": value for name, value in tracking.items()}
     if scale == "small":
         place |= SMALL_WORKERS

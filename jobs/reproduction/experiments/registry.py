@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from jobs.reproduction.experiment import Experiment, Scale, Study
-from jobs.reproduction.experiments import contrastive, networks, sentences
+from jobs.reproduction.experiments import contrastive, networks, sentences, temperatures, texts, training
 
 
 def _table_18(scale: Scale) -> tuple[Study, ...]:
