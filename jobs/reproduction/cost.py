@@ -42,13 +42,13 @@ _PAIR_GFLOPS = {"microsoft/resnet-50": 8.2 + 2 * 0.066 * 30, "openai/clip-vit-ba
 
 # Name of a preset's start → GPU-hours a step, and whose clock that is.
 _PAPER_HOURS = {
-    "gpt2-scratch-": (1.28 * 8 / 10_000, "Table 14: 1.28 h for 10 000 steps on 8 A6000"),
-    "clip-cc3m-": (2.42 * 8 / 10_000, "Table 14: 2.42 h for 10 000 steps on 8 A6000"),
-    "llama2-7b-frozen-": (3.98 * 8 / 10_000, "Table 14: 3.98 h for 10 000 steps on 8 A6000"),
-    "llama2-13b-frozen-": (10.33 * 8 / 10_000, "Table 14: 10.33 h for 10 000 steps on 8 A6000"),
-    "llama2-chat-7b-frozen-": (1.42 / 30_000, "Table 1: 1.42 A100-hours for 30 000 steps"),
-    "llama2-chat-13b-frozen-": (3.68 / 30_000, "Table 1: 3.68 A100-hours for 30 000 steps"),
-    "llama2-chat-70b-frozen-": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
+    "gpt2-scratch": (1.28 * 8 / 10_000, "Table 14: 1.28 h for 10 000 steps on 8 A6000"),
+    "clip-cc3m": (2.42 * 8 / 10_000, "Table 14: 2.42 h for 10 000 steps on 8 A6000"),
+    "llama2-7b-frozen": (3.98 * 8 / 10_000, "Table 14: 3.98 h for 10 000 steps on 8 A6000"),
+    "llama2-13b-frozen": (10.33 * 8 / 10_000, "Table 14: 10.33 h for 10 000 steps on 8 A6000"),
+    "llama2-chat-7b-frozen": (1.42 / 30_000, "Table 1: 1.42 A100-hours for 30 000 steps"),
+    "llama2-chat-13b-frozen": (3.68 / 30_000, "Table 1: 3.68 A100-hours for 30 000 steps"),
+    "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
 # Seconds a step of the small twins on one thread (AMD EPYC), and of start and end of a run.

@@ -80,7 +80,7 @@ class Reproduction:
         data |= {f"--data {name}": [path] for name, path in self.scoring_data.items() if path}
         if data:
             lines += ["", "data:"]
-            lines += [f"  {name:<26} {path}  ({where(path)})" for name, paths in data.items() for path in paths]
+            lines += [f"  {name:<26} {path}  ({where(name, path)})" for name, paths in data.items() for path in paths]
         return "\n".join(lines)
 
 
@@ -127,14 +127,15 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
-def where(path: str) -> str:
-    """Whether a path is there, for a person."""
+def where(name: str, path: str) -> str:
+    """Whether a path is there, for a person; tokenizers and models may be on the hub."""
     if not is_local(path):
         return "a URI"
     if Path(path).exists():
         return "there"
+    may_be_on_hub = name.startswith("model.") or name == "data.tokenizer"
     is_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "data", "runs"))
-    return "from the hub" if is_hub_name else "MISSING"
+    return "from the hub" if may_be_on_hub and is_hub_name else "MISSING"
 
 
 def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
