@@ -17,7 +17,7 @@ from jobs.clip.config import ClipConfig
 from jobs.presets import classifiers, clip, language_models, sentences
 from jobs.reproduction.experiment import Arm, Scale, Study
 from jobs.sentences.config import SentenceConfig
-from jobs.training.config import TrainingConfig
+from jobs.training.config import TrainingConfig, absolute_path
 from jobs.training.identity import configuration_hash, flatten
 from jobs.training.task import Plan
 
@@ -33,6 +33,11 @@ PRESETS: dict[str, Callable[[], Any]] = {
 
 SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "workers.num_threads": 1}
 """One thread a run, so that runs lie side by side."""
+
+_PATHS = (
+    "data.train", "data.validation", "data.train_captions", "data.validation_captions", "data.directory", "data.file",
+    "data.tokenizer", "model.path", "model.image_path", "model.text_path", "temperature.table",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,9 @@ def _configuration(preset: str, replicate: Replicate, changes: Mapping[str, Any]
     if isinstance(config, CrossValidationConfig):
         config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
     config = changed(config, {"run.seed": replicate.seed, **changes})
+    # Trials run in directories of their own.
+    values = flatten(config)
+    config = changed(config, {name: absolute_path(values[name]) for name in _PATHS if values.get(name)})
     every = {"run.checkpoint_every": config.run.num_steps} if is_small else {}
     config = changed(config, {**every, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(changed(config, {"run.name": "run"}))[:8]
@@ -193,13 +201,10 @@ def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
 def needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
     """Field → data and models that runs read and that no run of theirs makes."""
     made = {config.run.export_directory for config in configs}
-    names = ("data.train", "data.validation", "data.train_captions", "data.validation_captions", "data.directory",
-             "data.file", "data.tokenizer", "model.path", "model.image_path", "model.text_path",
-             "temperature.table")  # fmt: skip
     found: dict[str, list[str]] = {}
     for config in configs:
         values = flatten(config)
-        for name in names:
+        for name in _PATHS:
             value = values.get(name, "")
             if value and value not in made and value not in found.setdefault(name, []):
                 found[name].append(value)
