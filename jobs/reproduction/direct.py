@@ -126,7 +126,7 @@ def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
 
     device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
     base = build_base(config, tokenizer).eval()
-    base.to(device)  # type: ignore[arg-type]
+    base.to(device)
     rho = resolved_rho(config, len(tokenizer))
     assert rho is not None
     network = build_tempnet(config, len(tokenizer), rho).eval().to(device)

@@ -150,8 +150,8 @@ def _configuration(preset: str, replicate: Replicate, changes: Mapping[str, Any]
     # Trials run in directories of their own.
     values = flatten(config)
     config = changed(config, {name: absolute_path(values[name]) for name in _PATHS if values.get(name)})
-    every = {"run.checkpoint_every": config.run.num_steps} if is_small else {}
-    config = changed(config, {**every, "run.num_checkpoints_kept": 1})
+    if is_small:  # one checkpoint, at the end
+        config = changed(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(changed(config, {"run.name": "run"}))[:8]
     return changed(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
 
