@@ -14,7 +14,7 @@ import tyro
 
 from jobs.command_line import fail
 from jobs.reproduction.config import ReproduceConfig
-from jobs.reproduction.experiments.registry import EXPERIMENTS
+from jobs.reproduction.experiments.registry import EXPERIMENTS, find
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
         )
         raise SystemExit(0 if rest else 2)
     try:
+        _ = find(rest[0])
         config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
     except ValueError as error:
         fail(str(error))
