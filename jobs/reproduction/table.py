@@ -90,10 +90,9 @@ def _figures(result: StudyResult) -> str:
 
 
 def _statements(result: StudyResult) -> str:
-    rows = [["statement", "found", "seeds", "verdict"]]
+    rows = [["statement", "found", "bound", "seeds", "verdict"]]
     for one in result.judged:
         digits = max(result_digits(result, measure) for _, measure in one.statement.weights)
-        bound = _bound(one.statement.low, one.statement.high)
         rows.append(
             [
                 f"{one.statement.text} ({bound})",
@@ -112,8 +111,8 @@ def result_digits(result: StudyResult, measure: str) -> int:
 
 def _bound(low: float, high: float) -> str:
     if high == math.inf:
-        return f"> {low:g}"
-    return f"{low:g} to {high:g}"
+        return f"> {low:,.10g}"
+    return f"{low:,.10g} to {high:,.10g}"
 
 
 def _shown(value: Estimate | None, digits: int, *, sign: str = "") -> str:
