@@ -93,14 +93,10 @@ def _statements(result: StudyResult) -> str:
     rows = [["statement", "found", "bound", "seeds", "verdict"]]
     for one in result.judged:
         digits = max(result_digits(result, measure) for _, measure in one.statement.weights)
-        rows.append(
-            [
-                f"{one.statement.text} ({bound})",
-                _shown(one.estimate, digits, sign="+"),
-                str(one.num_replicates),
-                one.verdict,
-            ]
-        )
+        sign = "+" if len(one.statement.weights) > 1 else ""
+        bound = _bound(one.statement.low, one.statement.high)
+        found = _shown(one.estimate, digits, sign=sign)
+        rows.append([one.statement.text, found, bound, str(one.num_replicates), one.verdict])
     return markdown_table(rows)
 
 
