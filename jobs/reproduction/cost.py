@@ -51,8 +51,9 @@ _PAPER_HOURS = {
     "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
-# Seconds a step of the small twins on one thread (AMD EPYC), and of start and end of a run.
-_SMALL_SECONDS = {LanguageModelConfig: 0.4, ClipConfig: 0.16, SentenceConfig: 0.16, ClassifierConfig: 0.12}
+# Roughly the core-seconds of a step of the small twins, and of start and end of a run: from the speeds of README,
+# benchmarks/README.md and docs/log.md, on two quiet cores.
+_SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.25, SentenceConfig: 0.3, ClassifierConfig: 0.12}
 _SMALL_START = 16.0
 
 
@@ -76,7 +77,7 @@ def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
     """Of all these runs together."""
     if not any(config.workers.use_gpu for config in configs):
         hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
-        return Cost(hours=hours, unit="core-hours", bases=("paces of the small twins on one thread of an AMD EPYC",))
+        return Cost(hours=hours, unit="core-hours", bases=("roughly, by the small twins' pace on quiet cores",))
     parts = [_full(config) for config in configs]
     return Cost(
         hours=sum(hours for hours, _ in parts),
