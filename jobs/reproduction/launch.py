@@ -10,7 +10,7 @@ from typing import Any
 from jobs.cluster import start_ray
 from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.reproduction.experiment import Measure, Scores
-from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local
+from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of
 from jobs.reproduction.runs import Run, planner
 from jobs.reproduction.scoring import FinishedRun, Place
 from jobs.reproduction.table import StudyResult, as_json, markdown
@@ -38,7 +38,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     filesystem, path = resolve(config.run.directory)
     filesystem.create_dir(path, recursive=True)
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
-    if work.runs:
+    if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
         start_ray()
         data_sets = _prepare(plans)
     parent = open_parent(
