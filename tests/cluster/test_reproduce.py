@@ -20,8 +20,9 @@ def test_a_run_is_made_once_and_its_figures_are_in_the_table(
 ) -> None:
     changes = {
         "data.train": corpus / "train", "data.validation": corpus / "validation", "data.tokenizer": corpus / "tokenizer",
-        "data.context_length": 64, "model.hidden_size": 64, "model.num_layers": 1, "model.num_heads": 4, "temperature.hidden_size": 32,
-        "temperature.num_prototypes": 16, "validation.num_oracle_tokens": 256, "workers.zero_stage": 0, "run.max_restarts": 0,
+        "data.context_length": 64, "model.hidden_size": 64, "model.num_layers": 1, "model.num_heads": 4,
+        "temperature.hidden_size": 32, "temperature.num_prototypes": 16, "validation.num_oracle_tokens": 256,
+        "workers.zero_stage": 0, "run.max_restarts": 0,
     }  # fmt: skip
     config = ReproduceConfig(
         experiment="T16",
