@@ -12,6 +12,8 @@ import pytest
 
 from jobs.command_line import parse_preset
 from jobs.presets import classifiers, clip, language_models, sentences, sweeps
+from jobs.reproduce import parse
+from jobs.reproduction.plan import make_reproduction
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -49,11 +51,25 @@ def test_training_commands_parse(command: str) -> None:
         parse_preset(presets, arguments, job=job, purpose="")
 
 
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.reproduce" in command])
+def test_reproductions_resolve(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
+    arguments = shlex.split(command)
+    arguments = arguments[arguments.index("jobs.reproduce") + 1 :]
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit):
+            parse(arguments)
+    else:
+        config, _ = parse(arguments)
+        assert make_reproduction(config).describe()
+
+
 def test_every_job_that_is_shown_is_there() -> None:
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
     assert shown == {
         "train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm",
         "train_clip", "prepare_images", "evaluate_clip", "train_sentences", "evaluate_sentences", "train_classifier", "sweep",
+        "reproduce",
     }  # fmt: skip
     for job in shown:
         assert (ROOT / "jobs" / f"{job}.py").is_file()

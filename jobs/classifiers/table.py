@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jobs.classifiers.config import CrossValidationConfig
-from jobs.classifiers.statistics import Estimate, estimate
+from jobs.estimates import Estimate, estimate
 from jobs.publishing import markdown_table
 
 BASELINE = "ce"

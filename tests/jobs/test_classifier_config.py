@@ -15,10 +15,10 @@ from scipy.stats import ttest_1samp
 from jobs.classifiers.config import CrossValidationConfig
 from jobs.classifiers.cross_validation import make_cross_validation
 from jobs.classifiers.data import folds, read_data, read_fold
-from jobs.classifiers.statistics import estimate
 from jobs.classifiers.table import markdown, rows
 from jobs.classifiers.task import sentence_tensors
 from jobs.command_line import parse_preset
+from jobs.estimates import estimate
 from jobs.presets.classifiers import PRESETS
 from jobs.training.identity import configuration_hash
 from pipelines.problems import TooManyProblemsError

@@ -1,4 +1,4 @@
-"""Means over seeds and folds, and paired differences, with intervals that know that training sets overlap.
+"""Means over seeds, or over seeds and folds, and paired differences, with 95 % intervals by Student's t.
 
 Accuracies of k-fold cross-validation are not independent: any two training sets share most of their sentences. The variance
 of their mean is therefore taken as (1/n + n_test/n_train)·s² (Nadeau & Bengio 2003, "Inference for the generalization error",
@@ -25,12 +25,12 @@ class Estimate:
     p: float
 
 
-def estimate(values: Sequence[float], test_share: float) -> Estimate:
-    """The mean of figures from overlapping training sets.
+def estimate(values: Sequence[float], test_share: float = 0.0) -> Estimate:
+    """The mean of figures that chance has made differ.
 
     Args:
-        values: of n cells.
-        test_share: n_test/n_train: 1/(k − 1) for k folds.
+        values: of n runs.
+        test_share: n_test/n_train where the training sets are folds and overlap: 1/(k − 1) for k of them; 0: they do not.
     """
     n, mean = len(values), float(np.mean(values))
     if n < 2:

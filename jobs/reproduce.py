@@ -1,0 +1,65 @@
+"""Reproduce a table or figure of the papers: run what it needs, and hold its claim against the figures.
+
+python -m jobs.reproduce T4 --scale small
+python -m jobs.reproduce T4 --scale full --dry-run
+python -m jobs.reproduce --help
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.command_line import fail
+from jobs.reproduction.config import ReproduceConfig
+from jobs.reproduction.experiments.registry import EXPERIMENTS, find
+
+
+def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
+    """The configuration that the arguments name, and whether only a dry run is wanted.
+
+    Exits with a message on an unknown experiment or field, or a value that is refused; `--help` lists the experiments.
+    """
+    rest = [argument for argument in arguments if argument != "--dry-run"]
+    if not rest or rest[0] in ("-h", "--help"):
+        width = max(map(len, EXPERIMENTS))
+        lines = "\n".join(f"  {name:<{width}}  {one.title}: {one.claim}" for name, one in EXPERIMENTS.items())
+        purpose = (__doc__ or "").splitlines()[0]
+        print(
+            f"{purpose}\n\nusage: python -m jobs.reproduce EXPERIMENT [--scale small|full] [--seeds N] [--dry-run] …\n\n"
+            f"experiments (EXPERIMENT --help lists the options):\n{lines}"
+        )
+        raise SystemExit(0 if rest else 2)
+    try:
+        _ = find(rest[0])
+        config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
+    except ValueError as error:
+        fail(str(error))
+    return config, len(rest) < len(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status: 1 if a run failed."""
+    config, dry_run = parse(arguments)
+    # Imported late: a misspelt experiment should not wait for Ray.
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from jobs.evaluation.errors import EvaluationFailedError
+    from jobs.reproduction.launch import run_reproduction
+    from jobs.reproduction.plan import make_reproduction
+    from jobs.trials.command import run_command
+
+    disable_progress_bar()
+    set_verbosity_error()
+    try:
+        return run_command(
+            config, make_reproduction, run_reproduction, dry_run=dry_run, files="results.md and results.json"
+        )
+    except EvaluationFailedError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

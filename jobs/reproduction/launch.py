@@ -1,0 +1,196 @@
+"""An experiment as trials: checks, data prepared once, runs in the order that they need each other, scores, verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.cluster import start_ray
+from jobs.evaluation.config import EvaluationWorkersSection
+from jobs.reproduction.experiment import Measure, Scores
+from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of
+from jobs.reproduction.runs import Run, planner
+from jobs.reproduction.scoring import FinishedRun, Place
+from jobs.reproduction.table import StudyResult, as_json, markdown
+from jobs.reproduction.verdicts import Replicates, judge, overall
+from jobs.training.identity import flatten
+from jobs.training.task import Plan
+from jobs.trials.command import Results
+from jobs.trials.parent import open_parent, publish
+from jobs.trials.run import Outcomes, Trial, run_trials
+from pipelines.archives import resolve
+
+_VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
+
+
+def run_reproduction(work: Reproduction) -> Results[StudyResult]:
+    """Run it to its end, or continue it; writes `results.md` and `results.json` into its directory.
+
+    Raises:
+        ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and what would be legal; whatever
+            can be known beforehand, before Ray starts.
+    """
+    config = work.config
+    print(work.describe() + "\n", flush=True)
+    plans = _check(work)
+    filesystem, path = resolve(config.run.directory)
+    filesystem.create_dir(path, recursive=True)
+    outcomes, data_sets = Outcomes(finished={}, failed={}), {}
+    if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
+        start_ray()
+        data_sets = _prepare(plans)
+    parent = open_parent(
+        config,
+        run=config.run,
+        tracking=config.tracking,
+        uri=work.tracking_uri,
+        num_trials=len(work.runs),
+        data_sets=data_sets,
+    )
+    if work.runs:
+        measures = [measure for planned in work.studies for measure in planned.study.measures]
+        outcomes = _run_in_order(
+            list(work.runs.values()),
+            directory=config.run.directory,
+            parent_run_id=parent.run_id if parent else "",
+            num_concurrent=config.num_concurrent,
+            data_cpus=max(plan.data_cpus for plan in plans),
+            describe=lambda outcome: _in_few_words(outcome, measures),
+        )
+    results = [_result(work, planned, outcomes) for planned in work.studies]
+    table = markdown(work, results, outcomes.failed)
+    verdict = overall([one for result in results for one in result.judged])
+    publish(
+        config.run,
+        parent,
+        files={"results.md": table + "\n", "results.json": as_json(work, results, outcomes.failed)},
+        metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
+        has_failed=bool(outcomes.failed),
+    )
+    return Results(
+        rows=results,
+        table=table,
+        failed=outcomes.failed,
+        directory=config.run.directory,
+        tracking_uri=parent.uri if parent else "",
+    )
+
+
+def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and what is a number beside them."""
+    scores = {name: float(value) for name, value in outcome.items() if isinstance(value, int | float)}
+    for section in ("validation", "rivals"):
+        scores |= {f"{section}/{name}": float(value) for name, value in outcome.get(section, {}).items()}
+    return scores
+
+
+def _check(work: Reproduction) -> list[Plan]:
+    """The plan of the first run of every arm, but of those that start from a run that is yet to be made."""
+    for name, path in work.scoring_data.items():
+        if path and is_local(path) and not Path(path).exists():
+            raise FileNotFoundError(
+                f"data: {name} = {path!r} is not there, and models are scored on it: --data {name}=PATH"
+            )
+    first = {(number, run.arm.name): run for number, planned in enumerate(work.studies) for run in planned.runs[::-1]}
+    by_name = {run.name: run for run in first.values()}
+    return [
+        planner(run.config)(run.config)
+        for run in by_name.values()
+        if not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
+    ]
+
+
+def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:
+    """Data that many runs read, prepared before they start; returns them for MLflow."""
+    prepared: dict[str, Any] = {}
+    for plan in plans:
+        values = flatten(plan.config)
+        key = " ".join(str(values.get(f"data.{name}", "")) for name in ("train", "validation", "tokenizer"))
+        if key not in prepared:
+            prepared[key] = plan.prepare().data_sets
+    found: dict[str, tuple[str, str, str]] = {}
+    for number, data_sets in enumerate(prepared.values()):
+        found |= {f"{context}-{number}" if number else context: one for context, one in data_sets.items()}
+    return found
+
+
+def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
+    """Those that need no other first; what starts from one that failed is failed."""
+    finished: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    left = list(runs)
+    while left:
+        ready = [run for run in left if not run.after or run.after in finished]
+        failed |= {run.name: f"{run.after}, which it starts from, failed" for run in left if run.after in failed}
+        left = [run for run in left if run not in ready and run.name not in failed]
+        if ready:
+            trials = [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]
+            outcomes = run_trials(trials, **options)
+            finished |= outcomes.finished
+            failed |= outcomes.failed
+    return Outcomes(finished=finished, failed=failed)
+
+
+def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:
+    study = planned.study
+    replicates = _measured(work, planned) if study.direct else _scored(work, planned, outcomes)
+    measures = {measure.name: measure for measure in study.measures}
+    names = {arm.name for arm in study.arms}
+    return StudyResult(
+        study=study,
+        replicates=replicates,
+        judged=[
+            judge(statement, replicates, measures, test_share=planned.test_share)
+            for statement in study.statements
+            if {arm for arm, _ in statement.weights} <= names
+        ],
+        test_share=planned.test_share,
+    )
+
+
+def _measured(work: Reproduction, planned: PlannedStudy) -> Replicates:
+    assert planned.study.direct is not None
+    found: dict[str, dict[str, Scores]] = {}
+    for seed in range(work.config.seeds):
+        for arm, scores in planned.study.direct(seed).items():
+            found.setdefault(arm, {})[str(seed)] = scores
+    return found
+
+
+def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
+    study = planned.study
+    finished = {
+        run.name: FinishedRun(config=run.config, outcome=outcomes.finished[run.name])
+        for run in planned.runs
+        if run.name in outcomes.finished
+    }
+    scores: dict[str, dict[str, float]] = {name: scores_of(run.outcome) for name, run in finished.items()}
+    # What others start from may be no row of the table, and of another kind.
+    bases = {arm.after for arm in study.arms}
+    rows = {run.name for run in planned.runs if run.arm.name not in bases}
+    wanted = [run for name, run in finished.items() if name in rows]
+    if study.scoring and wanted:
+        use_gpu = wanted[0].config.workers.use_gpu
+        place = Place(
+            directory=work.config.run.directory,
+            data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
+            workers=EvaluationWorkersSection(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
+        )
+        for name, more in study.scoring.scores(wanted, place).items():
+            scores[name] |= more
+    found: dict[str, dict[str, Scores]] = {}
+    for run in planned.runs:
+        if run.name in scores:
+            found.setdefault(run.arm.name, {})[run.replicate.name] = scores[run.name]
+    return found
+
+
+def _in_few_words(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> str:
+    scores = scores_of(outcome)
+    shown: dict[str, str] = {}
+    for measure in measures:
+        if math.isfinite(value := measure.value(scores)):
+            shown[measure.title] = f"{value:.{measure.digits}f}"
+    return ", ".join(f"{title} {value}" for title, value in shown.items())
