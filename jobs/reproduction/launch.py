@@ -19,7 +19,7 @@ from jobs.training.identity import flatten
 from jobs.training.task import Plan
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
-from jobs.trials.run import Outcomes, Trial, run_trials
+from jobs.trials.run import Outcomes, Rounds, Trial, run_trials
 from pipelines.archives import resolve
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
@@ -118,19 +118,20 @@ def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:
 
 def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
     """Those that need no other first; what starts from one that failed is failed."""
-    finished: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    left = list(runs)
-    while left:
-        ready = [run for run in left if not run.after or run.after in finished]
-        failed |= {run.name: f"{run.after}, which it starts from, failed" for run in left if run.after in failed}
-        left = [run for run in left if run not in ready and run.name not in failed]
-        if ready:
-            trials = [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]
-            outcomes = run_trials(trials, **options)
-            finished |= outcomes.finished
-            failed |= outcomes.failed
-    return Outcomes(finished=finished, failed=failed)
+    outcomes = run_trials(_rounds(runs), max_num_trials=len(runs), **options)
+    failed = dict(outcomes.failed)
+    for run in runs:  # bases come before what starts from them
+        if run.after in failed:
+            failed.setdefault(run.name, f"{run.after}, which it starts from, failed")
+    return Outcomes(finished=outcomes.finished, failed=failed)
+
+
+def _rounds(runs: Sequence[Run]) -> Rounds:
+    """Every run as soon as the one that it starts from has finished."""
+    left, finished = list(runs), set[str]()
+    while ready := [run for run in left if not run.after or run.after in finished]:
+        left = [run for run in left if run not in ready]
+        finished |= (yield [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]).finished.keys()
 
 
 def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:

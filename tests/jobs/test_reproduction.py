@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from jobs.reproduction.runs import changed
 from jobs.reproduction.table import StudyResult, as_json, markdown
 from jobs.reproduction.verdicts import UNSEEN, Judged, judge, overall, verdict_of
 from jobs.training.config import TrackingSection
-from jobs.trials.run import Outcomes, Trial
+from jobs.trials.run import Outcomes, Rounds
 
 MEASURES = {"x": score("x", "x", "x")}
 FIGURES = st.lists(st.floats(-100, 100), min_size=2, max_size=6)
@@ -269,19 +268,26 @@ def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
     runs = work.runs
     bad = next(run.name for run in runs.values() if run.arm.name == "base" and run.replicate.seed == 1)
 
-    def trials(wanted: Sequence[Trial], **options: Any) -> Outcomes:
-        names = [trial.name for trial in wanted]
-        batches.append(names)
-        return Outcomes(
-            finished={
+    def trials(rounds: Rounds, **options: Any) -> Outcomes:
+        outcomes, wanted = Outcomes(finished={}, failed={}), next(rounds)
+        while True:
+            names = [trial.name for trial in wanted]
+            batches.append(names)
+            finished = {
                 name: {"validation": {"tau_mean": 5.0 - runs[name].config.temperature.rho, "cross_entropy_tau": 5.0}}  # type: ignore[attr-defined]
                 if runs[name].after
                 else {"validation": {"tau_mean": 1.0, "cross_entropy_tau": 5.0}}
                 for name in names
                 if name != bad
-            },
-            failed={bad: "the disk is gone"} if bad in names else {},
-        )
+            }
+            outcomes = Outcomes(
+                finished={**outcomes.finished, **finished},
+                failed={**outcomes.failed, **({bad: "the disk is gone"} if bad in names else {})},
+            )
+            try:
+                wanted = rounds.send(outcomes)
+            except StopIteration:
+                return outcomes
 
     class NoData:
         data_cpus = 0.0
