@@ -17,7 +17,7 @@ from jobs.clip.config import ClipConfig
 from jobs.presets import classifiers, clip, language_models, sentences
 from jobs.reproduction.experiment import Arm, Scale, Study
 from jobs.sentences.config import SentenceConfig
-from jobs.training.config import TrainingConfig, absolute_path
+from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash, flatten
 from jobs.training.task import Plan
 
@@ -147,9 +147,6 @@ def _configuration(preset: str, replicate: Replicate, changes: Mapping[str, Any]
     if isinstance(config, CrossValidationConfig):
         config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
     config = changed(config, {"run.seed": replicate.seed, **changes})
-    # Trials run in directories of their own.
-    values = flatten(config)
-    config = changed(config, {name: absolute_path(values[name]) for name in _PATHS if values.get(name)})
     if is_small:  # one checkpoint, at the end
         config = changed(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(changed(config, {"run.name": "run"}))[:8]
