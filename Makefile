@@ -69,7 +69,7 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 
 lock: setup  ## Write requirements.lock from what is installed in .venv
-	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v cut-cross-entropy | sed 's/+cpu$$//' ) > requirements.lock.new
+	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' ) > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:  ## Remove the sample data and all runs (not the environment)
