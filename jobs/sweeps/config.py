@@ -107,8 +107,9 @@ class SweepConfig(Generic[Base]):
             ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused.
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
-        run = dataclasses.replace(self.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory)
-        return dataclasses.replace(with_fields(self.base, point), run=run)
+        config = with_fields(self.base, point)
+        place = {"name": name, "storage": self.run.directory, "prepared": self.run.prepared_directory}
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, **place))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,13 @@ def test_whole_fields_stay_whole() -> None:
     assert all(isinstance(value, int) for value in (changed.run.num_steps, changed.run.seed))
 
 
+def test_seeds_and_numbers_of_steps_are_axes_too() -> None:
+    config = sweep("--sweep.axes", "run.seed=3,4", "run.num-steps=40,80")
+    trials = [(point, config.trial(point)) for point in next(config.sweep.start())]
+    assert [(trial.run.seed, trial.run.num_steps) for _, trial in trials] == [(3, 40), (3, 80), (4, 40), (4, 80)]
+    assert len({trial.run.directory for _, trial in trials}) == 4
+
+
 def found(objective: Objective, *scores: tuple[float, float] | None) -> list[Any]:
     trials = [(f"trial{number}", {"temperature.rho": float(number)}) for number in range(len(scores))]
     outcomes = {
