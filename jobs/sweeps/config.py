@@ -108,8 +108,10 @@ class SweepConfig(Generic[Base]):
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
         config = with_fields(self.base, point)
-        place = {"name": name, "storage": self.run.directory, "prepared": self.run.prepared_directory}
-        return dataclasses.replace(config, run=dataclasses.replace(config.run, **place))
+        run = dataclasses.replace(
+            config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
+        )
+        return dataclasses.replace(config, run=run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
