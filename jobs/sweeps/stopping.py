@@ -34,12 +34,14 @@ class BandRule:
     num_steps: int
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Why not; nothing while it can.
+        """Why not; nothing while it can, or where the loss has no temperature.
 
         From the pace of log τ̄ over the last third of the steps so far, times what is left: rates fall towards the end, so it
         will rather move less. Two validations in a row have to agree.
         """
         if len(validations) < 3 or validations[-1].step < _GRACE_SHARE * self.num_steps:
+            return ""
+        if "tau_mean" not in validations[-1].scores:
             return ""
         last = self._verdict(validations)
         return last if last and self._verdict(validations[:-1]) else ""

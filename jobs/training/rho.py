@@ -21,7 +21,8 @@ _STATE_FILE = "rho.json"
 
 
 class RhoSteering:
-    """The ρ of every step, the same on all ranks; without a target it stays where it starts.
+    """The ρ of every step, the same on all ranks; without a target it stays where it starts. It is read on the host with every
+    step.
 
     Args:
         limit: log K, below which ρ stays.

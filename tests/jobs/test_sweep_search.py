@@ -157,6 +157,11 @@ def test_a_trial_is_cut_short_when_its_temperature_has_settled(taus: list[float]
     assert reason in why
 
 
+def test_a_loss_without_a_temperature_is_left_alone() -> None:
+    validations = [Validation(step=step, scores={"mean_recall": 0.5}) for step in range(100, 700, 100)]
+    assert first_stop(RULE, validations) == (0, "")
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 10.0)), min_size=1, max_size=30))
 def test_halving_lets_the_better_half_of_those_seen_go_on(arrivals: list[tuple[int, float]]) -> None:
     halving = Halving(8, is_better_higher=False)
