@@ -21,8 +21,9 @@ _STATE_FILE = "rho.json"
 
 
 class RhoSteering:
-    """The ρ of every step, the same on all ranks; without a target it stays where it starts. It is read on the host with every
-    step.
+    """The ρ of every step, the same on all ranks; without a target it stays where it starts.
+
+    A steered one costs a host read a step.
 
     Args:
         limit: log K, below which ρ stays.
