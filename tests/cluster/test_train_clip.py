@@ -198,7 +198,7 @@ def test_the_readmes_commands_run(
     table = tmp_path / "runs" / "temperatures-small"
     assert list(table.glob("part-*.parquet"))
     # What the last line of that section does: SogCLR at these temperatures.
-    given = {"loss": "sogclr_given", "table": str(table)}
+    given = {"loss": "sogclr_given", "table": str(table), "target_tau": None}
     config = tiny_clip_config(
         images, tmp_path, "given", temperature=given, run={"num_steps": 4}, workers={"num_workers": 1}
     )
