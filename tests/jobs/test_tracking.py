@@ -177,7 +177,9 @@ def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
     run = open_for(uri, "/runs/system")
     logger = MetricLogger(run, warn=print)
     system = SystemMetrics(logger, lambda: 7, seconds_between_samples=0.05)
-    time.sleep(0.2)
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        sum(range(10_000))  # a load that can be seen
     system.close()
     short = SystemMetrics(logger, lambda: 8)  # closed before its first interval is over
     short.close()
