@@ -19,6 +19,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jobs.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
@@ -64,18 +65,10 @@ def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
         autocast_dtype=torch.bfloat16 if arguments.precision == "bf16" else None,
         materialize=materialize,
     )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
     shape = (arguments.batch_size, arguments.sequence_length)
     ids, targets = torch.randint(VOCAB_SIZE, (2, *shape))
     positions = torch.arange(arguments.sequence_length).expand(shape)
-
-    def step() -> None:
-        module(ids, positions, targets)["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return training_step(module, ids, positions, targets)
 
 
 def main(arguments: Arguments) -> None:

@@ -26,7 +26,11 @@ CPU_ENVIRONMENT = {
 
 
 def start_ray() -> None:
-    """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine."""
+    """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
+
+    Raises:
+        TimeoutError: if it does not come up in the 30 s that Ray gives itself.
+    """
     if ray.is_initialized():
         return
     for name, value in _QUIET.items():
@@ -37,7 +41,14 @@ def start_ray() -> None:
     # A process of every run that waits for a cloud to take a node away: this machine is no such node.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    try:
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    except Exception as error:  # Ray raises nothing narrower
+        if "timed out during startup" not in str(error):
+            raise
+        raise TimeoutError(
+            "Ray did not start within 30 s: the machine is too busy; try again when it is less so"
+        ) from error
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

@@ -55,7 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     set_verbosity_error()
     try:
         return run_command(
-            config, make_reproduction, run_reproduction, dry_run=dry_run, files="results.md and results.json"
+            config,
+            make_reproduction,
+            run_reproduction,
+            dry_run=dry_run,
+            files="results.md, figures.png and results.json",
         )
     except EvaluationFailedError as error:
         fail(str(error))

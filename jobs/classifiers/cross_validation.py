@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
@@ -15,7 +14,7 @@ from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import data_set
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
-from jobs.trials.run import Outcomes, Trial, one_round, run_trials
+from jobs.trials.run import Trial, one_round, run_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,31 +92,19 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         describe=lambda outcome: f"{outcome['validation']['accuracy']:.2%}",
     )
     found = rows(config, outcomes.finished)
-    results = Results(
-        rows=found,
-        table=markdown(found, config),
-        failed=outcomes.failed,
-        directory=config.run.directory,
-        tracking_uri=parent.uri if parent else "",
-    )
-    publish(
+    return publish(
         config.run,
         parent,
-        files={"results.md": results.table + "\n", "results.json": _as_json(config, results, outcomes)},
-        metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in found if row.accuracy is not None},
-        has_failed=bool(results.failed),
-    )
-    return results
-
-
-def _as_json(config: CrossValidationConfig, results: Results[Row], outcomes: Outcomes) -> str:
-    content = {
-        "configuration": dataclasses.asdict(config),
-        "rows": [dataclasses.asdict(row) for row in results.rows],
-        "cells": {
-            name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
-            for name, outcome in outcomes.finished.items()
+        rows=found,
+        table=markdown(found, config),
+        content={
+            "configuration": dataclasses.asdict(config),
+            "rows": [dataclasses.asdict(row) for row in found],
+            "cells": {
+                name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
+                for name, outcome in outcomes.finished.items()
+            },
         },
-        "failed": dict(outcomes.failed),
-    }
-    return json.dumps(content, indent=1)
+        metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in found if row.accuracy is not None},
+        failed=outcomes.failed,
+    )

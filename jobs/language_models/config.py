@@ -139,6 +139,11 @@ class TemperatureSection(SteeredTempNetSection):
         return LOSS_KINDS[self.loss].temperature == "tempnet"
 
     @property
+    def has_free_tau(self) -> bool:
+        """Whether temperatures follow from the data, rather than being given."""
+        return LOSS_KINDS[self.loss].temperature in ("oracle", "tempnet")
+
+    @property
     def tau_range(self) -> tuple[float, float]:
         """τ₀ and τ_max."""
         return self.tau_min, self.tau_max

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor, nn
 
 from jobs.language_models.config import LanguageModelConfig
 from tempnet.network import TempNet, TempNetConfig
@@ -89,8 +90,21 @@ def _device(config: LanguageModelConfig) -> torch.device:
     return torch.device("cuda")
 
 
+def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Forward, backward, clipping and AdamW, always of the same batch."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+
+    def step() -> None:
+        module(ids, positions, targets)["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    """Forward, backward, clipping and AdamW of a batch, by form."""
+    """A step of training, by form."""
     import dataclasses
 
     from jobs.language_models.models import build_model
@@ -105,15 +119,7 @@ def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
         module = build_model(
             dataclasses.replace(config, temperature=dataclasses.replace(config.temperature, loss=loss)), tokenizer
         ).to(device)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
-
-        def step() -> None:
-            module(ids, positions, targets)["loss"].backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return training_step(module, ids, positions, targets)
 
     return {"plain": form("ce"), "TempNet": form("dro")}
 

@@ -10,10 +10,11 @@ from typing import Any
 from jobs.cluster import start_ray
 from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.reproduction.experiment import Measure, Scores
+from jobs.reproduction.picture import has_picture, png
 from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of
 from jobs.reproduction.runs import Run, planner
 from jobs.reproduction.scoring import FinishedRun, Place
-from jobs.reproduction.table import StudyResult, as_json, markdown
+from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import Replicates, judge, overall
 from jobs.training.identity import flatten
 from jobs.training.task import Plan
@@ -26,7 +27,7 @@ _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not
 
 
 def run_reproduction(work: Reproduction) -> Results[StudyResult]:
-    """Run it to its end, or continue it; writes `results.md` and `results.json` into its directory.
+    """Run it to its end, or continue it; writes `results.md`, `results.json` and `figures.png` into its directory.
 
     Raises:
         ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and what would be legal; whatever
@@ -62,19 +63,15 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     results = [_result(work, planned, outcomes) for planned in work.studies]
     table = markdown(work, results, outcomes.failed)
     verdict = overall([one for result in results for one in result.judged])
-    publish(
+    return publish(
         config.run,
         parent,
-        files={"results.md": table + "\n", "results.json": as_json(work, results, outcomes.failed)},
-        metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
-        has_failed=bool(outcomes.failed),
-    )
-    return Results(
         rows=results,
         table=table,
+        content=as_content(work, results),
+        files={"figures.png": png(results)} if has_picture(results) else {},
+        metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
         failed=outcomes.failed,
-        directory=config.run.directory,
-        tracking_uri=parent.uri if parent else "",
     )
 
 

@@ -5,8 +5,6 @@ Experiments share runs: the name of one is its preset, its seed and a digest of 
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from jobs.presets import classifiers, clip, language_models, sentences
 from jobs.reproduction.experiment import Arm, Scale, Study
 from jobs.sentences.config import SentenceConfig
 from jobs.training.config import TrainingConfig
-from jobs.training.identity import configuration_hash, flatten
+from jobs.training.identity import configuration_hash, flatten, with_fields
 from jobs.training.task import Plan
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -146,33 +144,11 @@ def _configuration(preset: str, replicate: Replicate, changes: Mapping[str, Any]
     config = PRESETS[preset]()
     if isinstance(config, CrossValidationConfig):
         config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
-    config = changed(config, {"run.seed": replicate.seed, **changes})
+    config = with_fields(config, {"run.seed": replicate.seed, **changes})
     if is_small:  # one checkpoint, at the end
-        config = changed(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
-    digest = configuration_hash(changed(config, {"run.name": "run"}))[:8]
-    return changed(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
-
-
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A configuration with fields, named by section, set to values.
-
-    Raises:
-        ValueError: naming the nearest fields for one that is not there, or what is refused.
-    """
-    known = flatten(config)
-    by_section: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            raise ValueError(f"there is no field {name} of {config.run.name}: did you mean {' or '.join(near)}?")
-        if isinstance(known[name], float) and type(value) is int:
-            value = float(value)
-        section, _, field = name.rpartition(".")
-        by_section.setdefault(section, {})[field] = value
-    sections: dict[str, Any] = {
-        section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
-    }
-    return dataclasses.replace(config, **sections)
+        config = with_fields(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
+    digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
+    return with_fields(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
 
 
 def planner(config: TrainingConfig) -> Callable[[Any], Plan]:

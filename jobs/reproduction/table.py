@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,16 +61,14 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
     return "\n".join(lines)
 
 
-def as_json(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
+def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
     """Every figure of every run, the paper's, the statements and the verdicts."""
-    content = {
+    return {
         "configuration": dataclasses.asdict(work.config),
         "experiment": {"id": work.experiment.id, "source": work.experiment.source, "claim": work.experiment.claim},
         "verdict": overall([one for result in results for one in result.judged]),
-        "studies": [_study_json(work, result) for result in results],
-        "failed": dict(failed),
+        "studies": [_study_content(work, result) for result in results],
     }
-    return json.dumps(_finite(content), indent=1, ensure_ascii=False)
 
 
 def _figures(result: StudyResult) -> str:
@@ -118,7 +115,7 @@ def _shown(value: Estimate | None, digits: int, *, sign: str = "") -> str:
     return f"{value.mean:{sign},.{digits}f}{half}"
 
 
-def _study_json(work: Reproduction, result: StudyResult) -> dict[str, Any]:
+def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
     study = result.study
     planned = next(one for one in work.studies if one.study is study)
     return {
@@ -158,14 +155,3 @@ def _study_json(work: Reproduction, result: StudyResult) -> dict[str, Any]:
         ],
         "notes": study.notes,
     }
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

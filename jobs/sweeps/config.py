@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -14,7 +13,7 @@ from jobs.named_values import named_values, twice
 from jobs.sweeps import search
 from jobs.sweeps.search import Point, Search
 from jobs.training.config import RunSection, TrainingConfig
-from jobs.training.identity import flatten
+from jobs.training.identity import with_fields
 
 Base = TypeVar("Base", bound=TrainingConfig)
 
@@ -29,9 +28,11 @@ class SweepSection:
     """grid: every combination. random: num_trials combinations of values drawn between the smallest and the largest of each
     axis, evenly, or in proportion where the largest is 10 times the smallest or more. band: the value of the first axis,
     between its smallest and largest, that brings the mean temperature into the band; then the others' values there, by
-    successive halving; trials that cannot end in the band are cut short."""
+    successive halving, and the part of the band with the best score; trials that cannot end in the band are cut short."""
     num_trials: int = 8
-    """Of a random search; of a band search, at most."""
+    """Of a random search."""
+    budget: float = 4.0
+    """Of a band search: as many steps as so many whole trials have, at most; 4 is a quarter of a grid of 16."""
     seed: int = 0
     """Of a random search; the runs' own is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
@@ -45,6 +46,8 @@ class SweepSection:
             raise ValueError(f"sweep.band = {self.band} must be two rising positive numbers")
         if self.num_trials < 1:
             raise ValueError(f"sweep.num_trials = {self.num_trials} must be at least 1")
+        if not 1.0 <= self.budget < math.inf:
+            raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
         if self.num_concurrent < 0:
             raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
 
@@ -72,7 +75,9 @@ class SweepSection:
 
     @property
     def max_num_trials(self) -> int:
-        """How many trials there are, or at most."""
+        """How many trials there are; of a band search, where none is cut short before half of its steps, at most."""
+        if self.search == "band":
+            return int(2 * self.budget)
         return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
 
     def start(self, value: float | None = None) -> Search:
@@ -81,7 +86,7 @@ class SweepSection:
             return search.grid(self.values)
         if self.search == "random":
             return search.random(self.values, num_trials=self.num_trials, seed=self.seed)
-        return search.band(self.values, band=self.band, num_trials=self.num_trials, start=value)
+        return search.band(self.values, band=self.band, budget=self.budget, start=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +98,22 @@ class SweepConfig(Generic[Base]):
 
     def __post_init__(self) -> None:
         for point in [*next(self.sweep.start()), *search.corners(self.sweep.values)]:
-            _ = self.trial(point)
+            trial = self.trial(point)
+            if self.sweep.search == "band":
+                self._check_band(trial)
+
+    def _check_band(self, trial: Base) -> None:
+        temperature: Any = trial.temperature  # type: ignore[attr-defined]  # of both kinds that are swept
+        low, high = temperature.tau_range
+        if not temperature.has_free_tau:
+            raise ValueError(
+                f"sweep.search = band, but with temperature.loss = {temperature.loss} no temperature is learned: choose grid "
+                "or random, or another loss"
+            )
+        if not low < self.sweep.band[0] < self.sweep.band[1] < high:
+            raise ValueError(
+                f"sweep.band = {self.sweep.band} must lie between τ₀ = {low:g} and τ_max = {high:g}, where the mean can be"
+            )
 
     @property
     def run(self) -> RunSection:
@@ -107,7 +127,11 @@ class SweepConfig(Generic[Base]):
             ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused.
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
-        config = with_fields(self.base, point)
+        values = _checked(self.base, point)
+        try:
+            config = with_fields(self.base, values)
+        except ValueError as error:
+            raise ValueError(f"sweep.axes: {error}") from error
         run = dataclasses.replace(
             config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
         )
@@ -128,32 +152,23 @@ class ClipSweep(SweepConfig[ClipConfig]):
     base: ClipConfig
 
 
-def with_fields(config: Base, values: dict[str, float]) -> Base:
-    """A configuration with some fields, named by section and field, set to numbers.
+def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
+    """The values of a point in the types of their fields.
 
     Raises:
-        ValueError: naming the axis, and the nearest names for a field that is not there.
+        ValueError: naming the axis, for a field that is no number or does not matter.
     """
-    known = flatten(config)
-    by_section: dict[str, dict[str, float | int]] = {}
-    for name, value in values.items():
+    values: dict[str, float | int] = {}
+    for name, value in point.items():
         section, _, field = name.rpartition(".")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            raise ValueError(f"sweep.axes: there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
-        if name.startswith("run.") and field != "seed" and field != "num_steps":
+        if section == "run" and field not in ("seed", "num_steps"):
             raise ValueError(f"sweep.axes: {name} does not change what a run gives")
-        kind = next(item.type for item in dataclasses.fields(getattr(config, section)) if item.name == field)
-        is_whole = str(kind).split(" ")[0] == "int"
-        if not is_whole and "float" not in str(kind):
+        items = {item.name: str(item.type) for item in dataclasses.fields(getattr(config, section, config))}
+        kind = items.get(field, "float")  # what is not there is refused when it is set
+        is_whole = kind.split(" ")[0] == "int"
+        if not is_whole and "float" not in kind:
             raise ValueError(f"sweep.axes: {name} is no number but {kind}")
         if is_whole and value != int(value):
             raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
-        by_section.setdefault(section, {})[field] = int(value) if is_whole else value
-    try:
-        sections: dict[str, Any] = {
-            section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
-        }
-        return dataclasses.replace(config, **sections)
-    except ValueError as error:
-        raise ValueError(f"sweep.axes: {error}") from error
+        values[name] = int(value) if is_whole else value
+    return values

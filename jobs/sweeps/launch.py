@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from jobs.sweeps.config import SweepConfig
 from jobs.sweeps.objective import Objective
 from jobs.sweeps.report import Row, markdown, page, row
 from jobs.sweeps.search import Point, Seen, corners
-from jobs.sweeps.stopping import BandRule, Halving, TrialWatch
+from jobs.sweeps.stopping import BandRule, Halving, TrialWatch, rank
 from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash
 from jobs.training.launch import claim_directory, tracking_uri
 from jobs.training.task import Plan
+from jobs.training.watch import Validation
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.run import Rounds, Trial, run_trials
@@ -114,31 +114,22 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     ]
     num_combinations = math.prod(map(len, config.sweep.values.values()))
     table = markdown(found, band, objective, num_combinations * config.base.run.num_steps)
-    content = {
-        "configuration": dataclasses.asdict(config),
-        "rows": [dataclasses.asdict(row) for row in found],
-    }
-    publish(
+    return publish(
         config.run,
         parent,
-        files={
-            "results.md": table + "\n",
-            "results.json": json.dumps(content, indent=1),
-            "report.html": page(config.run.name, found, band, objective),
+        rows=found,
+        table=table,
+        content={
+            "configuration": dataclasses.asdict(config),
+            "rows": [dataclasses.asdict(row) for row in found],
         },
+        files={"report.html": page(config.run.name, found, band, objective)},
         metrics={
             "num_in_band": sum(row.is_in_band for row in found),
             "num_failed": len(outcomes.failed),
             "num_steps": sum(row.num_steps for row in found),
         },
-        has_failed=bool(outcomes.failed),
-    )
-    return Results(
-        rows=found,
-        table=table,
         failed=outcomes.failed,
-        directory=config.run.directory,
-        tracking_uri=parent.uri if parent else "",
     )
 
 
@@ -149,7 +140,7 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
 
 def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
     """The search of a sweep as trials; the points that it comes to are left in `points`, by name."""
-    config, objective = sweep.config, sweep.objective
+    config, band, objective = sweep.config, sweep.config.sweep.band, sweep.objective
     is_watched = config.sweep.search == "band"
     search = config.sweep.start(_calibrated_rho(config) if is_watched else None)
     batch = next(search)
@@ -162,21 +153,23 @@ def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
             points[name] = point
             watch = None
             if is_watched:
-                watch = TrialWatch(
-                    trial=name, rule=_band_rule(trial, config.sweep.band), objective=objective, halving=halving
-                )
+                # A point that is alone in its round has been chosen by what the others came to.
+                race = halving if len(batch) > 1 else None
+                watch = TrialWatch(trial=name, rule=_band_rule(trial, band), objective=objective, halving=race)
             trials[name] = Trial(config=trial, make_plan=sweep.make_plan, watch=watch)
             if halving is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
-                _tell(halving, name, outcome, objective)  # of a sweep that is continued
+                _tell(halving, name, outcome, band, objective)  # of a sweep that is continued
         outcomes = yield list(trials.values())
-        seen = [_seen(point, outcomes.finished.get(name)) for name, point in zip(trials, batch, strict=True)]
+        seen = [
+            _seen(point, outcomes.finished.get(name), objective, trials[name].config.run.num_steps)
+            for name, point in zip(trials, batch, strict=True)
+        ]
         if is_watched and halving is None:
-            halving = ray.remote(Halving).options(num_cpus=0).remote(
-                config.base.run.num_steps, is_better_higher=objective.is_better_higher
-            )  # fmt: skip
-            for name, one in zip(trials, seen, strict=True):
-                if one.is_whole:
-                    _tell(halving, name, outcomes.finished[name], objective)
+            inside = [name for name, one in zip(trials, seen, strict=True) if one.is_in(band)]
+            if inside:  # from now on there is something to be measured by
+                halving = ray.remote(Halving).options(num_cpus=0).remote(config.base.run.num_steps)
+                for name in inside:
+                    _tell(halving, name, outcomes.finished[name], band, objective)
         try:
             batch = search.send(seen)
         except StopIteration:
@@ -199,15 +192,19 @@ def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
     return float(rho)
 
 
-def _tell(halving: Any, name: str, outcome: Mapping[str, Any], objective: Objective) -> None:
-    """What a trial that has ended had at the rungs."""
-    steps = [one["step"] for one in outcome["validations"]]
-    ray.get(halving.goes_on.remote(name, steps, [one["scores"][objective.score] for one in outcome["validations"]]))
+def _tell(halving: Any, name: str, outcome: Mapping[str, Any], band: tuple[float, float], objective: Objective) -> None:
+    """What a trial that has ended had at the rung."""
+    validations = [Validation(step=one["step"], scores=one["scores"]) for one in outcome["validations"]]
+    ranks = [rank(one, band, objective) for one in validations]
+    ray.get(halving.goes_on.remote(name, [one.step for one in validations], ranks))
 
 
-def _seen(point: Point, outcome: Mapping[str, Any] | None) -> Seen:
-    tau = math.nan if outcome is None else tau_mean(outcome)
-    return Seen(point=point, tau_mean=tau, is_whole=outcome is not None and not outcome["stopped"])
+def _seen(point: Point, outcome: Mapping[str, Any] | None, objective: Objective, num_steps: int) -> Seen:
+    if outcome is None:
+        return Seen(point=point, tau_mean=math.nan, score=math.nan, share=1.0)
+    score = objective.sign * outcome["validation"].get(objective.score, math.nan)
+    share = outcome["num_steps"] / num_steps if outcome["stopped"] else 1.0
+    return Seen(point=point, tau_mean=tau_mean(outcome), score=score, share=share)
 
 
 def _band_rule(config: TrainingConfig, band: tuple[float, float]) -> BandRule:

@@ -13,3 +13,8 @@ class Objective:
     """Of the validation."""
     title: str
     is_better_higher: bool
+
+    @property
+    def sign(self) -> float:
+        """What makes the higher the better of it."""
+        return 1.0 if self.is_better_higher else -1.0

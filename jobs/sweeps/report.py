@@ -76,9 +76,8 @@ def row(
 def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> tuple[Row | None, str]:
     """The best trial in the band, or, where none lies there, the nearest to it; and why."""
     inside = [row for row in found if row.is_in_band and math.isfinite(row.objective)]
-    sign = -1.0 if objective.is_better_higher else 1.0
     if inside:
-        best = min(inside, key=lambda row: sign * row.objective)
+        best = max(inside, key=lambda row: objective.sign * row.objective)
         return best, f"of the {len(inside)} trials in the band it has the best {objective.title}"
     # A trial that was cut short has not ended anywhere; it is better than nothing.
     with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [

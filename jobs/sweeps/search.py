@@ -31,8 +31,14 @@ class Seen:
     point: Point
     tau_mean: float
     """NaN if the trial failed."""
-    is_whole: bool
-    """Whether the trial ran to its last step."""
+    score: float
+    """The higher the better; NaN if the trial failed."""
+    share: float
+    """Of its steps that it ran for, 1 if it was not cut short; of a trial that failed, 1 too."""
+
+    def is_in(self, band: tuple[float, float]) -> bool:
+        """Whether a whole trial ended there."""
+        return self.share == 1.0 and band[0] <= self.tau_mean <= band[1]
 
 
 Search: TypeAlias = Generator[list[Point], list[Seen], None]
@@ -56,18 +62,19 @@ def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
     yield [{name: _drawn(values, rng) for name, values in axes.items()} for _ in range(num_trials)]
 
 
-def band(axes: Axes, *, band: tuple[float, float], num_trials: int, start: float | None = None) -> Search:
-    """The value of the first axis that brings the mean temperature into the band, then the other axes there.
+def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float | None = None) -> Search:
+    """The value of the first axis that brings the mean temperature into the band, the other axes there, and a finer aim.
 
     The first axis (ρ, say) is one in which the mean temperature falls. It is tried at `start` with the middle of all
     others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two observations give
     their own, and once the middle of the band lies between two of them it is interpolated. When a whole trial has ended in
-    the band, the other combinations of the other axes are tried there in one round, where the better ones go on
-    (`jobs.sweeps.stopping`).
+    the band, combinations of the other axes race there in one round, the better ones to the end
+    (`jobs.sweeps.stopping`). What is left of the budget goes to the best combination, at values of the first axis that
+    should lead to that part of the band where the score has been better.
 
     Args:
         band: of the mean temperature.
-        num_trials: at most.
+        budget: in steps of whole trials; never exceeded.
         start: of the first axis; None: its middle.
     """
     first, *others = axes
@@ -75,22 +82,43 @@ def band(axes: Axes, *, band: tuple[float, float], num_trials: int, start: float
     rest = {name: sorted(axes[name]) for name in others}
     usual = {name: values[(len(values) - 1) // 2] for name, values in rest.items()}
     seen: list[Seen] = []
-    while True:
-        tried = [(one.point[first], one.tau_mean) for one in seen]
-        value = next_value(tried, ends=ends, band=band, start=sum(ends) / 2 if start is None else start)
-        if value is None or len(seen) == num_trials:
+
+    def left() -> float:
+        return budget - sum(one.share for one in seen)
+
+    def next_at(point: Point, goal: tuple[float, float]) -> float | None:
+        tried = [(one.point[first], one.tau_mean) for one in seen if one.point == {**one.point, **point}]
+        return next_value(tried, ends=ends, band=goal, start=sum(ends) / 2 if start is None else start)
+
+    while not (inside := [one for one in seen if one.is_in(band)]):
+        if left() < 1.0 or (value := next_at(usual, band)) is None:
             return
-        (found,) = yield [{first: value, **usual}]
-        seen.append(found)
-        if found.is_whole and band[0] <= found.tau_mean <= band[1]:
-            break
+        seen += yield [{first: value, **usual}]
+    value = inside[0].point[first]
     combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
-    # From the usual values outwards: what is left out for want of trials is what is farthest.
+    # From the usual values outwards: what is left out for want of steps is what is farthest.
     combinations.sort(
         key=lambda point: sum(abs(rest[name].index(point[name]) - rest[name].index(usual[name])) for name in rest)
     )
-    if left := [{first: value, **point} for point in combinations if point != usual][: num_trials - len(seen)]:
-        yield left
+    # One whole trial is kept for the finer aim.
+    if round_ := [{first: value, **point} for point in combinations if point != usual][: max(0, int(left() - 1.0))]:
+        seen += yield round_
+    while left() >= 1.0:
+        inside = [one for one in seen if one.is_in(band)]
+        best = max(inside, key=lambda one: one.score)
+        chosen = {name: best.point[name] for name in rest}
+        if (value := next_at(chosen, _better_part(inside, best, band))) is None:
+            return
+        seen += yield [{first: value, **chosen}]
+
+
+def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
+    """The half of the band, in proportion, towards which the score rises; the whole band while one trial is all there is."""
+    middle = math.sqrt(band[0] * band[1])
+    rest = [one.tau_mean for one in inside if one is not best]
+    if not rest:
+        return band
+    return (band[0], middle) if best.tau_mean < sum(rest) / len(rest) else (middle, band[1])
 
 
 def next_value(

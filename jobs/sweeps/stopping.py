@@ -6,12 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import ray
 from ray.actor import ActorHandle
 
 from jobs.sweeps.objective import Objective
 from jobs.training.watch import Validation
+
+Rank: TypeAlias = tuple[bool, float]
+"""The higher the better."""
 
 # Of the steps. Before, the mean temperature of joint training says little: it turns when the base has learnt the most of what
 # it will (docs/log.md).
@@ -66,34 +70,34 @@ class BandRule:
 
 
 class Halving:
-    """Asynchronous successive halving: at every rung a trial goes on if it is among the better half of those seen there.
+    """Asynchronous successive halving: a trial goes on if it is among the better half of those seen at the rung.
 
     Args:
-        num_steps: of a whole trial; the rungs are at 1/4 and 1/2 of it.
-        is_better_higher: of the score.
+        num_steps: of a whole trial; the only rung is at half of it: a higher rate that is best at last may still be behind
+            at a quarter (docs/log.md).
     """
 
-    def __init__(self, num_steps: int, *, is_better_higher: bool) -> None:
-        self._rungs = [num_steps // _ETA**2, num_steps // _ETA]
-        self._sign = 1.0 if is_better_higher else -1.0
-        self._scores: dict[int, dict[str, float]] = {rung: {} for rung in self._rungs}
+    def __init__(self, num_steps: int) -> None:
+        self._rung = num_steps // _ETA
+        self._ranks: dict[str, Rank] = {}
 
-    def goes_on(self, trial: str, steps: Sequence[int], scores: Sequence[float]) -> bool:
+    def goes_on(self, trial: str, steps: Sequence[int], ranks: Sequence[Rank]) -> bool:
         """Whether a trial with these validations so far, the last one new, is worth its next steps.
 
-        What it had at earlier rungs is taken in too, so that a continued sweep only has to tell of the trials again.
+        What it had at the rung is taken in later too, so that a continued sweep only has to tell of the trials again.
         """
-        is_good = True
-        for rung in self._rungs:
-            reached = next((index for index, step in enumerate(steps) if step >= rung), None)
-            if reached is None:
-                continue
-            here = self._scores[rung]
-            here[trial] = self._sign * scores[reached]
-            if reached == len(steps) - 1:
-                num_better = sum(score > here[trial] for score in here.values())
-                is_good = num_better < math.ceil(len(here) / _ETA)
-        return is_good
+        reached = next((index for index, step in enumerate(steps) if step >= self._rung), None)
+        if reached is None:
+            return True
+        here = self._ranks[trial] = ranks[reached]
+        num_better = sum(rank > here for rank in self._ranks.values())
+        return reached < len(steps) - 1 or num_better < math.ceil(len(self._ranks) / _ETA)
+
+
+def rank(validation: Validation, band: tuple[float, float], objective: Objective) -> Rank:
+    """In the band first, then the objective."""
+    scores = validation.scores
+    return band[0] <= scores.get("tau_mean", math.nan) <= band[1], objective.sign * scores[objective.score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +112,14 @@ class TrialWatch:
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
         """Divergence first, then the band, then the others."""
-        scores = [one.scores.get(self.objective.score, math.nan) for one in validations]
-        if not math.isfinite(scores[-1]):
-            return f"it diverges: {self.objective.title} is {scores[-1]} at step {validations[-1].step}"
+        score = validations[-1].scores.get(self.objective.score, math.nan)
+        if not math.isfinite(score):
+            return f"it diverges: {self.objective.title} is {score} at step {validations[-1].step}"
         if reason := self.rule.reason_to_stop(validations):
             return reason
         if self.halving is not None:
             steps = [one.step for one in validations]
-            if not ray.get(self.halving.goes_on.remote(self.trial, steps, scores)):
-                return f"others have a better {self.objective.title} at step {steps[-1]}: {scores[-1]:.4f}"
+            ranks = [rank(one, self.rule.band, self.objective) for one in validations]
+            if not ray.get(self.halving.goes_on.remote(self.trial, steps, ranks)):
+                return f"others are better at step {steps[-1]}: {self.objective.title} {score:.4f}"
         return ""

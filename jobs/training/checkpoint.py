@@ -8,6 +8,7 @@ tensors and plain containers.
 
 from __future__ import annotations
 
+import copyreg
 import json
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,10 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from jobs.training.job import FatalTrainingError
 from jobs.training.reshard import load_moments
+
+# By its value, as Python 3.11.7 does; 3.11.2 (Debian 12) pickles members of an enum as a call of getattr, which
+# `weights_only=True` rightly refuses.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 _TAG = "deepspeed"
 _STATE_FILE = "state.json"

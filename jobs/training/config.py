@@ -183,6 +183,10 @@ class TrackingSection:
     """An export with a TempNet is copied into MLflow as a model that predicts temperatures. Of a larger one only the TempNet
     is, beside the place where the whole lies. 0: of every one."""
 
+    def __post_init__(self) -> None:
+        if not self.max_model_gib >= 0:  # nor NaN
+            raise ValueError(f"tracking.max_model_gib = {self.max_model_gib:g} must not be negative")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TempNetSection:

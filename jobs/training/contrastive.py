@@ -53,6 +53,11 @@ class ContrastiveSection(SteeredTempNetSection):
         return LOSS_KINDS[self.loss].temperature == "tempnet"
 
     @property
+    def has_free_tau(self) -> bool:
+        """Whether temperatures follow from the data, rather than being given."""
+        return LOSS_KINDS[self.loss].temperature in ("learned", "per_sample", "tempnet")
+
+    @property
     def loss_config(self) -> ContrastiveLossConfig:
         """The loss of this section."""
         names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")

@@ -1,12 +1,16 @@
-"""What identifies a run: a configuration as flat fields, its hash, and how two configurations differ."""
+"""What identifies a run: a configuration as flat fields, its hash, how two differ, and how one becomes another."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
 
 # What may change when a run is continued: where it is logged, how often, and how the machine is used.
 _FREE_TO_CHANGE = {
@@ -40,6 +44,28 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + item.name] = value
     return values
+
+
+def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration with fields, named by section, set to values.
+
+    Raises:
+        ValueError: naming the nearest fields for one that is not there, or what the configuration refuses.
+    """
+    known = flatten(config)
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
+        if isinstance(known[name], float) and type(value) is int:
+            value = float(value)
+        section, _, field = name.rpartition(".")
+        by_section.setdefault(section, {})[field] = value
+    sections: dict[str, Any] = {
+        section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
+    }
+    return dataclasses.replace(config, **sections)  # type: ignore[type-var]  # a dataclass
 
 
 def fixed_values(config: Any) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jobs.training.config import RunSection, TrackingSection
 from jobs.training.identity import flatten
 from jobs.training.tracking import TrackedRun, finish_run, open_run, run_tags, survive_outage
+from jobs.trials.command import Results
 from pipelines.archives import resolve
+
+Row = TypeVar("Row")
 
 
 def open_parent(
@@ -45,24 +50,50 @@ def publish(
     run: RunSection,
     parent: TrackedRun | None,
     *,
-    files: Mapping[str, str],
+    rows: Sequence[Row],
+    table: str,
+    content: Mapping[str, Any],
+    files: Mapping[str, str | bytes] | None = None,
     metrics: Mapping[str, float],
-    has_failed: bool,
-) -> None:
-    """Write files into the run's directory and, with the metrics, to the parent run, which ends.
+    failed: Mapping[str, str],
+) -> Results[Row]:
+    """Write `results.md`, `results.json` and other files into the run's directory and, with the metrics, to the parent run,
+    which ends; returns what a person is shown.
 
     Args:
-        files: name → content; `results.md` is also what MLflow shows above all else.
-        has_failed: whether a trial has.
+        table: in markdown; what MLflow shows above all else.
+        content: of `results.json`, which says beside it what failed.
+        files: name → content, of the others.
+        failed: name of a trial → its error.
     """
+    contents: dict[str, str | bytes] = {
+        "results.md": table + "\n",
+        "results.json": json.dumps(_finite({**content, "failed": dict(failed)}), indent=1, ensure_ascii=False),
+        **(files or {}),
+    }
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)
         filesystem, path = resolve(run.directory)
-        for file, content in files.items():
-            (local / file).write_text(content, encoding="utf-8")
+        for file, written in contents.items():
+            written = written.encode() if isinstance(written, str) else written
+            (local / file).write_bytes(written)
             with filesystem.open_output_stream(f"{path}/{file}") as stream:
-                stream.write(content.encode())
+                stream.write(written)
         if parent is not None:
             with survive_outage("the results"):
-                status = "FAILED" if has_failed else "FINISHED"
-                finish_run(parent, status=status, artifacts=local, metrics=metrics, note=files["results.md"])
+                status = "FAILED" if failed else "FINISHED"
+                finish_run(parent, status=status, artifacts=local, metrics=metrics, note=table)
+    return Results(
+        rows=rows, table=table, failed=failed, directory=run.directory, tracking_uri=parent.uri if parent else ""
+    )
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -28,7 +28,7 @@ TINY = [
     "--base.validation.every=2", "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16",
     "--base.temperature.rho=1", "--base.optimizer.batch-size=8", "--base.run.checkpoint-every=100",
     # A temperature that stays where it starts, and a rate that is far too high.
-    "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=3e-3,0.5", "--sweep.band", "0.8", "1.2",
+    "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=1e-3,3e-3,0.5", "--sweep.band", "0.6", "1.6",
 ]  # fmt: skip
 
 
@@ -42,12 +42,16 @@ def test_a_band_search_is_watched_reported_and_found_again(
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
     assert not results.failed
-    in_band, worse = results.rows
+    in_band, slower, worse, finer = results.rows
     assert (in_band.name, in_band.num_steps, in_band.stopped) == ("rho1.5-learning_rate_base0.003", 10, "")
     assert in_band.is_in_band
-    assert (worse.name, worse.num_steps) == ("rho1.5-learning_rate_base0.5", 2)
-    assert "others have a better cross-entropy at τ at step 2" in worse.stopped
+    assert (worse.name, worse.num_steps) == ("rho1.5-learning_rate_base0.5", 6)
+    assert "others are better at step 6: cross-entropy at τ" in worse.stopped
     assert not worse.is_in_band
+    assert slower.name == "rho1.5-learning_rate_base0.001"
+    # The rest of the budget goes to the best rate.
+    assert finer.point["optimizer.learning_rate_base"] == 3e-3
+    assert finer.point["temperature.rho"] != 1.5
     # A trial that was cut short has given its worker back.
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     # Prepared once, beside the sweep.
@@ -56,14 +60,14 @@ def test_a_band_search_is_watched_reported_and_found_again(
     written = json.loads((tmp_path / "rho" / "results.json").read_text())
     assert [row["tau_mean"] for row in written["rows"]] == [row.tau_mean for row in results.rows]
     assert [step for step, _, _ in in_band.history] == [2, 4, 6, 8, 10]
-    assert "Chosen: <b>rho1.5-learning_rate_base0.003</b>" in (tmp_path / "rho" / "report.html").read_text()
+    assert re.search(r"Chosen: <b>rho\S+-learning_rate_base0\.003</b>", (tmp_path / "rho" / "report.html").read_text())
 
     client = MlflowClient(results.tracking_uri)
     experiment = client.get_experiment_by_name("language-models")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
-    assert sorted(run.info.run_name for run in runs if run is not parent) == [in_band.name, worse.name]
+    assert sorted(run.info.run_name for run in runs if run is not parent) == sorted(row.name for row in results.rows)
     for run in runs:
         assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
     assert "| trial" in parent.data.tags["mlflow.note.content"]
@@ -71,5 +75,11 @@ def test_a_band_search_is_watched_reported_and_found_again(
         "results.md", "results.json", "report.html",
     }  # fmt: skip
 
-    # Started again, nothing is trained.
+    # Started again, nothing is trained; a trial that was killed after it was told to end only ends.
+    outcome = tmp_path / "rho" / worse.name / "outcome.json"
+    before = json.loads(outcome.read_text())
+    outcome.unlink()
     assert run_sweep(make_sweep(config)).rows == results.rows
+    assert json.loads(outcome.read_text())["resumed_from_step"] == 6
+    assert before["resumed_from_step"] == 0
+    assert len(client.search_runs([experiment.experiment_id])) == len(runs)

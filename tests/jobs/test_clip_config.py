@@ -66,6 +66,9 @@ def test_the_presets_cover_every_loss() -> None:
         (["--data.caption-noise", "1.5"], "data.caption_noise = 1.5 must lie in [0, 1]"),
         (["--data.min-crop-scale", "0"], "min_scale = 0"),
         (["--optimizer.batch-size", "127"], "is not divisible by workers.num_workers = 2"),
+        (["--temperature.target-tau", "0.02", "--temperature.loss", "isogclr"], "or tempnet (contrastive)"),
+        (["--temperature.target-tau", "0.02", "--temperature.loss", "tempnet_in_batch"], "target_tau = 0.02 steers"),
+        (["--temperature.target-tau", "0.06"], "target_tau = 0.06 must lie between τ₀ = 0.001 and τ_max = 0.05"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -79,8 +79,20 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         ),
         (["--model.num-heads", "7"], "not divisible by num_heads = 7"),
         (["--workers.zero-stage", "0", "--workers.offload-optimizer"], "needs workers.zero_stage 1, 2 or 3"),
+        (["--tracking.max-model-gib", "-1"], "tracking.max_model_gib = -1 must not be negative"),
+        (["--temperature.target-tau", "0.8", "--temperature.loss", "ce"], "choose temperature.loss dro"),
+        (
+            ["--temperature.target-tau", "0.8", "--temperature.loss", "ts_ce"],
+            "target_tau = 0.8 steers the ρ of a robust",
+        ),
+        (["--temperature.target-tau", "2"], "target_tau = 2 must lie between τ₀ = 0.001 and τ_max = 2"),
+        (
+            ["--temperature.target-tau", "0.8", "--temperature.rho-gain", "0"],
+            "temperature.rho_gain = 0.0 must be positive",
+        ),
+        (["--temperature.target-tau", "0.8", "--model.path", "x"], "on a frozen base the calibrated ρ is final"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_values_are_refused_with_their_name(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs import train_lm
+from jobs import cluster, train_lm
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan
 from jobs.presets.language_models import PRESETS
@@ -113,3 +113,14 @@ def test_a_refusal_reaches_the_person_as_one_line_and_status_2(
     error = capsys.readouterr().err
     assert error.startswith("error: data.train:")
     assert "Traceback" not in error
+
+
+def test_a_machine_too_busy_for_ray_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    with pytest.raises(TimeoutError, match="the machine is too busy"):
+        cluster.start_ray()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,11 +22,12 @@ from jobs.reproduction.cost import cost_of
 from jobs.reproduction.direct import parameter_counts
 from jobs.reproduction.experiment import Statement, above, below, between, equal, falling, score
 from jobs.reproduction.experiments.registry import ALIASES, EXPERIMENTS, find
+from jobs.reproduction.picture import draw, has_picture
 from jobs.reproduction.plan import Reproduction, make_reproduction
-from jobs.reproduction.runs import changed
-from jobs.reproduction.table import StudyResult, as_json, markdown
+from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import UNSEEN, Judged, judge, overall, verdict_of
 from jobs.training.config import TrackingSection
+from jobs.training.identity import with_fields
 from jobs.trials.run import Outcomes, Rounds
 
 MEASURES = {"x": score("x", "x", "x")}
@@ -153,7 +154,7 @@ def test_parameter_counts_are_exact() -> None:
 
 
 def test_the_papers_clock_is_kept() -> None:
-    scratch = changed(PRESETS["gpt2-scratch"](), {"run.num_steps": 10_000})
+    scratch = with_fields(PRESETS["gpt2-scratch"](), {"run.num_steps": 10_000})
     assert cost_of([scratch]).hours == pytest.approx(1.28 * 8)
     assert cost_of([PRESETS["llama2-chat-70b-frozen"]()]).hours == pytest.approx(11.4)
 
@@ -254,10 +255,40 @@ def test_table_and_json_show_the_paper_beside_ours(tmp_path: Path) -> None:
     assert re.search(r"ρ = 0 +\| +31\.34 \| +62\.66 \| +49\.61 \| 148\.41 ± 0\.00 \| 2\.000 ± 0\.000", table)
     assert "The claim does not hold" in table
     assert "FAILED: a-run: the disk is gone" in table
-    content = json.loads(as_json(work, [result], {}))
+    content = as_content(work, [result])
     assert content["verdict"] == "does not hold"
     assert content["studies"][0]["statements"][0]["verdict"] == "holds"
     assert content["studies"][0]["arms"][1]["figures"]["tau_mean"]["values"] == [2.0] * 3
+
+
+def test_the_picture_has_a_line_for_every_arm_with_its_interval(tmp_path: Path) -> None:
+    (planned,) = reproduction("T16", tmp_path, tracking=_untracked()).studies
+    values = {
+        arm.name: {str(seed): {"validation/tau_mean": number + seed} for seed in range(3)}
+        for number, arm in enumerate(planned.study.arms)
+    }
+    result = StudyResult(study=planned.study, replicates=values, judged=[], test_share=0.0)
+    assert has_picture([result])
+    (panel,) = draw([result]).axes  # of the measures only mean τ has figures
+    assert panel.get_xlabel() == "mean τ"
+    assert [label.get_text() for label in panel.get_yticklabels()] == [arm.name for arm in planned.study.arms]
+    means = [bar.lines[0].get_xydata().tolist() for bar in panel.containers]
+    assert means == [[[number + 1.0, number]] for number in range(3)]
+    half_width = 4.302652729911275 / math.sqrt(3)
+    (ends,) = panel.containers[0].lines[2][0].get_segments()
+    assert ends[:, 0] == pytest.approx([1 - half_width, 1 + half_width])
+
+
+def test_the_course_of_training_is_a_curve(tmp_path: Path) -> None:
+    planned, *_ = reproduction("F4", tmp_path).studies
+    score = planned.study.scoring.score  # type: ignore[union-attr]
+    scores = {f"{score}@{point}": math.log(100 / point) for point in range(1, 5)}
+    values = {arm.name: {"0": scores, "1": scores} for arm in planned.study.arms}
+    result = StudyResult(study=planned.study, replicates=values, judged=[], test_share=0.0)
+    (panel,) = draw([result]).axes
+    assert panel.get_ylabel() == "perplexity"
+    for bar in panel.containers:
+        assert bar.lines[0].get_xydata() == pytest.approx(np.array([[0.25, 100], [0.5, 50], [0.75, 100 / 3], [1, 25]]))
 
 
 def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
@@ -303,7 +334,7 @@ def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
     assert all(
         reason == f"{bad}, which it starts from, failed" for name, reason in results.failed.items() if name != bad
     )
-    assert re.search(r"ρ = 2 \(paper: ρ = 8\) +\| +1\.65 \| +56\.66 \| +3\.000 \|", results.table)
+    assert re.search(r"ρ = 1\.5 \(paper: ρ = 8\) +\| +1\.65 \| +56\.66 \| +3\.500 \|", results.table)
     assert (tmp_path / "reproduce-T15-small" / "results.json").is_file()
 
 

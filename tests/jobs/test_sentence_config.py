@@ -73,6 +73,10 @@ def test_presets_carry_the_papers_numbers() -> None:
             "optimizer.micro_batch_size = 4: a contrastive loss compares all samples",
         ),
         (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
+        (
+            ["--temperature.loss", "tempnet", "--temperature.target-tau", "0.02"],
+            "target_tau = 0.02: ρ is steered for language models and for images with captions",
+        ),
         (["--model.hidden-size", "130"], "model.hidden_size = 130 is not divisible by model.num_heads = 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

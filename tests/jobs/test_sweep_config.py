@@ -9,7 +9,6 @@ import pytest
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
-from jobs.sweeps.config import with_fields
 from jobs.sweeps.objective import Objective
 from jobs.sweeps.report import chosen, markdown, page, row
 from jobs.training.identity import configuration_hash
@@ -56,6 +55,17 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
         (["--sweep.axes"], "sweep.axes is empty"),
         (["--sweep.band", "1", "0.5"], "sweep.band = (1.0, 0.5) must be two rising positive numbers"),
         (["--sweep.num-trials", "0"], "sweep.num_trials = 0 must be at least 1"),
+        (["--sweep.budget", "0.5"], "sweep.budget = 0.5 must be at least 1, for one whole trial"),
+        (["--sweep.budget", "nan"], "sweep.budget = nan must be at least 1"),
+        (["--sweep.budget", "inf"], "sweep.budget = inf must be at least 1, for one whole trial, and finite"),
+        (
+            ["--sweep.search", "band", "--sweep.band", "1.5", "2"],
+            "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and τ_max = 2",
+        ),
+        (
+            ["--sweep.search", "band", "--base.temperature.loss", "ce"],
+            "with temperature.loss = ce no temperature is learned: choose grid or random",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -68,8 +78,7 @@ def test_wrong_values_are_refused_with_their_name(
 
 
 def test_whole_fields_stay_whole() -> None:
-    base = sweep().base
-    changed = with_fields(base, {"run.num_steps": 40.0, "run.seed": 3.0, "validation.num_blocks": 8.0})
+    changed = sweep().trial({"run.num_steps": 40.0, "run.seed": 3.0, "validation.num_blocks": 8.0})
     assert (changed.run.num_steps, changed.run.seed, changed.validation.num_blocks) == (40, 3, 8)
     assert all(isinstance(value, int) for value in (changed.run.num_steps, changed.run.seed))
 

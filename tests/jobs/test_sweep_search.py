@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jobs.sweeps import search
 from jobs.sweeps.objective import Objective
 from jobs.sweeps.search import Point, Search, Seen, next_value
-from jobs.sweeps.stopping import BandRule, Halving, TrialWatch
+from jobs.sweeps.stopping import BandRule, Halving, TrialWatch, rank
 from jobs.training.watch import Validation
 
 RHO, RATE = "temperature.rho", "optimizer.learning_rate_tempnet"
@@ -33,8 +33,8 @@ def rounds(points: Search, answer: Callable[[Point], Seen]) -> list[list[Point]]
             return found
 
 
-def whole(point: Point, tau: float) -> Seen:
-    return Seen(point=point, tau_mean=tau, is_whole=True)
+def whole(point: Point, tau: float, score: float = 0.0) -> Seen:
+    return Seen(point=point, tau_mean=tau, score=score, share=1.0)
 
 
 def test_a_grid_is_one_round_of_every_combination() -> None:
@@ -63,56 +63,93 @@ def test_a_random_search_draws_between_the_ends_and_is_repeatable() -> None:
 def test_the_band_is_reached_within_four_trials(slope: float, right: float, bend: float, noise: list[float]) -> None:
     """log τ̄ falls by `slope` a nat, bent a little, from the middle of the band at `right`; trials end near there."""
     draws = iter(noise)
+    seen = {}
 
     def answer(point: Point) -> Seen:
         x = point[RHO] - right
         log_tau = math.log(0.7) / 2 - slope * x * (1 + bend * x) + next(draws)
-        return whole(point, min(max(math.exp(log_tau), 0.01), 1.98))
+        seen[point[RHO]] = tau = min(max(math.exp(log_tau), 0.01), 1.98)
+        return whole(point, tau)
 
-    found = rounds(search.band({RHO: [2.0, 4.5]}, band=BAND, num_trials=8), answer)
+    found = rounds(search.band({RHO: [2.0, 4.5]}, band=BAND, budget=4), answer)
+    taus = [seen[one[0][RHO]] for one in found]
+    assert any(BAND[0] <= tau <= BAND[1] for tau in taus)
     assert len(found) <= 4
     assert all(len(points) == 1 for points in found)
-    assert len({points[0][RHO] for points in found}) == len(found)
+    assert len(seen) == len(found)
 
 
-def test_the_other_axes_are_tried_where_the_band_is() -> None:
-    found = rounds(
-        search.band(AXES, band=BAND, num_trials=8), lambda point: whole(point, math.exp(1.1 - 0.4 * point[RHO]))
-    )
-    reached = found[-2][0]
-    assert all(point[RATE] == 3e-3 for points in found[:-1] for point in points)
-    assert {point[RATE] for point in found[-1]} == {1e-3, 1e-2, 2e-2}
-    assert {point[RHO] for point in found[-1]} == {reached[RHO]}
-    few = rounds(
-        search.band(AXES, band=BAND, num_trials=len(found)),
-        lambda point: whole(point, math.exp(1.1 - 0.4 * point[RHO])),
-    )
-    assert sum(map(len, few)) == len(found)
-    assert few[-1][0][RATE] in (1e-3, 1e-2)  # a neighbour of the usual one
+def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_is_aimed_at() -> None:
+    """The higher the rate, the lower τ and the better the score: the finer aim goes to the lower part of the band."""
+
+    def answer(point: Point) -> Seen:
+        tau = math.exp(1.1 - 0.4 * point[RHO] - 0.02 * math.log(point[RATE] / 3e-3))
+        return whole(point, tau, score=-tau)
+
+    found = rounds(search.band(AXES, band=BAND, budget=5), answer)
+    ((first,), others, (last,)) = found
+    assert first == {RHO: 3.25, RATE: 3e-3}
+    # One of three is left out, the farthest, so that a whole trial is left.
+    assert others == [{RHO: 3.25, RATE: 1e-3}, {RHO: 3.25, RATE: 1e-2}, {RHO: 3.25, RATE: 2e-2}]
+    assert last[RATE] == 2e-2
+    assert last[RHO] > 3.25
+    assert BAND[0] < answer(last).tau_mean < math.sqrt(BAND[0] * BAND[1])
+    few = rounds(search.band(AXES, band=BAND, budget=4), answer)
+    assert few[1] == others[:2]  # what is farthest from the usual is left out first
+    assert few[2][0][RATE] == 1e-2
+
+
+def test_a_single_axis_is_searched_for_the_better_part_of_the_band() -> None:
+    def answer(point: Point) -> Seen:
+        tau = math.exp(1.1 - 0.4 * point[RHO])
+        return whole(point, tau, score=tau)
+
+    found = [points[0][RHO] for points in rounds(search.band({RHO: [2.0, 4.5]}, band=BAND, budget=4), answer)]
+    assert len(found) <= 4
+    # First the middle, then towards the end where the score is better.
+    assert math.exp(1.1 - 0.4 * found[1]) == pytest.approx(math.sqrt(0.7), rel=0.01)
+    assert 0.9 < math.exp(1.1 - 0.4 * found[-1]) < 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(-1.0, 1.0), st.floats(0.5, 1.0)), min_size=12, max_size=12))
+def test_the_budget_is_never_exceeded(ends: list[tuple[float, float, float]]) -> None:
+    draws = iter(ends)
+    spent = []
+
+    def answer(point: Point) -> Seen:
+        tau, score, share = next(draws)
+        spent.append(share)
+        return Seen(point=point, tau_mean=tau, score=score, share=share)
+
+    found = [
+        tuple(point.values()) for points in rounds(search.band(AXES, band=BAND, budget=4), answer) for point in points
+    ]
+    assert sum(spent) <= 4.0
+    assert len(set(found)) == len(found)
 
 
 def test_a_trial_that_was_cut_short_is_not_in_the_band() -> None:
     def answer(point: Point) -> Seen:
-        return Seen(point=point, tau_mean=0.8, is_whole=False)
+        return Seen(point=point, tau_mean=0.8, score=0.0, share=0.5)
 
-    assert len(rounds(search.band(AXES, band=BAND, num_trials=5), answer)) <= 5
+    assert all(len(points) == 1 for points in rounds(search.band(AXES, band=BAND, budget=3), answer))
 
 
 def test_failed_trials_are_not_repeated_and_end_the_search_at_last() -> None:
-    found = rounds(search.band(AXES, band=BAND, num_trials=5), lambda point: whole(point, math.nan))
+    found = rounds(search.band(AXES, band=BAND, budget=5), lambda point: whole(point, math.nan, math.nan))
     values = [point[RHO] for (point,) in found]
     assert len(values) == len(set(values)) == 5
 
 
 def test_where_no_value_serves_the_search_ends() -> None:
-    found = rounds(search.band(AXES, band=BAND, num_trials=8), lambda point: whole(point, 1.9))
+    found = rounds(search.band(AXES, band=BAND, budget=8), lambda point: whole(point, 1.9))
     assert found[-1][0][RHO] == 4.5
     assert len(found) < 8
 
 
 def test_what_is_known_before_comes_first() -> None:
-    assert next(search.band(AXES, band=BAND, num_trials=4, start=2.2))[0][RHO] == 2.2
-    assert next(search.band(AXES, band=BAND, num_trials=4))[0][RHO] == 3.25
+    assert next(search.band(AXES, band=BAND, budget=4, start=2.2))[0][RHO] == 2.2
+    assert next(search.band(AXES, band=BAND, budget=4))[0][RHO] == 3.25
 
 
 def test_a_bracket_is_never_left() -> None:
@@ -162,23 +199,34 @@ def test_a_loss_without_a_temperature_is_left_alone() -> None:
     assert first_stop(RULE, validations) == (0, "")
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 10.0)), min_size=1, max_size=30))
-def test_halving_lets_the_better_half_of_those_seen_go_on(arrivals: list[tuple[int, float]]) -> None:
-    halving = Halving(8, is_better_higher=False)
-    seen: dict[str, float] = {}
-    for trial, score in arrivals:
-        seen[str(trial)] = score
-        better = sorted(seen.values()).index(score)
-        assert halving.goes_on(str(trial), [1, 2], [9.0, score]) == (better < math.ceil(len(seen) / 2))
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.floats(0.0, 10.0)), min_size=1, max_size=30))
+def test_halving_lets_the_better_half_of_those_seen_go_on(arrivals: list[tuple[int, bool, float]]) -> None:
+    halving = Halving(4)
+    seen: dict[str, tuple[bool, float]] = {}
+    for trial, is_inside, score in arrivals:
+        seen[str(trial)] = is_inside, score
+        better = sorted(seen.values(), reverse=True).index((is_inside, score))
+        assert halving.goes_on(str(trial), [1, 2], [(True, 0.0), (is_inside, score)]) == (
+            better < math.ceil(len(seen) / 2)
+        )
 
 
-def test_halving_looks_only_at_the_rungs() -> None:
-    halving = Halving(100, is_better_higher=True)
-    assert halving.goes_on("a", [10, 20, 30, 40, 50, 60], [0.0, 0.1, 0.9, 0.9, 0.9, 0.9])
-    assert halving.goes_on("b", [10, 20], [0.0, 0.0])  # before the first rung
-    assert not halving.goes_on("b", [10, 20, 30], [0.0, 0.0, 0.5])
-    assert halving.goes_on("b", [10, 20, 30, 40], [0.0, 0.0, 0.5, 0.1])  # between rungs
-    assert halving.goes_on("b", [10, 20, 30, 40, 50], [0.0, 0.0, 0.5, 0.1, 0.95])
+def test_halving_looks_only_at_the_rung() -> None:
+    halving = Halving(100)
+    good, bad = (True, 0.9), (True, 0.0)
+    assert halving.goes_on("a", [20, 40, 60], [bad, bad, good])
+    assert halving.goes_on("b", [20, 40], [bad, bad])
+    assert not halving.goes_on("b", [20, 40, 60], [good, good, bad])
+    assert halving.goes_on("b", [20, 40, 60, 80], [good, good, bad, bad])
+    assert not halving.goes_on("c", [50], [(False, 2.0)])  # outside the band
+    assert halving.goes_on("d", [50], [(True, 1.0)])
+
+
+def test_the_band_ranks_before_the_score() -> None:
+    higher = Objective(score="cross_entropy_tau", title="", is_better_higher=True)
+    inside, outside = trajectory(0.8, 1.1)
+    assert rank(inside, BAND, LOSS) == (True, -5.0)
+    assert rank(outside, BAND, higher) == (False, 5.0)
 
 
 def test_a_trial_without_a_finite_score_diverges() -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import difflib
 
-from jobs.reproduction.experiment import Experiment, Scale, Study
-from jobs.reproduction.experiments import contrastive, networks, sentences, temperatures, texts, training
-
-
-def _table_18(scale: Scale) -> tuple[Study, ...]:
-    return (*networks.table_18(scale), *contrastive.table_18(scale))
-
-
-_TABLE_18 = Experiment(
-    id="T18",
-    title="Robust loss against cross-entropy",
-    source="TempNet Table 18",
-    claim="robust loss and stop-gradient both help, CLIP's by far the most",
-    studies=_table_18,
+from jobs.reproduction.experiment import Experiment
+from jobs.reproduction.experiments import (
+    caption_noise,
+    contrastive_losses,
+    networks,
+    sentences,
+    temperatures,
+    texts,
+    training,
 )
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -26,9 +21,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         *training.EXPERIMENTS,
         *temperatures.EXPERIMENTS,
         *networks.EXPERIMENTS,
-        _TABLE_18,
         *texts.EXPERIMENTS,
-        *contrastive.EXPERIMENTS,
+        *contrastive_losses.EXPERIMENTS,
+        *caption_noise.EXPERIMENTS,
         *sentences.EXPERIMENTS,
     )
 }
