@@ -7,17 +7,22 @@ import os
 
 import ray
 
-# Set in every process that a job starts: DeepSpeed's and Transformers' chatter off, and no thread pools inside forks.
-_QUIET = {
+# Set in every process that a job starts, unless the person has set it: DeepSpeed's and Transformers' chatter off, no
+# thread pools inside forks, and a look at the workers twice a second. Ray Train's own two seconds are what every
+# checkpoint waits for the one before it, and every end for being seen.
+_ENVIRONMENT = {
     "DEEPSPEED_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "true",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
 
 # For workers that compute on CPUs. Ray runs their code in a thread, where glibc gives every freed megabyte back to the
 # kernel and takes it again as zeroed pages: a quarter of a small step (docs/log.md). One arena that keeps its memory
-# avoids that.
+# avoids that. Nothing is compiled here; DeepSpeed's Muon, which it imports for every optimizer, would load torch's
+# compiler, a second or more of every start.
 CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -33,7 +38,7 @@ def start_ray() -> None:
     """
     if ray.is_initialized():
         return
-    for name, value in _QUIET.items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
