@@ -199,7 +199,8 @@ def softmax_gradients(
     num_fitting = scratch_bytes // (num_tokens * hidden.element_size())
     num_stretches = triton.cdiv(vocab_size, max(num_fitting // tile.num_vocab, 1) * tile.num_vocab)
     width = triton.cdiv(triton.cdiv(vocab_size, num_stretches), tile.num_vocab) * tile.num_vocab
-    scratch = hidden.new_empty(num_tokens, width)
+    # Zeros: a bfloat16 product on a CPU with AMX multiplies what lies beyond the columns, too, and a NaN there stays one.
+    scratch = hidden.new_zeros(num_tokens, width)
     for start in range(0, vocab_size, width):
         part = slice(start, start + width)
         part_weight = inputs.weight[part]

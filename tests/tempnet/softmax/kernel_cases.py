@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 on the CPU, without it on a GPU: Triton reads the variab
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -24,6 +25,14 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = Tile(num_tokens=16, num_vocab=32, num_hidden=16, num_warps=4, num_stages=2)
 # Of statistics, of gradients: 16-bit inputs round dL and the results, not the statistics.
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2), torch.float16: (1e-5, 2e-3)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_uninitialized_by_luck() -> Iterator[None]:
+    """On a CPU all new memory holds NaN, so that whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(DEVICE == "cpu")
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

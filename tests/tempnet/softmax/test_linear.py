@@ -100,7 +100,10 @@ def compare(
     theirs = torch.autograd.grad(objective, [*exact, *exact_parameters])
     names = ["hidden", "weight", "bias"][: len(leaves)] + [name for name, _ in network.named_parameters()]
     errors = {"loss": relative_error(loss, expected), "tau": relative_error(tau, expected_tau)}
-    errors["slopes"] = relative_error(slopes, expected_slopes)
+    # At the oracle's τ the slope is what rounding leaves of terms of size 1.
+    is_rest = name == "dro_newton"
+    difference = (slopes - expected_slopes).abs().max().item()
+    errors["slopes"] = difference if is_rest else relative_error(slopes, expected_slopes)
     torch.testing.assert_close(token_slopes(logits, targets, expected_tau, config), expected_slopes)
     exact_values = TokenValues.from_logits(logits, targets, expected_tau)
     for label, value, reference in zip(values._fields, values, exact_values, strict=True):
