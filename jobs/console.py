@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -55,6 +56,9 @@ class Console:
         self._thread.join(timeout=10)
         self._show()
         self._bar.close()
+        # The packed job holds the handle, too: Ray would keep the process for as long as this one lives.
+        with suppress(ray.exceptions.RayError):
+            ray.kill(self.mailbox)
 
     def _run(self) -> None:
         while not self._stop.wait(_SECONDS_BETWEEN_POLLS):
