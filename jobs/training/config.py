@@ -145,7 +145,8 @@ class WorkersSection:
     cpus_per_worker: float = 1.0
     """Logical CPUs that Ray reserves for a worker; reading data needs some beside them."""
     num_threads: int = 0
-    """PyTorch threads of a worker. 0: the physical cores of the machine shared among the workers."""
+    """PyTorch threads of a worker. 0: the cores of the machine shared among the workers; in trials side by side, as many as
+    `cpus_per_worker`."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO stage."""
     precision: Literal["fp32", "bf16"] = "bf16"

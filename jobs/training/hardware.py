@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from jobs.training.config import WorkersSection
@@ -20,6 +22,19 @@ def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSe
     optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
     frozen = (2 if workers.precision == "bf16" else 4) * share[2]
     return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen
+
+
+def num_threads_per_worker(workers: WorkersSection, *, num_local_workers: int, shares_cores: bool) -> int:
+    """PyTorch threads of a worker that computes on CPUs, unless `workers.num_threads` says it.
+
+    Alone a run has all cores of the machine. Beside others it has what Ray reserves for it: threads of several runs that
+    wait for one another on the same cores make all of them slower than one after the other.
+    """
+    if workers.num_threads:
+        return workers.num_threads
+    if shares_cores:
+        return max(1, int(workers.cpus_per_worker))
+    return max(1, (os.cpu_count() or 1) // num_local_workers)
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:

@@ -29,3 +29,5 @@ class WorkerJob:
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
     watch: Watch | None = None
     """May end the run early."""
+    shares_cores: bool = False
+    """Other runs go on beside this one."""

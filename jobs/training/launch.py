@@ -49,6 +49,7 @@ def train(
     with_progress: bool = True,
     watch: Watch | None = None,
     keep_checkpoints: bool = True,
+    shares_cores: bool = False,
 ) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
@@ -57,6 +58,7 @@ def train(
         with_progress: show progress here; a trial among many has nobody who looks.
         watch: may end the run before its last step; the outcome then says why (`stopped`).
         keep_checkpoints: False: they are deleted once the outcome is there.
+        shares_cores: other runs go on beside this one.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -88,6 +90,7 @@ def train(
                 mailbox=console.mailbox if console else None,
                 with_bar=sys.stderr.isatty(),
                 watch=watch,
+                shares_cores=shares_cores,
             )
             result = _trainer(config, job).fit().return_value  # type: ignore[attr-defined]
         if "fatal" in result:

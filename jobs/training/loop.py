@@ -8,7 +8,6 @@ is saved.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from torch import Tensor
 from jobs.console import Progress
 from jobs.training.checkpoint import FRESH_STATE, RunState, load_checkpoint, read_state, save_checkpoint
 from jobs.training.engine import start_engine
-from jobs.training.hardware import peak_flops_per_second
+from jobs.training.hardware import num_threads_per_worker, peak_flops_per_second
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.system_metrics import SystemMetrics
 from jobs.training.task import Statistics, Task
@@ -97,8 +96,10 @@ class TrainingLoop:
         self.config = config = job.config
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         if config.workers.num_threads or not config.workers.use_gpu:
-            num_cores = max(1, (os.cpu_count() or 1) // context.get_local_world_size())
-            torch.set_num_threads(config.workers.num_threads or num_cores)
+            num_local = context.get_local_world_size()
+            torch.set_num_threads(
+                num_threads_per_worker(config.workers, num_local_workers=num_local, shares_cores=job.shares_cores)
+            )
         # Counters cross the network on the host, so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
         checkpoint = ray.train.get_checkpoint()

@@ -111,13 +111,14 @@ def run_trials(
     }
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     filesystem, path = resolve(directory)
+    num_at_once = num_concurrent or room
+    run_trial = tune.with_parameters(
+        _run_trial, parent_run_id=parent_run_id, directory=os.getcwd(), shares_cores=num_at_once > 1
+    )
     tuner = tune.Tuner(
-        tune.with_resources(
-            tune.with_parameters(_run_trial, parent_run_id=parent_run_id, directory=os.getcwd()),
-            {"CPU": _DRIVER_CPUS},
-        ),
+        tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
         tune_config=tune.TuneConfig(
-            search_alg=search, num_samples=-1, max_concurrent_trials=num_concurrent or room, reuse_actors=True
+            search_alg=search, num_samples=-1, max_concurrent_trials=num_at_once, reuse_actors=True
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -232,11 +233,12 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     return max(1, math.floor(min(rooms)))
 
 
-def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str) -> None:
+def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str, shares_cores: bool) -> None:
     """Runs in the process that drives a trial, which goes on to the next one.
 
     Args:
         directory: where the job was started, from which relative paths are meant.
+        shares_cores: other trials run beside it.
     """
     if os.path.isdir(directory):
         os.chdir(directory)
@@ -247,6 +249,7 @@ def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: st
         with_progress=False,
         watch=trial.watch,
         keep_checkpoints=trial.keep_checkpoints,
+        shares_cores=shares_cores,
     )
     tune.report({"finished": 1})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.language_models.flops import flops_per_token
 from jobs.presets.language_models import PRESETS
-from jobs.training.hardware import peak_flops_per_second, state_bytes_per_worker
+from jobs.training.config import WorkersSection
+from jobs.training.hardware import num_threads_per_worker, peak_flops_per_second, state_bytes_per_worker
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
@@ -48,3 +50,16 @@ def test_zero_stages_divide_optimizer_gradients_and_weights_in_turn() -> None:
     assert [bytes_at(stage) for stage in (0, 1, 2, 3)] == [16_000, 11_000, 8_000, 5_000]
     assert bytes_at(3, num_frozen=400) - bytes_at(3) == 200
     assert bytes_at(0, num_frozen=400) - bytes_at(0) == 800
+
+
+def test_runs_side_by_side_do_not_take_each_others_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+
+    def threads(num_local_workers: int, shares_cores: bool, **values: Any) -> int:
+        workers = WorkersSection(**values)
+        return num_threads_per_worker(workers, num_local_workers=num_local_workers, shares_cores=shares_cores)
+
+    assert [threads(number, False, cpus_per_worker=1.0) for number in (1, 2, 3, 32)] == [16, 8, 5, 1]
+    # What all reserve together is what the machine has; so are their threads.
+    assert [threads(1, True, cpus_per_worker=cpus) for cpus in (0.5, 1.0, 2.5, 8.0)] == [1, 1, 2, 8]
+    assert threads(2, True, num_threads=3) == threads(2, False, num_threads=3) == 3
