@@ -28,7 +28,7 @@ class SweepSection:
     """grid: every combination. random: num_trials combinations of values drawn between the smallest and the largest of each
     axis, evenly, or in proportion where the largest is 10 times the smallest or more. band: the value of the first axis,
     between its smallest and largest, that brings the mean temperature into the band; then the others' values there, by
-    successive halving, and the part of the band with the best score; trials that cannot end in the band are cut short."""
+    successive halving, and on from the best; trials that cannot end in the band are cut short."""
     num_trials: int = 8
     """Of a random search."""
     budget: float = 4.0

@@ -63,14 +63,15 @@ def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
 
 
 def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float | None = None) -> Search:
-    """The value of the first axis that brings the mean temperature into the band, the other axes there, and a finer aim.
+    """The value of the first axis that brings the mean temperature into the band, and the best of the other axes there.
 
     The first axis (ρ, say) is one in which the mean temperature falls. It is tried at `start` with the middle of all
     others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two observations give
     their own, and once the middle of the band lies between two of them it is interpolated. When a whole trial has ended in
     the band, combinations of the other axes race there in one round, the better ones to the end
-    (`jobs.sweeps.stopping`). What is left of the budget goes to the best combination, at values of the first axis that
-    should lead to that part of the band where the score has been better.
+    (`jobs.sweeps.stopping`). What is left of the budget goes on from the best one: to a combination beside it that the race
+    had no room for, as the score may still rise there; where there is none, to values of the first axis that should lead to
+    that part of the band where the score has been better.
 
     Args:
         band: of the mean temperature.
@@ -96,20 +97,28 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
         seen += yield [{first: value, **usual}]
     value = inside[0].point[first]
     combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
+
+    def distance(one: Point, other: Point) -> int:
+        """In values of the axes."""
+        return sum(abs(values.index(one[name]) - values.index(other[name])) for name, values in rest.items())
+
     # From the usual values outwards: what is left out for want of steps is what is farthest.
-    combinations.sort(
-        key=lambda point: sum(abs(rest[name].index(point[name]) - rest[name].index(usual[name])) for name in rest)
-    )
-    # One whole trial is kept for the finer aim.
+    combinations.sort(key=lambda point: distance(point, usual))
+    # One whole trial is kept for what the race leaves open.
     if round_ := [{first: value, **point} for point in combinations if point != usual][: max(0, int(left() - 1.0))]:
         seen += yield round_
     while left() >= 1.0:
         inside = [one for one in seen if one.is_in(band)]
         best = max(inside, key=lambda one: one.score)
         chosen = {name: best.point[name] for name in rest}
-        if (value := next_at(chosen, _better_part(inside, best, band))) is None:
+        tried = [{name: one.point[name] for name in rest} for one in seen]
+        beside = [point for point in combinations if point not in tried and distance(point, chosen) == 1]
+        if beside:
+            seen += yield [{first: best.point[first], **beside[0]}]
+        elif (value := next_at(chosen, _better_part(inside, best, band))) is not None:
+            seen += yield [{first: value, **chosen}]
+        else:
             return
-        seen += yield [{first: value, **chosen}]
 
 
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:

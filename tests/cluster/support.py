@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,12 @@ def run_until(condition: Callable[[], bool], module: str, arguments: list[str], 
 
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:
     """Ray Train's workers under this test's own head; others may run beside it."""
-    return [
-        process.pid
-        for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True)
-        if (command := process.cmdline()) and command[0].startswith("ray::RayTrainWorker")
-    ]
+    found = []
+    for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended while we look
+            if "".join(process.cmdline()[:1]).startswith("ray::RayTrainWorker"):
+                found.append(process.pid)
+    return found
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:

@@ -162,11 +162,11 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], toler
     assert outcome["num_tokens"] == reference["num_tokens"]
 
 
-@pytest.mark.parametrize("stage", [2, 3], ids=lambda stage: f"ZeRO {stage}")
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any], stage: int
+    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:
-    config = tiny("killed-worker", workers={"zero_stage": stage})
+    """With ZeRO 3, whose state is in the most pieces; ZeRO 2 is that of the killed job below."""
+    config = tiny("killed-worker", workers={"zero_stage": 3})
     killed: list[int] = []
 
     def kill() -> None:
@@ -250,7 +250,12 @@ def test_a_killed_job_started_again_with_another_number_of_workers_continues(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluster: dict[str, str], tiny: Make) -> None:
-    config = tiny("explodes", optimizer={"learning_rate_base": 1e30, "warmup_share": 0.0}, run={"checkpoint_every": 1})
+    config = tiny(
+        "explodes",
+        optimizer={"learning_rate_base": 1e30, "warmup_share": 0.0},
+        run={"checkpoint_every": 1},
+        workers={"num_workers": 1},
+    )
     with pytest.raises(FatalTrainingError, match=r"the loss of step \d+ is (nan|inf)") as error:
         train(config)
     message = str(error.value)

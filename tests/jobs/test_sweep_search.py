@@ -94,9 +94,21 @@ def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_is_aimed_at
     assert last[RATE] == 2e-2
     assert last[RHO] > 3.25
     assert BAND[0] < answer(last).tau_mean < math.sqrt(BAND[0] * BAND[1])
-    few = rounds(search.band(AXES, band=BAND, budget=4), answer)
-    assert few[1] == others[:2]  # what is farthest from the usual is left out first
-    assert few[2][0][RATE] == 1e-2
+
+
+@pytest.mark.parametrize(("sign", "beyond"), [(1.0, 2e-2), (-1.0, None)], ids=["rising", "falling"])
+def test_what_the_race_left_out_is_tried_where_the_score_rises(sign: float, beyond: float | None) -> None:
+    def answer(point: Point) -> Seen:
+        return whole(point, math.exp(1.1 - 0.4 * point[RHO]), score=sign * point[RATE])
+
+    (_, others, (last,)) = rounds(search.band(AXES, band=BAND, budget=4), answer)
+    # What is farthest from the usual is left out first.
+    assert others == [{RHO: 3.25, RATE: 1e-3}, {RHO: 3.25, RATE: 1e-2}]
+    if beyond is None:  # nothing lies below the smallest rate: a finer aim
+        assert last[RATE] == 1e-3
+        assert last[RHO] != 3.25
+    else:
+        assert last == {RHO: 3.25, RATE: beyond}
 
 
 def test_a_single_axis_is_searched_for_the_better_part_of_the_band() -> None:
