@@ -250,9 +250,8 @@ class CrossValidationConfig(TrainingConfig):
     def cell(self, task: str, setting: SettingSection, seed: int, fold: int) -> ClassifierConfig:
         """One cell, in a directory within that of the cross-validation, with absolute paths."""
         name = "-".join(filter(None, (task, setting.name, f"seed{seed}", f"fold{fold}")))
-        data = dataclasses.replace(self.data, tokenizer=self.data.tokenizer or self.model.path)
         return ClassifierConfig(
-            data=with_absolute_fields(data, "directory", "file", "tokenizer"),
+            data=with_absolute_fields(self.data, "directory", "file", "tokenizer"),
             run=dataclasses.replace(self.run, name=name, storage=self.run.directory, seed=seed),
             fold=FoldSection(task=task, num_folds=self.grid.num_folds, fold=fold, keep_model=self.grid.keep_models),
             setting=setting,

@@ -11,8 +11,8 @@ from jobs.cluster import start_ray
 from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.reproduction.experiment import Measure, Scores
 from jobs.reproduction.picture import has_picture, png
-from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of
-from jobs.reproduction.runs import Run, planner
+from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of, where
+from jobs.reproduction.runs import Run, needed_paths, planner
 from jobs.reproduction.scoring import FinishedRun, Place
 from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import Replicates, judge, overall
@@ -84,7 +84,11 @@ def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check(work: Reproduction) -> list[Plan]:
-    """The plan of the first run of every arm, but of those that start from a run that is yet to be made."""
+    """The plan of the first run of every arm, but of those that start from a run that is yet to be made.
+
+    Raises:
+        ValueError, OSError: naming the field and what would be legal, also for data that only the latter read.
+    """
     for name, path in work.scoring_data.items():
         if path and is_local(path) and not Path(path).exists():
             raise FileNotFoundError(
@@ -92,11 +96,16 @@ def _check(work: Reproduction) -> list[Plan]:
             )
     first = {(number, run.arm.name): run for number, planned in enumerate(work.studies) for run in planned.runs[::-1]}
     by_name = {run.name: run for run in first.values()}
-    return [
-        planner(run.config)(run.config)
-        for run in by_name.values()
-        if not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
-    ]
+
+    def can_start(run: Run) -> bool:
+        return not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
+
+    plans = [planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
+    for field, paths in needed_paths([run.config for run in work.runs.values()]).items():
+        for path in paths:
+            if where(field, path) == "MISSING":
+                raise FileNotFoundError(f"{field} = {path!r} is not there: --change {field}=PATH")
+    return plans
 
 
 def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from jobs.reproduction.cost import cost_of
 from jobs.reproduction.experiment import Experiment, Study
 from jobs.reproduction.experiments.registry import find
 from jobs.reproduction.runs import Run, needed_paths, preset_of, runs_of, test_share
+from jobs.training.identity import check_fields
 from jobs.training.tracking import resolved_uri
 from pipelines.manifest import read_json
 
@@ -112,8 +113,11 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
     ]
     work = Reproduction(config=config, experiment=experiment, studies=studies, tracking_uri=uri)
     if unknown := sorted(config.paths.keys() - work.scoring_data.keys()):
-        there = ", ".join(work.scoring_data) or "none"
+        there = ", ".join(work.scoring_data) or "none; what runs read is a field: --change data.FIELD=PATH"
         raise ValueError(f"data: {experiment.id} is not scored on {unknown[0]!r}: there is {there}")
+    if config.changes and not work.runs:
+        raise ValueError(f"change, steps: {experiment.id} trains nothing, so that there is nothing to change")
+    check_fields(config.changes, [run.config for run in work.runs.values()])
     return work
 
 

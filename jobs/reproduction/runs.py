@@ -115,7 +115,7 @@ def runs_of(
         directory: where runs lie.
         prepared: where prepared data lie.
         tracking: fields of `tracking`.
-        overrides: `section.field` → value, before the arms' own.
+        overrides: `section.field` → value, before the arms' own; of runs that have the field.
 
     Raises:
         ValueError: naming a field that is not there, or what a configuration refuses.
@@ -132,19 +132,26 @@ def runs_of(
             # A base that many start from is trained once for every seed, not for every fold.
             before = found[arm.after, f"{replicate.number}.0"] if arm.after else None
             start = {"model.path": before.config.run.export_directory} if before else {}
-            changes = {**place, **study.changes, **overrides, **start, **arm.changes}
-            config = _configuration(preset_of(arm, scale), replicate, changes, is_small=scale == "small")
+            preset = preset_of(arm, scale)
+            config = _before_changes(preset, replicate)
+            known = flatten(config)
+            fitting = {name: value for name, value in overrides.items() if name in known}
+            config = with_fields(config, {**place, **study.changes, **fitting, **start, **arm.changes})
+            config = _named(config, preset, replicate, is_small=scale == "small")
             found[arm.name, replicate.name] = Run(
                 arm=arm, replicate=replicate, config=config, after=before.name if before else ""
             )
     return list(found.values())
 
 
-def _configuration(preset: str, replicate: Replicate, changes: Mapping[str, Any], *, is_small: bool) -> TrainingConfig:
+def _before_changes(preset: str, replicate: Replicate) -> TrainingConfig:
     config = PRESETS[preset]()
     if isinstance(config, CrossValidationConfig):
         config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
-    config = with_fields(config, {"run.seed": replicate.seed, **changes})
+    return with_fields(config, {"run.seed": replicate.seed})
+
+
+def _named(config: Config, preset: str, replicate: Replicate, *, is_small: bool) -> Config:
     if is_small:  # one checkpoint, at the end
         config = with_fields(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]

@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -52,12 +52,10 @@ def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: naming the nearest fields for one that is not there, or what the configuration refuses.
     """
+    check_fields(values, [config])
     known = flatten(config)
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
         if isinstance(known[name], float) and type(value) is int:
             value = float(value)
         section, _, field = name.rpartition(".")
@@ -66,6 +64,19 @@ def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
         section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
     }
     return dataclasses.replace(config, **sections)  # type: ignore[type-var]  # a dataclass
+
+
+def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
+    """Whether every field, named by section, is one of any of these configurations.
+
+    Raises:
+        ValueError: naming the nearest fields for one that is not.
+    """
+    known = dict.fromkeys(name for config in configs for name in flatten(config))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            raise ValueError(f"there is no field {name}: did you mean {' or '.join(near) or 'another'}?")
 
 
 def fixed_values(config: Any) -> dict[str, Any]:

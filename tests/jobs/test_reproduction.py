@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.classifiers.config import ClassifierConfig
 from jobs.estimates import Estimate
 from jobs.language_models.config import LanguageModelConfig
 from jobs.presets.language_models import PRESETS
@@ -24,10 +25,12 @@ from jobs.reproduction.experiment import Statement, above, below, between, equal
 from jobs.reproduction.experiments.registry import ALIASES, EXPERIMENTS, find
 from jobs.reproduction.picture import draw, has_picture
 from jobs.reproduction.plan import Reproduction, make_reproduction
+from jobs.reproduction.runs import needed_paths
 from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import UNSEEN, Judged, judge, overall, verdict_of
+from jobs.sentences.config import SentenceConfig
 from jobs.training.config import TrackingSection
-from jobs.training.identity import with_fields
+from jobs.training.identity import flatten, with_fields
 from jobs.trials.run import Outcomes, Rounds
 
 MEASURES = {"x": score("x", "x", "x")}
@@ -110,10 +113,14 @@ def test_a_base_of_the_same_seed_is_started_from(tmp_path: Path) -> None:
 
 def test_folds_start_from_the_encoder_of_their_seed(tmp_path: Path) -> None:
     (planned,) = reproduction("TripleEntropy", tmp_path, seeds=2).studies
+    exports = {run.name: run.config.run.export_directory for run in planned.runs if run.arm.name == "encoder"}
     cells = [run for run in planned.runs if run.arm.name != "encoder"]
     assert len(cells) == 2 * 2 * 2 * 5
     assert len({run.after for run in cells}) == 2
     assert planned.test_share == 0.25
+    for run in cells:
+        assert isinstance(run.config, ClassifierConfig)
+        assert run.config.tokenizer == run.config.model.path == exports[run.after]
     with pytest.raises(ValueError, match="has the 4 seeds of its paper"):
         reproduction("TripleEntropy", tmp_path, seeds=5)
 
@@ -352,6 +359,15 @@ def test_steps_changes_and_arms(tmp_path: Path) -> None:
     assert "elsewhere  (MISSING)" in work.describe()
 
 
+def test_a_change_is_of_those_runs_that_have_the_field(tmp_path: Path) -> None:
+    """An encoder reads no directory of SentEval, and what it is tested on does."""
+    work = reproduction("TripleEntropy", tmp_path, seeds=1, change=("data.directory=elsewhere", "optimizer.beta1=0.8"))
+    kinds = {type(run.config): run.config for run in work.runs.values()}
+    assert kinds.keys() == {SentenceConfig, ClassifierConfig}
+    assert flatten(kinds[ClassifierConfig])["data.directory"] == "elsewhere"
+    assert {config.optimizer.beta1 for config in kinds.values()} == {0.8}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -363,6 +379,7 @@ def test_steps_changes_and_arms(tmp_path: Path) -> None:
         (["T4", "--change", "temperature.tau_mx=1"], "there is no field temperature.tau_mx"),
         (["T4", "--change", "optimizer.beta1=2"], "optimizer.beta1 = 2 must lie in [0, 1]"),
         (["T4", "--data", "senteval=x"], "data: T4 is not scored on 'senteval': there is none"),
+        (["T13", "--steps", "4"], "T13 trains nothing"),
         (["DeCLUTR", "--data", "sentevl=x"], "there is senteval"),
     ],
 )
@@ -383,6 +400,20 @@ def test_missing_data_are_named_before_anything_starts(
         with pytest.raises(SystemExit):
             main([name, "--storage", str(tmp_path), "--tracking.no-enabled"])
         assert message in capsys.readouterr().err
+
+
+def test_data_of_what_starts_later_are_missed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder could be trained, and what is trained on it would then find nothing to read."""
+    monkeypatch.setattr(launch, "planner", lambda config: lambda config: None)
+    work = reproduction("TripleEntropy", tmp_path, seeds=1, change=("data.directory=elsewhere",))
+    for name in ("data.train", "data.validation", "data.tokenizer"):
+        for path in needed_paths([run.config for run in work.runs.values()]).get(name, []):
+            (tmp_path / path).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"data\.directory = 'elsewhere' is not there: --change data\.directory="
+    ):
+        launch.run_reproduction(work)
 
 
 def test_help_lists_every_experiment_with_its_claim(capsys: pytest.CaptureFixture[str]) -> None:
