@@ -45,6 +45,9 @@ def start_ray() -> None:
         return
     # A process of every run that waits for a cloud to take a node away: this machine is no such node.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
+    # that it reads would start another one, seconds of computing each.
+    os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))
     # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
     try:
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)

@@ -25,8 +25,13 @@ def ray_head() -> Iterator[dict[str, str]]:
     # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
     # Nor is there a cloud to take this node away: a process less for every run.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    # Told to end, the head would wait half a minute for others to take its work over.
-    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    # Told to end, the head would wait half a minute for others to take its work over. Processes without a task are kept
+    # for the next one, as `jobs.cluster` has it.
+    environment = os.environ | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_num_workers_soft_limit": "4",
+    }
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
