@@ -133,8 +133,8 @@ def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
 
 
 def _rounds(runs: Sequence[Run]) -> Rounds:
-    """Every run as soon as the one that it starts from has finished."""
-    left, finished = list(runs), set[str]()
+    """Every run in the first round before which the one that it starts from has finished."""
+    left, finished = list(runs), {run.name for run in runs if outcome_of(run) is not None}
     while ready := [run for run in left if not run.after or run.after in finished]:
         left = [run for run in left if run not in ready]
         finished |= (yield [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]).finished.keys()
