@@ -37,10 +37,11 @@ class StudyResult:
 def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
     """Everything."""
     config, experiment = work.config, work.experiment
+    seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
     lines = [
         f"# {experiment.id}: {experiment.title} ({experiment.source})",
         "",
-        f"Claim: {experiment.claim}. Scale: {config.scale}, {config.seeds} seeds.",
+        f"Claim: {experiment.claim}. Scale: {config.scale}, {seeds}.",
     ]
     for result in results:
         lines += ["", f"## {result.study.title}", "", _figures(result)]
