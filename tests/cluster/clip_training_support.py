@@ -17,9 +17,9 @@ from jobs.training.config import OptimizerSection, RunSection, TrackingSection, 
 
 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
-    """A 60-step run of two tiny towers (10 epochs), two workers, ZeRO 1, float32; sections override fields."""
+    """A 32-step run of two tiny towers (5 epochs), two workers, ZeRO 1, float32; sections override fields."""
     config = ClipConfig(
-        run=RunSection(name=name, storage=str(storage), num_steps=60, checkpoint_every=4, log_every=4, max_restarts=1),
+        run=RunSection(name=name, storage=str(storage), num_steps=32, checkpoint_every=4, log_every=4, max_restarts=1),
         data=PairDataSection(
             train=str(images / "train"),
             validation=str(images / "validation"),
@@ -47,7 +47,7 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
             batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02, epsilon=1e-4
         ),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1, precision="fp32", num_threads=1),
-        validation=RetrievalValidationSection(every=30, batch_size=16),
+        validation=RetrievalValidationSection(every=16, batch_size=16),
         tracking=TrackingSection(experiment="contrastive"),
     )
     return replace(

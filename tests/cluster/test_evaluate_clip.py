@@ -20,7 +20,7 @@ from jobs.clip_evaluation.prompts import read_templates
 from jobs.clip_evaluation.units import EmbeddingStore
 from tempnet.models.dual_encoder import DualEncoder
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 Embed = Any  # images (n, S, S, 3) or texts → (n, d) in float64, one at a time
 

@@ -23,7 +23,7 @@ from jobs.evaluation.table import Column
 from jobs.evaluation.windows import num_words, wikitext_pages
 from jobs.training.config import TrackingSection
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 TEMPERATURES = ("one", "tempnet", "fixed:0.7")
 EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "tasks"

@@ -24,7 +24,7 @@ from pipelines.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.network import TempNet, TempNetConfig
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

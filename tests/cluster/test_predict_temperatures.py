@@ -20,7 +20,7 @@ from jobs.prediction.settings import claim_output, resolve_settings
 from pipelines.problems import TooManyProblemsError
 from pipelines.tokenization import load_tokenizer
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 TEXTS = some_texts(36, seed=3)
 

@@ -31,7 +31,7 @@ from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 pytestmark = pytest.mark.cluster
 
 NUM_PAIRS = 100
-NUM_STEPS = 60
+NUM_STEPS = 32
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +84,7 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: f
     states, wanted = sample_states(outcome), sample_states(reference)
     assert states.keys() == wanted.keys()
     for name in wanted:
-        assert torch.isfinite(wanted[name]).all()  # ten epochs: every sample was visited
+        assert torch.isfinite(wanted[name]).all()  # five epochs: every sample was visited
         torch.testing.assert_close(states[name], wanted[name], rtol=0, atol=100 * tolerance)
 
 
@@ -98,7 +98,7 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
     for key in ("train/tau_mean", "train/tau_q95", "train/log_u_mean", "train/dual_gradient_mean",
                 "train/pairs_per_second", "train/learning_rate/tempnet"):  # fmt: skip
         assert {4, 8, NUM_STEPS} <= set(history(reference, key)), key
-    assert sorted(history(reference, "validation/mean_recall")) == [30, NUM_STEPS]
+    assert sorted(history(reference, "validation/mean_recall")) == [16, NUM_STEPS]
     best = max(history(reference, "validation/mean_recall").values())
     assert reference["best_rating"] == best
     assert sum(reference["histograms"]["image"]) == 20
@@ -127,6 +127,7 @@ def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, A
     assert scores["mean_recall"] == pytest.approx(reference["best_rating"], abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "workers",
     [{"num_workers": 1, "zero_stage": 0}, {"num_workers": 2, "zero_stage": 2}],

@@ -119,6 +119,7 @@ def test_the_export_loads_without_this_project_and_scores_the_same(reference: di
     assert tau[valid].mean().item() == pytest.approx(scores["tau_mean"], abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "workers",
     [
@@ -162,6 +163,7 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], toler
     assert outcome["num_tokens"] == reference["num_tokens"]
 
 
+@pytest.mark.long
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_killed_job_started_again_with_another_number_of_workers_continues(
     assert "optimizer.learning_rate_base: 0.003 → 0.001" in other.stderr
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluster: dict[str, str], tiny: Make) -> None:
     config = tiny(
         "explodes",
@@ -268,6 +271,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluste
     assert [run.info.status for run in client.search_runs(["1"])] == ["FAILED"]
 
 
+@pytest.mark.long
 def test_frozen_base_in_bf16_trains_the_tempnet_alone(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:
@@ -291,6 +295,7 @@ def test_frozen_base_in_bf16_trains_the_tempnet_alone(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_finetuning_starts_from_the_saved_weights(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:

@@ -161,6 +161,7 @@ def test_the_export_is_an_encoder_for_transformers_and_a_tempnet(reference: dict
     assert TempNet.from_pretrained(export / PAIRED_DIRECTORY).config.input_size == 16
 
 
+@pytest.mark.long
 def test_killed_and_continued_with_another_number_of_workers(
     cluster: dict[str, str], reference: dict[str, Any], corpus: Path, wordpiece: Path, tmp_path: Path
 ) -> None:
