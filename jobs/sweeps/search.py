@@ -21,6 +21,8 @@ Axes: TypeAlias = Mapping[str, Sequence[float]]
 
 # d log τ̄ / dρ per nat: what the papers' sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03, .95, .81, .69).
 PRIOR_SLOPE = -0.35
+# Of log τ̄ between two trials of one seed; what differs by less says nothing of the direction.
+_NOISE = 0.02
 _NUM_DIGITS = 4
 
 
@@ -65,13 +67,13 @@ def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
 def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float | None = None) -> Search:
     """The value of the first axis that brings the mean temperature into the band, and the best of the other axes there.
 
-    The first axis (ρ, say) is one in which the mean temperature falls. It is tried at `start` with the middle of all
-    others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two observations give
-    their own, and once the middle of the band lies between two of them it is interpolated. When a whole trial has ended in
-    the band, combinations of the other axes race there in one round, the better ones to the end
-    (`jobs.sweeps.stopping`). What is left of the budget goes on from the best one: to a combination beside it that the race
-    had no room for, as the score may still rise there; where there is none, to values of the first axis that should lead to
-    that part of the band where the score has been better.
+    The first axis (ρ, say) is one in which the mean temperature is expected to fall. It is tried at `start` with the middle
+    of all others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two
+    observations give their own, and once the middle of the band lies between two of them it is interpolated. Where its ends
+    do not reach the band, the other axes are tried from there. When a whole trial has ended in the band, combinations of the
+    other axes race there in one round, the better ones to the end (`jobs.sweeps.stopping`). What is left of the budget goes
+    on from the best one: to a combination beside it that the race had no room for, as the score may still rise there; where
+    there is none, to values of the first axis that should lead to that part of the band where the score has been better.
 
     Args:
         band: of the mean temperature.
@@ -91,34 +93,50 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
         tried = [(one.point[first], one.tau_mean) for one in seen if one.point == {**one.point, **point}]
         return next_value(tried, ends=ends, band=goal, start=sum(ends) / 2 if start is None else start)
 
-    while not (inside := [one for one in seen if one.is_in(band)]):
-        if left() < 1.0 or (value := next_at(usual, band)) is None:
-            return
-        seen += yield [{first: value, **usual}]
-    value = inside[0].point[first]
     combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
 
     def distance(one: Point, other: Point) -> int:
         """In values of the axes."""
         return sum(abs(values.index(one[name]) - values.index(other[name])) for name, values in rest.items())
 
-    # From the usual values outwards: what is left out for want of steps is what is farthest.
-    combinations.sort(key=lambda point: distance(point, usual))
+    def untried_beside(point: Point) -> list[Point]:
+        """Combinations of the other axes that were tried nowhere, the nearest first."""
+        tried = [{name: one.point[name] for name in rest} for one in seen]
+        return sorted((one for one in combinations if one not in tried), key=lambda one: distance(one, point))
+
+    while not (inside := [one for one in seen if one.is_in(band)]):
+        if left() < 1.0:
+            return
+        if (value := next_at(usual, band)) is not None:
+            seen += yield [{first: value, **usual}]
+        elif not (known := [one for one in seen if one.tau_mean > 0.0]):
+            return
+        else:
+            nearest = min(known, key=lambda one: _distance_to(band, one.tau_mean))
+            if not (beside := untried_beside(nearest.point)):
+                return
+            seen += yield [{first: nearest.point[first], **beside[0]}]
+    value = inside[0].point[first]
+    # From there outwards: what is left out for want of steps is what is farthest.
     # One whole trial is kept for what the race leaves open.
-    if round_ := [{first: value, **point} for point in combinations if point != usual][: max(0, int(left() - 1.0))]:
+    if round_ := [{first: value, **point} for point in untried_beside(inside[0].point)][: max(0, int(left() - 1.0))]:
         seen += yield round_
     while left() >= 1.0:
         inside = [one for one in seen if one.is_in(band)]
         best = max(inside, key=lambda one: one.score)
         chosen = {name: best.point[name] for name in rest}
-        tried = [{name: one.point[name] for name in rest} for one in seen]
-        beside = [point for point in combinations if point not in tried and distance(point, chosen) == 1]
-        if beside:
+        beside = untried_beside(chosen)
+        if beside and distance(beside[0], chosen) == 1:
             seen += yield [{first: best.point[first], **beside[0]}]
         elif (value := next_at(chosen, _better_part(inside, best, band))) is not None:
             seen += yield [{first: value, **chosen}]
         else:
             return
+
+
+def _distance_to(band: tuple[float, float], tau: float) -> float:
+    """In proportion, from the middle."""
+    return abs(math.log(tau) - math.log(band[0] * band[1]) / 2)
 
 
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
@@ -138,13 +156,14 @@ def next_value(
     start: float,
     slope: float = PRIOR_SLOPE,
 ) -> float | None:
-    """The value of a falling axis at which the mean temperature should be in the middle of the band.
+    """The value of an axis at which the mean temperature should be in the middle of the band.
 
     Args:
         seen: value and mean temperature of the trials so far, the latter NaN where one failed.
         ends: the smallest and the largest value that may be tried.
         start: what is tried first.
-        slope: d log τ̄ / d value, until two observations give their own; it may be off by a factor of 4.
+        slope: d log τ̄ / d value, until two observations give their own; it may be off by a factor of 4. They decide its sign,
+            too: in a short run the temperature may rise in ρ.
 
     Returns:
         None if there is nothing left to try between the ends.
@@ -159,18 +178,18 @@ def next_value(
         for _ in tried:
             candidate = (candidate + high) / 2
     else:
-        too_low = [one for one in known if one[1] > 0.0]
-        too_high = [one for one in known if one[1] <= 0.0]
-        if too_low and too_high and too_low[-1][0] < too_high[0][0]:
-            (left, above), (right, below) = too_low[-1], too_high[0]
+        brackets = [(one, other) for one, other in itertools.pairwise(known) if (one[1] > 0.0) != (other[1] > 0.0)]
+        if brackets:
+            (left, before), (right, after) = min(brackets, key=lambda pair: abs(pair[0][1]) + abs(pair[1][1]))
             # Kept off the ends of the bracket: an observation is noisy, and a bound is flat.
-            share = min(max(above / (above - below), 0.1), 0.9)
+            share = min(max(before / (before - after), 0.1), 0.9)
             candidate = left + share * (right - left)
         else:
             if len(known) > 1:
-                (first, above), (last, below) = sorted(known, key=lambda one: abs(one[1]))[:2]
-                measured = (below - above) / (last - first)
-                slope = -min(max(-measured, -slope / 4), -slope * 4)
+                (first, one), (second, other) = sorted(known, key=lambda one: abs(one[1]))[:2]
+                measured = (other - one) / (second - first)
+                sign = math.copysign(1.0, measured if abs(other - one) > _NOISE else slope)
+                slope = sign * min(max(sign * measured, abs(slope) / 4), abs(slope) * 4)
             nearest, distance = min(known, key=lambda one: abs(one[1]))
             candidate = nearest - distance / slope
     candidate = float(f"{min(max(candidate, low), high):.{_NUM_DIGITS}g}")
