@@ -55,9 +55,9 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
         "",
         f"**The claim {verdict}.**",
         "",
-        "± is half the 95 % interval by Student's t over the seeds. A statement holds if the interval of its figure, formed "
-        "seed by seed, lies within the bound, does not hold if it lies outside, and cannot be seen otherwise; the claim "
-        "holds if all statements do, and does not if one does not.",
+        "± is half the 95 % interval by Student's t over the replicates (seeds, folds of a cross-validation). A statement "
+        "holds if the interval of its figure, formed replicate by replicate, lies within the bound, does not hold if it "
+        "lies outside, and cannot be seen otherwise; the claim holds if all statements do, and does not if one does not.",
     ]
     return "\n".join(lines)
 
@@ -88,7 +88,7 @@ def _figures(result: StudyResult) -> str:
 
 
 def _statements(result: StudyResult) -> str:
-    rows = [["statement", "found", "bound", "seeds", "verdict"]]
+    rows = [["statement", "found", "bound", "replicates", "verdict"]]
     for one in result.judged:
         digits = max(result_digits(result, measure) for _, measure in one.statement.weights)
         sign = "+" if len(one.statement.weights) > 1 else ""
