@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jobs import sample_data
 from jobs.sample_data import SampleDataConfig, make_sample_data
+from pipelines.sample_images import write_images
 from pipelines.tokenization import load_tokenizer
 
 
@@ -20,6 +22,8 @@ def make(directory: Path, *parts: sample_data.Part, num_images: int = 60) -> str
 
 def test_parts_are_made_once_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_data, "_NUM_TOKENIZER_CHARACTERS", 100_000)
+    few = partial(write_images, num_retrieval_images=20, num_classes=2, num_images_per_class=2)
+    monkeypatch.setattr(sample_data, "write_images", few)
     assert make(tmp_path, "images").startswith(f"{tmp_path}/images: 60 training pairs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "sample.json"]
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -33,7 +37,7 @@ def test_parts_are_made_once_and_apart(tmp_path: Path, monkeypatch: pytest.Monke
     record = json.loads((tmp_path / "sample.json").read_text())
     assert sorted(record) == ["images", "text"]
     assert record["images"]["config"] == {"num_images": 60, "image_size": 32, "images_seed": 0}
-    assert record["images"]["summary"]["num_images_test"] == 1000
+    assert record["images"]["summary"]["num_images_test"] == 20
     with pytest.raises(FileExistsError, match="images"):
         make(tmp_path, "images", num_images=61)
     # A record from before a field was there: it holds the field's default.

@@ -82,7 +82,7 @@ def one_word_replaced(words: list[str], noised: list[str]) -> bool:
     return any([*words[:at], RANDOM_WORD, *words[at + 1 :]] == noised for at in range(len(words)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=12),
     st.integers(0, 2**31),

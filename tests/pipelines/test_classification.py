@@ -57,7 +57,7 @@ def test_token_types_where_the_model_knows_them(tokenizer: PreTrainedTokenizerFa
     assert sum(expected) > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     world_size=st.sampled_from([1, 2, 4]),
     first=st.integers(0, 5),

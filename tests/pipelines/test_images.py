@@ -129,7 +129,7 @@ def test_the_limit_is_by_pixels() -> None:
         check_image(JPEG, 64 * 48 - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([JPEG, PNG, encode(smooth(30, 20), "WEBP"), encode(smooth(30, 20), "GIF")]), st.data())
 def test_damaged_bytes_are_refused_by_the_check_or_can_be_viewed(data: bytes, draw: st.DataObject) -> None:
     damaged = bytearray(data)
@@ -154,7 +154,7 @@ def test_damaged_bytes_are_refused_by_the_check_or_can_be_viewed(data: bytes, dr
     st.floats(0.1, 1.0),
     st.integers(0, 2**32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_crops_lie_inside_the_image(width: int, height: int, min_scale: float, min_ratio: float, seed: int) -> None:
     augmentation = AugmentationConfig(min_scale=min_scale, min_ratio=min_ratio, max_ratio=1 / min_ratio)
     left, top, right, bottom = random_crop(width, height, augmentation, np.random.default_rng(seed))

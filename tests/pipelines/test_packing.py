@@ -20,7 +20,7 @@ def config(context_length: int, vocab_size: int = 100) -> PackingConfig:
     return PackingConfig(context_length=context_length, bos_id=BOS, eos_id=EOS, vocab_size=vocab_size)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(documents=documents_strategy, context_length=st.integers(2, 12), batch=st.integers(1, 7))
 def test_blocks_hold_every_document_once_in_order(documents: list[np.ndarray], context_length: int, batch: int) -> None:
     batches = list(pack_documents(documents, config(context_length), num_blocks_per_batch=batch))

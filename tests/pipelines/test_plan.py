@@ -27,7 +27,7 @@ def order(plan: StreamPlan, start: int, stop: int) -> list[tuple[int, int]]:
     return blocks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plan=plans)
 def test_every_epoch_visits_every_block_once(plan: StreamPlan) -> None:
     every = {(shard, row) for shard, size in enumerate(plan.shard_sizes) for row in range(size)}
@@ -38,13 +38,13 @@ def test_every_epoch_visits_every_block_once(plan: StreamPlan) -> None:
         assert set(visited) == every
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plan=plans, cut=st.integers(0, 200), length=st.integers(0, 200))
 def test_a_stream_continued_anywhere_is_the_same_stream(plan: StreamPlan, cut: int, length: int) -> None:
     assert order(plan, 0, cut) + order(plan, cut, cut + length) == order(plan, 0, cut + length)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     start=st.integers(0, 50),
     length=st.integers(0, 300),

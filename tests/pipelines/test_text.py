@@ -89,7 +89,7 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8))
 def test_every_format_gives_back_the_same_texts_under_distinct_keys(texts: list[str]) -> None:
     with TemporaryDirectory() as directory:
@@ -298,7 +298,7 @@ def test_the_end_of_a_frame_is_recognised_whatever_its_header(options: dict, num
     assert (len(texts), problems) == (2 * num_records, [])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_overwritten_bytes_never_raise(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(WRITERS)))

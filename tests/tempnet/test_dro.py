@@ -131,7 +131,7 @@ def test_lemma_5_1_holds_at_the_optimum() -> None:
     torch.testing.assert_close(right, tau, rtol=1e-8, atol=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     num_contrasts=st.integers(2, 60),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tempnet.rho_controller import RhoController
@@ -42,7 +42,6 @@ PLANTS = {
 }
 
 
-@settings(deadline=None)
 @given(**PLANTS)
 def test_the_mean_goes_to_the_target_and_stays_while_the_base_learns(
     start: float, target: float, pace: float, final: float, drift: float
@@ -54,7 +53,6 @@ def test_the_mean_goes_to_the_target_and_stays_while_the_base_learns(
     assert all(value == pytest.approx(target, rel=0.02) for value in history[2000:])
 
 
-@settings(deadline=None)
 @given(**PLANTS)
 def test_it_is_damped(start: float, target: float, pace: float, final: float, drift: float) -> None:
     """Past the target it goes hardly more than a third of what it came from."""

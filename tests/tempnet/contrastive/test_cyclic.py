@@ -21,7 +21,7 @@ def double_sum(image: Tensor, text: Tensor, in_modal: float, cross_modal: float)
     return total / len(image)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_pairs=st.integers(1, 7),
     size=st.integers(1, 9),

@@ -90,7 +90,7 @@ def test_float32_and_bfloat16_inputs(name: str) -> None:
     assert max(found["image"], found["text"]) < 5e-3, found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(NAMES),
     num_pairs=st.integers(2, 9),

@@ -16,7 +16,7 @@ from tempnet.contrastive.temperatures import LearnedTemperature, momentum_step
 from tempnet.contrastive.world import World
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     keys=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     num_ranks=st.integers(1, 3),

@@ -51,7 +51,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     return {"rng": rng, "image_of_text": image_of_text, "num_images": len(num_texts)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([1, 2, 5, 64]), st.integers(2, 9))
 def test_recall_is_that_of_brute_force(problem: dict[str, Any], tile_size: int, size: int) -> None:
     rng, image_of_text = problem["rng"], problem["image_of_text"]
@@ -62,7 +62,7 @@ def test_recall_is_that_of_brute_force(problem: dict[str, Any], tile_size: int, 
     assert recall(image, text, of, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([1, 3, 64]))
 def test_equal_scores_count_against_the_query(problem: dict[str, Any], tile_size: int) -> None:
     """Embeddings are a few signed axes, so that most scores are equal, and exact in any arithmetic."""
@@ -107,7 +107,7 @@ def test_scores_on_the_grid_are_exact(size: int) -> None:
     torch.testing.assert_close(scores, a.double() @ b.double().T, atol=1e-6, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8), st.sampled_from([1, 4, 100]))
 def test_accuracy_is_that_of_brute_force(seed: int, num_images: int, num_classes: int, tile_size: int) -> None:
     rng = np.random.default_rng(seed)

@@ -43,7 +43,7 @@ def test_what_is_written_is_read() -> None:
     assert (state.read(ids)["tau"] == torch.tensor(0.01)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_every_sample_has_one_owner(num_samples: int, size: int, seed: int) -> None:
     """Ranks write the values of a batch; together they hold each once, and the rest is untouched."""

@@ -158,7 +158,7 @@ def test_lower_precisions_stay_near(
         assert max(errors.values()) < tolerance, errors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(list(LOSS_KINDS)),
     num_tokens=st.integers(1, 40),
