@@ -19,7 +19,15 @@ from jobs.training.config import OptimizerSection, RunSection, TrackingSection, 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
     """A 32-step run of two tiny towers (5 epochs), two workers, ZeRO 1, float32; sections override fields."""
     config = ClipConfig(
-        run=RunSection(name=name, storage=str(storage), num_steps=32, checkpoint_every=4, log_every=4, max_restarts=1),
+        run=RunSection(
+            name=name,
+            storage=str(storage),
+            prepared=str(images / "prepared"),
+            num_steps=32,
+            checkpoint_every=4,
+            log_every=4,
+            max_restarts=1,
+        ),
         data=PairDataSection(
             train=str(images / "train"),
             validation=str(images / "validation"),

@@ -113,7 +113,15 @@ def write_jsonl_zst(path: Path, texts: list[str]) -> None:
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
     """A 40-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
     config = LanguageModelConfig(
-        run=RunSection(name=name, storage=str(storage), num_steps=40, checkpoint_every=5, log_every=10, max_restarts=1),
+        run=RunSection(
+            name=name,
+            storage=str(storage),
+            prepared=str(corpus / "prepared"),
+            num_steps=40,
+            checkpoint_every=5,
+            log_every=10,
+            max_restarts=1,
+        ),
         data=DataSection(
             train=str(corpus / "train"),
             validation=str(corpus / "validation"),

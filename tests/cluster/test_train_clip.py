@@ -114,8 +114,7 @@ def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, A
     encoder = DualEncoder.from_pretrained(export)
     load_pair_tempnets(export)
     AutoModel.from_pretrained(export / "image_encoder")  # without this project
-    prepared = Path(reference["directory"]).parent / "prepared"
-    (directory,) = prepared.glob("validation-*")
+    (directory,) = (images / "prepared").glob("validation-*")
     tokenizer = load_tokenizer(str(export / "text_encoder"), needs_eos=False)
     source = PairSource(manifest=ImageManifest.load(str(directory)), tokenizer=tokenizer, image_size=32)
     captions, owners = source.captions()

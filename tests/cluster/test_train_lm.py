@@ -94,11 +94,7 @@ def test_the_export_loads_without_this_project_and_scores_the_same(reference: di
     from pipelines.blocks import read_range
     from pipelines.manifest import Manifest
 
-    prepared = next(
-        path
-        for path in (Path(reference["directory"]).parent / "prepared").iterdir()
-        if path.name.startswith("validation")
-    )
+    (prepared,) = (corpus / "prepared").glob("validation-*")
     blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 32).items()}
     with torch.no_grad():
         logits = model(

@@ -62,6 +62,7 @@ def tiny_sentences(
             config.run,
             name=name,
             storage=str(storage),
+            prepared=str(corpus / "prepared"),
             num_steps=NUM_STEPS,
             checkpoint_every=5,
             log_every=5,
