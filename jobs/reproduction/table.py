@@ -38,10 +38,11 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
     """Everything."""
     config, experiment = work.config, work.experiment
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
+    steps = f", {config.steps:,} steps a run" if config.steps else ""
     lines = [
         f"# {experiment.id}: {experiment.title} ({experiment.source})",
         "",
-        f"Claim: {experiment.claim}. Scale: {config.scale}, {seeds}.",
+        f"Claim: {experiment.claim}. Scale: {config.scale}, {seeds}{steps}.",
     ]
     for result in results:
         lines += ["", f"## {result.study.title}", "", _figures(result)]
