@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 
+import psutil
 import ray
 
 # Set in every process that a job starts, unless the person has set it: DeepSpeed's and Transformers' chatter off, no
@@ -16,6 +18,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
+
+_NUM_STARTS = 3
 
 # For workers that compute on CPUs. Ray runs their code in a thread, where glibc gives every freed megabyte back to the
 # kernel and takes it again as zeroed pages: a quarter of a small step (docs/log.md). One arena that keeps its memory
@@ -34,7 +38,7 @@ def start_ray() -> None:
     """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
 
     Raises:
-        TimeoutError: if it does not come up in the 30 s that Ray gives itself.
+        TimeoutError: if it does not come up in the 30 s that Ray gives itself, however often it is tried.
     """
     if ray.is_initialized():
         return
@@ -48,15 +52,23 @@ def start_ray() -> None:
     # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
     # that it reads would start another one, seconds of computing each.
     os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))
-    # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
-    try:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    except Exception as error:  # Ray raises nothing narrower
-        if "timed out during startup" not in str(error):
-            raise
-        raise TimeoutError(
-            "Ray did not start within 30 s: the machine is too busy; try again when it is less so"
-        ) from error
+    others = set(psutil.Process().children())
+    for attempt in range(1, _NUM_STARTS + 1):
+        # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
+        try:
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+            return
+        except Exception as error:  # Ray raises nothing narrower
+            if "timed out during startup" not in str(error):
+                raise
+            for process in set(psutil.Process().children()) - others:  # what it leaves behind
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if attempt == _NUM_STARTS:
+                raise TimeoutError(
+                    f"Ray did not start within 30 s, {_NUM_STARTS} times: the machine is too busy; try again when it is "
+                    "less so"
+                ) from error
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,12 +117,22 @@ def test_a_refusal_reaches_the_person_as_one_line_and_status_2(
     assert "Traceback" not in error
 
 
-def test_a_machine_too_busy_for_ray_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+
     def init(**options: Any) -> None:
-        raise Exception("The current node timed out during startup. This could happen because …")
+        if len(left) < num_failures:
+            left.append(subprocess.Popen(["sleep", "100"]))
+            raise Exception("The current node timed out during startup. This could happen because …")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    with pytest.raises(TimeoutError, match="the machine is too busy"):
+    if num_failures < 3:
         cluster.start_ray()
+    else:
+        with pytest.raises(TimeoutError, match="3 times: the machine is too busy"):
+            cluster.start_ray()
+    # Nothing of the starts that failed goes on.
+    assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
