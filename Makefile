@@ -33,13 +33,13 @@ test-all: setup  ## The same with the long cluster tests: every ZeRO stage, ever
 	$(MAKE) --no-print-directory test CLUSTER=cluster
 
 CLUSTER := cluster and not long
-LANGUAGE_MODELS := $(foreach name,text_data train_lm reproduce,tests/cluster/test_$(name).py)
+LANGUAGE_MODELS := $(foreach name,text_data train_lm train_sentences reproduce,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
 	$(PYTEST) -m "not cluster"
 
-test-language-models: setup  ## The main job, its data and experiments on a real Ray, with DeepSpeed and MLflow
+test-language-models: setup  ## The jobs on text, and an experiment, on a real Ray with DeepSpeed and MLflow
 	$(PYTEST) -m "$(CLUSTER)" $(LANGUAGE_MODELS)
 
 test-cluster: setup  ## All other tests on a real Ray
