@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from support import tiny_run
+
 from jobs.clip.config import (
     ClipConfig,
     DualEncoderSection,
@@ -13,21 +15,13 @@ from jobs.clip.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.training.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
+from jobs.training.config import OptimizerSection, TrackingSection, WorkersSection
 
 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
     """A 32-step run of two tiny towers (5 epochs), two workers, ZeRO 1, float32; sections override fields."""
     config = ClipConfig(
-        run=RunSection(
-            name=name,
-            storage=str(storage),
-            prepared=str(images / "prepared"),
-            num_steps=32,
-            checkpoint_every=4,
-            log_every=4,
-            max_restarts=1,
-        ),
+        run=tiny_run(images, storage, name, num_steps=32, checkpoint_every=4, log_every=4, max_restarts=1),
         data=PairDataSection(
             train=str(images / "train"),
             validation=str(images / "validation"),

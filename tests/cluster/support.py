@@ -110,18 +110,15 @@ def write_jsonl_zst(path: Path, texts: list[str]) -> None:
     path.write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
 
 
+def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
+    """A run whose prepared data are shared by all runs on these data."""
+    return RunSection(name=name, storage=str(storage), prepared=str(data / "prepared"), **fields)
+
+
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
     """A 40-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
     config = LanguageModelConfig(
-        run=RunSection(
-            name=name,
-            storage=str(storage),
-            prepared=str(corpus / "prepared"),
-            num_steps=40,
-            checkpoint_every=5,
-            log_every=10,
-            max_restarts=1,
-        ),
+        run=tiny_run(corpus, storage, name, num_steps=40, checkpoint_every=5, log_every=10, max_restarts=1),
         data=DataSection(
             train=str(corpus / "train"),
             validation=str(corpus / "validation"),

@@ -18,7 +18,7 @@ import torch
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines, training_worker_pids, wait_for
+from support import ROOT, readme_lines, run_lines, tiny_run, training_worker_pids, wait_for
 from transformers import AutoModel, AutoTokenizer
 
 from jobs.presets.sentences import PRESETS
@@ -58,16 +58,7 @@ def tiny_sentences(
     config = PRESETS["declutr-small-small"]()
     config = replace(
         config,
-        run=replace(
-            config.run,
-            name=name,
-            storage=str(storage),
-            prepared=str(corpus / "prepared"),
-            num_steps=NUM_STEPS,
-            checkpoint_every=5,
-            log_every=5,
-            max_restarts=0,
-        ),
+        run=tiny_run(corpus, storage, name, num_steps=NUM_STEPS, checkpoint_every=5, log_every=5, max_restarts=0),
         data=replace(
             config.data,
             train=str(corpus / "train"),
