@@ -7,9 +7,10 @@ in memory already is read without it, in the same order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import ray.data
@@ -36,6 +37,33 @@ class Source(Protocol):
     def name(self, shard: int, row: int) -> str:
         """What an item is called in messages."""
         ...
+
+
+class Pace:
+    """Holds Ray Data's loop back while training has what it needs.
+
+    The loop runs in a thread of the training process. Once as much is read ahead as there is memory for, what a reader
+    yields is ready and may not be taken, and the loop asks for it again at once, a thousand times a second: half of the
+    computing of a worker, and Python's lock, which training needs too (docs/log.md).
+    """
+
+    SECONDS: ClassVar[float] = 0.05
+    """That a step of the loop takes at least, unless a batch is waited for."""
+    is_awaited: ClassVar = threading.Event()
+    """Somebody in this process waits for a batch."""
+
+    def before_execution_starts(self, executor: Any) -> None:
+        """Nothing to do."""
+
+    def on_execution_step(self, executor: Any) -> None:
+        """After each step."""
+        self.is_awaited.wait(self.SECONDS)
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        """Nothing to do."""
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +131,16 @@ class RankStream:
         # Training may pause for as long as a validation takes; that is no reason to give the stream up.
         context.execution_no_progress_timeout_s = 7 * 24 * 3600
         context.execution_options.preserve_order = True
+        context.custom_execution_callback_classes = [Pace]  # type: ignore[list-item]  # Ray's own base class is internal
         # What a task yields is prefetched while it reads on.
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             read, batch_size=1, num_cpus=READ_CPUS, concurrency=self.num_readers
         )
-        yield from dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4)
+        Pace.is_awaited.set()
+        for batch in dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4):
+            Pace.is_awaited.clear()
+            yield batch
+            Pace.is_awaited.set()
 
     def _read_batch(self, windows: list[Window], first: int) -> Batch:
         """This rank's part of the batch that begins at a place; it may run across the end of a window."""

@@ -113,7 +113,7 @@ def run_trials(
     filesystem, path = resolve(directory)
     num_at_once = num_concurrent or room
     run_trial = tune.with_parameters(
-        _run_trial, parent_run_id=parent_run_id, directory=os.getcwd(), shares_cores=num_at_once > 1
+        _run_trial, parent_run_id=parent_run_id, directory=os.getcwd(), num_at_once=num_at_once
     )
     tuner = tune.Tuner(
         tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
@@ -146,6 +146,7 @@ class _RoundSearch(Searcher):
         self._rounds = rounds
         self._asked: list[Trial] = []
         self._waiting: list[Trial] = []
+        self._is_alone = False
         self._running: dict[str, Trial] = {}
         self._failed: dict[str, str] = {}
         self.finished: dict[str, dict[str, Any]] = {}
@@ -173,7 +174,7 @@ class _RoundSearch(Searcher):
             return None
         trial = self._waiting.pop(0)
         self._running[trial_id] = trial
-        return {"name": trial.name, "trial": cloudpickle.dumps(trial)}
+        return {"name": trial.name, "trial": cloudpickle.dumps(trial), "is_alone": self._is_alone}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """A finished one has left its outcome in its directory."""
@@ -192,6 +193,7 @@ class _RoundSearch(Searcher):
                 self.finished[trial.name] = outcome
             else:
                 self._waiting.append(trial)
+        self._is_alone = len(self._waiting) == 1
         if not self._waiting:
             self._next_round()
 
@@ -233,12 +235,12 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     return max(1, math.floor(min(rooms)))
 
 
-def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str, shares_cores: bool) -> None:
+def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str, num_at_once: int) -> None:
     """Runs in the process that drives a trial, which goes on to the next one.
 
     Args:
         directory: where the job was started, from which relative paths are meant.
-        shares_cores: other trials run beside it.
+        num_at_once: trials at a time, where a round has as many; the only one of its round has all cores.
     """
     if os.path.isdir(directory):
         os.chdir(directory)
@@ -249,7 +251,7 @@ def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: st
         with_progress=False,
         watch=trial.watch,
         keep_checkpoints=trial.keep_checkpoints,
-        shares_cores=shares_cores,
+        shares_cores=num_at_once > 1 and not settings["is_alone"],
     )
     tune.report({"finished": 1})
 

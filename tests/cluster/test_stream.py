@@ -1,0 +1,62 @@
+"""What a stream costs the process that trains on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.data import DataContext, ExecutionResources
+
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, Pace, RankStream
+
+pytestmark = pytest.mark.cluster
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Items of a megabyte."""
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        return {"digest": rows, "x": np.zeros((len(rows), 1 << 18), dtype=np.float32)}
+
+    def name(self, shard: int, row: int) -> str:
+        return f"{shard}/{row}"
+
+
+def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
+    cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[float] = []
+    rest = Pace.on_execution_step
+
+    def counted(self: Pace, executor: Any) -> None:
+        steps.append(time.monotonic())
+        rest(self, executor)
+
+    monkeypatch.setattr(Pace, "on_execution_step", counted)
+    options = DataContext.get_current().execution_options
+    monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=32 << 20))
+    batch_size = 4
+    stream = RankStream(
+        source=Zeros(),
+        plan=StreamPlan(shard_sizes=(200,), seed=0),
+        batch_size=batch_size,
+        rank=0,
+        world_size=1,
+        num_batches_per_task=8,
+        num_batches_per_output=1,
+    )
+    places = []
+    for number, batch in enumerate(stream.batches(0, 200)):
+        places += batch["place"].tolist()
+        if number == 3:
+            # The consumer computes. A step takes its 50 ms, however fast the machine is.
+            begun = time.monotonic()
+            time.sleep(3)
+            during = [at for at in steps if begun < at < begun + 3]
+            assert 1 <= len(during) <= 3 / Pace.SECONDS + 2
+    assert places == list(range(200))
