@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-cluster lint format lock mlflow mlflow-team bench clean
+.PHONY: help setup run test test-all test-fast test-text test-trials test-rest lint format lock mlflow mlflow-team bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,25 +25,29 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# The cluster tests run in two processes, each with a Ray of its own, beside the others.
+# Three processes at a time, each with a Ray of its own: the last begins when the unit tests have ended.
 test: setup lint  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 3 test-text test-cluster test-fast
+	$(MAKE) --no-print-directory --jobs 3 test-text test-trials test-fast test-rest
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster
 
 CLUSTER := cluster and not long
-TEXT := $(foreach name,text_data train_lm train_sentences reproduce,tests/cluster/test_$(name).py)
+TEXT := $(foreach name,text_data train_lm reproduce,tests/cluster/test_$(name).py)
+TRIALS := $(foreach name,sweep train_classifier,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
 	$(PYTEST) -m "not cluster"
 
-test-text: setup  ## The jobs on text, and an experiment, on a real Ray with DeepSpeed and MLflow
+test-text: setup  ## Text and language models on a real Ray with DeepSpeed and MLflow
 	$(PYTEST) -m "$(CLUSTER)" $(TEXT)
 
-test-cluster: setup  ## All other tests on a real Ray
-	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT))
+test-trials: setup  ## The jobs that make many runs
+	$(PYTEST) -m "$(CLUSTER)" $(TRIALS)
+
+test-rest: setup  ## All other tests on a real Ray
+	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(TRIALS))
 
 lint: setup  ## Style, import direction, types
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
 
-class Pace:
+class Patience:
     """Holds Ray Data's loop back while training has what it needs.
 
     The loop runs in a thread of the training process. Once as much is read ahead as there is memory for, what a reader
@@ -131,16 +131,16 @@ class RankStream:
         # Training may pause for as long as a validation takes; that is no reason to give the stream up.
         context.execution_no_progress_timeout_s = 7 * 24 * 3600
         context.execution_options.preserve_order = True
-        context.custom_execution_callback_classes = [Pace]  # type: ignore[list-item]  # Ray's own base class is internal
+        context.custom_execution_callback_classes = [Patience]  # type: ignore[list-item]  # Ray's own base class is internal
         # What a task yields is prefetched while it reads on.
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             read, batch_size=1, num_cpus=READ_CPUS, concurrency=self.num_readers
         )
-        Pace.is_awaited.set()
+        Patience.is_awaited.set()
         for batch in dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4):
-            Pace.is_awaited.clear()
+            Patience.is_awaited.clear()
             yield batch
-            Pace.is_awaited.set()
+            Patience.is_awaited.set()
 
     def _read_batch(self, windows: list[Window], first: int) -> Batch:
         """This rank's part of the batch that begins at a place; it may run across the end of a window."""

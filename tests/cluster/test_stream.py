@@ -11,7 +11,7 @@ import pytest
 from ray.data import DataContext, ExecutionResources
 
 from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, Pace, RankStream
+from pipelines.stream import Batch, Patience, RankStream
 
 pytestmark = pytest.mark.cluster
 
@@ -31,13 +31,13 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
     cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[float] = []
-    rest = Pace.on_execution_step
+    rest = Patience.on_execution_step
 
-    def counted(self: Pace, executor: Any) -> None:
+    def counted(self: Patience, executor: Any) -> None:
         steps.append(time.monotonic())
         rest(self, executor)
 
-    monkeypatch.setattr(Pace, "on_execution_step", counted)
+    monkeypatch.setattr(Patience, "on_execution_step", counted)
     options = DataContext.get_current().execution_options
     monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=32 << 20))
     batch_size = 4
@@ -58,5 +58,5 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
             begun = time.monotonic()
             time.sleep(3)
             during = [at for at in steps if begun < at < begun + 3]
-            assert 1 <= len(during) <= 3 / Pace.SECONDS + 2
+            assert 1 <= len(during) <= 3 / Patience.SECONDS + 2
     assert places == list(range(200))
