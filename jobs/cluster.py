@@ -47,6 +47,10 @@ def start_ray() -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
         return
+    # Only who has this user's token may have it run code: as it should be, and nothing to warn of at every start.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
+        lambda record: "authentication is enabled" not in record.getMessage()
+    )
     # A process of every run that waits for a cloud to take a node away: this machine is no such node.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
@@ -59,7 +63,7 @@ def start_ray() -> None:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
             return
         except Exception as error:  # Ray raises nothing narrower
-            if "timed out during startup" not in str(error):
+            if "timed out" not in str(error).lower():
                 raise
             for process in set(psutil.Process().children()) - others:  # what it leaves behind
                 with suppress(psutil.NoSuchProcess):
