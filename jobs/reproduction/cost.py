@@ -51,10 +51,10 @@ _PAPER_HOURS = {
     "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
-# Roughly the core-seconds of a step of the small twins, and of start and end of a run: from the speeds of README,
-# benchmarks/README.md and docs/log.md, on two quiet cores.
-_SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.25, SentenceConfig: 0.3, ClassifierConfig: 0.12}
-_SMALL_START = 16.0
+# Roughly the core-seconds of a step of the small twins, and of start, validations and end of a run: from the outcomes of
+# the runs of docs/log.md that were made two at a time on two cores with busy neighbours.
+_SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.45, ClassifierConfig: 0.25}
+_SMALL_START = 45.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
     """Of all these runs together."""
     if not any(config.workers.use_gpu for config in configs):
         hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
-        return Cost(hours=hours, unit="core-hours", bases=("roughly, by the small twins' pace on quiet cores",))
+        return Cost(hours=hours, unit="core-hours", bases=("roughly, by the small twins' pace on two busy cores",))
     parts = [_full(config) for config in configs]
     return Cost(
         hours=sum(hours for hours, _ in parts),
