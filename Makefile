@@ -21,7 +21,7 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print where to look (about 8 minutes from nothing)
+run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print where to look (8 to 15 minutes from nothing)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 

@@ -6,6 +6,8 @@ files lie elsewhere is what MLflow calls external: a tag says where they are, an
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +106,9 @@ def _save(model: Model, export: Path, to: Path) -> None:
     """Write the model: the export, the code that reads it (this checkout's), signature and example."""
     kind = predictor_kind(export)
     assert kind is not None
+    # A progress bar for every copy and a line for every check are no news at the end of a run.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
     mlflow.pyfunc.save_model(
         to,
         mlflow_model=model,

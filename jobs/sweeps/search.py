@@ -73,7 +73,7 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
     do not reach the band, the other axes are tried from there. When a whole trial has ended in the band, combinations of the
     other axes race there in one round, the better ones to the end (`jobs.sweeps.stopping`). What is left of the budget goes
     on from the best one: to a combination beside it that the race had no room for, as the score may still rise there; where
-    there is none, to values of the first axis that should lead to that part of the band where the score has been better.
+    there is none, to values of the first axis that should lead to that end of the band where the score has been better.
 
     Args:
         band: of the mean temperature.
@@ -140,12 +140,13 @@ def _distance_to(band: tuple[float, float], tau: float) -> float:
 
 
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
-    """The half of the band, in proportion, towards which the score rises; the whole band while one trial is all there is."""
-    middle = math.sqrt(band[0] * band[1])
+    """The quarter of the band, in proportion, at the end towards which the score rises; the whole band while one trial is all
+    there is. The score follows the mean temperature beyond the band (docs/log.md): what is best lies at an end."""
     rest = [one.tau_mean for one in inside if one is not best]
     if not rest:
         return band
-    return (band[0], middle) if best.tau_mean < sum(rest) / len(rest) else (middle, band[1])
+    quarter = (band[1] / band[0]) ** 0.25
+    return (band[0], band[0] * quarter) if best.tau_mean < sum(rest) / len(rest) else (band[1] / quarter, band[1])
 
 
 def next_value(
