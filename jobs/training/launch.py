@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from pyarrow.fs import FileSelector
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
+from jobs.training.cleaner import Trainer
 from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
@@ -185,7 +185,7 @@ def _record_models(plan: Plan, tracked: TrackedRun, outcome: dict[str, Any] | No
         record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
 
 
-def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
+def _trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
     # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
     workers = config.workers
     # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
@@ -193,7 +193,7 @@ def _trainer(config: TrainingConfig, job: WorkerJob) -> TorchTrainer:
     if not workers.use_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
     filesystem, path = resolve(f"{config.run.resolved_storage}")
-    return TorchTrainer(
+    return Trainer(
         run_worker,  # type: ignore[arg-type]
         train_loop_config=packed(job),
         scaling_config=ScalingConfig(
