@@ -43,7 +43,7 @@ class Patience:
     """Holds Ray Data's loop back while training has what it needs.
 
     The loop runs in a thread of the training process. Once as much is read ahead as there is memory for, what a reader
-    yields is ready and may not be taken, and the loop asks for it again at once, a thousand times a second: half of the
+    yields is ready and may not be taken, and the loop asks for it again at once, hundreds of times a second: half of the
     computing of a worker, and Python's lock, which training needs too (docs/log.md).
     """
 

@@ -141,7 +141,7 @@ def _distance_to(band: tuple[float, float], tau: float) -> float:
 
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
     """The quarter of the band, in proportion, at the end towards which the score rises; the whole band while one trial is all
-    there is. The score follows the mean temperature beyond the band (docs/log.md): what is best lies at an end."""
+    there is. A language model's score follows its mean temperature beyond the band (docs/log.md): the best lies at an end."""
     rest = [one.tau_mean for one in inside if one is not best]
     if not rest:
         return band
