@@ -15,6 +15,7 @@ BAND = (0.01, 0.02)
 
 _CURVES = {
     "loss (training objective)": ("train/loss",),
+    "cross-entropy (all pairs)": ("validation/cross_entropy_tau",),
     "recall": ("validation/mean_recall", "validation/text_recall@1", "validation/image_recall@1"),
     "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95"),
     "log u": ("train/log_u_mean",),
@@ -26,6 +27,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
     scores = outcome["validation"]
     rows = [
         ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),
+        ("cross-entropy at τ, all held-out pairs", f"{scores['cross_entropy_tau']:.4f}"),
         ("mean recall, last", f"{scores['mean_recall']:.2%}"),
     ]
     if outcome["best_rating"] is not None:

@@ -16,7 +16,7 @@ from jobs.clip.config import ClipConfig
 from jobs.clip.data import pair_source, random_pairs
 from jobs.clip.export import export_encoder
 from jobs.clip.models import build_model
-from jobs.clip.validation import RetrievalSet, retrieval_scores
+from jobs.clip.validation import RetrievalSet, one_temperature, retrieval_scores
 from jobs.training.rho import ContrastiveSteering
 from jobs.training.task import ParameterGroup, StepResult, trainable
 from pipelines.image_manifest import ImageManifest
@@ -127,22 +127,27 @@ class ClipTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Recalls; histograms of τ with the details."""
+        """Recalls and cross-entropy; histograms of τ with the details."""
         image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
-        tau = None
+        predicted = None
         if self.module.loss.image_tempnet is not None:
             found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
-            tau = (found[0].cpu(), found[1].cpu())
-        scores = retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self._stored_temperatures()
-        if self.module.loss.learned is not None:
-            scores["tau_mean"] = float(self.module.loss.learned())
-        scores |= self.steering.scores()
-        details = {"histograms": self._histograms(tau)} if with_details else None
+            predicted = (found[0].cpu(), found[1].cpu())
+        scores = self._temperature_scores(predicted)
+        tau = predicted or one_temperature(self.loss_config, scores)
+        scores |= retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self.steering.scores()
+        details = {"histograms": self._histograms(predicted)} if with_details else None
         return scores, details
 
-    def _stored_temperatures(self) -> dict[str, float]:
-        """Mean and spread over all training samples, where the state holds temperatures. All ranks must call it."""
+    def _temperature_scores(self, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+        """Mean and spread of what is predicted for the validation set, or of what is stored of all training samples; the
+        learned temperature. All ranks must call it."""
         loss = self.module.loss
+        if loss.learned is not None:
+            return {"tau_mean": float(loss.learned())}
+        if predicted is not None:
+            both = torch.cat([part.double() for part in predicted])
+            return {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
         if loss.state is None or "tau" not in loss.state.columns:
             return {}
         tau = loss.state.columns["tau"].double()
@@ -168,9 +173,10 @@ class ClipTask:
         return self.loss_config.tau_min, self.loss_config.tau_max
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Recalls and mean τ."""
+        """Cross-entropy, recalls and mean τ."""
         tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
         return (
+            f"cross-entropy {scores['cross_entropy_tau']:.4f}; "
             f"mean recall {scores['mean_recall']:.2%} (R@1 image → text {scores['text_recall@1']:.2%}, "
             f"text → image {scores['image_recall@1']:.2%}){tau}"
         )

@@ -1,11 +1,11 @@
-"""Validation: mean recall of held-out images and captions, and the temperatures that the TempNets give them.
+"""Validation: mean recall of held-out images and captions, and the cross-entropy of finding them.
 
 Every rank encodes its part; embeddings are gathered, so the scores are the same on all ranks and for any number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from jobs.clip.config import ClipConfig
 from pipelines.pairs import PairSource
-from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
 
@@ -80,11 +81,18 @@ class RetrievalSet:
 def retrieval_scores(
     image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor] | None
 ) -> dict[str, float]:
-    """Recalls, mean recall, mean cosines, and the mean and spread of predicted temperatures."""
+    """Recalls, mean recall, mean cosine, and the cross-entropy at the temperatures of the images and of the texts."""
     owners = torch.from_numpy(image_of_text)
     scores = recall(image, text, owners)
     scores["positive_cosine"] = float((image[owners] * text).sum(-1).mean())
-    if tau is not None:
-        both = torch.cat([part.double() for part in tau])
-        scores |= {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
+    scores["cross_entropy_tau"] = cross_entropy(image, text, owners, tau)
     return scores
+
+
+def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
+    """τ of all held-out images and of all texts, where none is predicted: the one there is, or the mean of the training
+    samples' own (`tau_mean`); None for the temperature-free loss."""
+    if config.kind.temperature == "free":
+        return None
+    tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
+    return tau, tau

@@ -16,7 +16,7 @@ from jobs.cluster import start_ray
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan as make_language_model_plan
 from jobs.sweeps.config import SweepConfig
-from jobs.sweeps.objective import Objective
+from jobs.sweeps.objective import TITLE, loss_of
 from jobs.sweeps.report import Row, markdown, page, row
 from jobs.sweeps.search import Point, Seen, corners
 from jobs.sweeps.stopping import BandRule, Halving, TrialWatch, rank
@@ -37,7 +37,6 @@ class Sweep:
 
     config: SweepConfig[Any]
     make_plan: Callable[[Any], Plan]
-    objective: Objective
     first: Plan
     """Of the first trial."""
 
@@ -50,7 +49,7 @@ class Sweep:
             f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"
             f"trials       {limit}{config.sweep.max_num_trials} ({config.sweep.search}): {axes}\n"
             f"looked for   a mean τ from {config.sweep.band[0]:g} to {config.sweep.band[1]:g}, then the best "
-            f"{self.objective.title}\n\nThe first trial:\n{self.first.describe()}"
+            f"{TITLE}\n\nThe first trial:\n{self.first.describe()}"
         )
 
 
@@ -69,11 +68,7 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
     first, *_ = [
         make_plan(config.trial(point)) for point in [*next(config.sweep.start()), *corners(config.sweep.values)]
     ]
-    if is_clip:
-        objective = Objective(score="mean_recall", title="mean recall", is_better_higher=True)
-    else:
-        objective = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
-    return Sweep(config=config, make_plan=make_plan, objective=objective, first=first)
+    return Sweep(config=config, make_plan=make_plan, first=first)
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -82,7 +77,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     Raises:
         ValueError: for a taken name, or too small a cluster.
     """
-    config, band, objective = sweep.config, sweep.config.sweep.band, sweep.objective
+    config, band = sweep.config, sweep.config.sweep.band
     claim_directory(config)
     print(sweep.describe(), flush=True)
     start_ray()
@@ -104,16 +99,16 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         num_concurrent=config.sweep.num_concurrent,
         data_cpus=sweep.first.data_cpus,
         describe=lambda outcome: (
-            f"mean τ {tau_mean(outcome):.4f}, {objective.title} {outcome['validation'][objective.score]:.4f}"
+            f"mean τ {tau_mean(outcome):.4f}, {TITLE} {loss_of(outcome['validation']):.4f}"
             + (f"; stopped: {outcome['stopped']}" if outcome["stopped"] else "")
         ),
     )
     found = [
-        row(name, point, outcomes.finished.get(name), outcomes.failed.get(name, ""), band, objective)
+        row(name, point, outcomes.finished.get(name), outcomes.failed.get(name, ""), band)
         for name, point in points.items()
     ]
     num_combinations = math.prod(map(len, config.sweep.values.values()))
-    table = markdown(found, band, objective, num_combinations * config.base.run.num_steps)
+    table = markdown(found, band, num_combinations * config.base.run.num_steps)
     return publish(
         config.run,
         parent,
@@ -123,7 +118,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
             "configuration": dataclasses.asdict(config),
             "rows": [dataclasses.asdict(row) for row in found],
         },
-        files={"report.html": page(config.run.name, found, band, objective)},
+        files={"report.html": page(config.run.name, found, band)},
         metrics={
             "num_in_band": sum(row.is_in_band for row in found),
             "num_failed": len(outcomes.failed),
@@ -140,7 +135,7 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
 
 def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
     """The search of a sweep as trials; the points that it comes to are left in `points`, by name."""
-    config, band, objective = sweep.config, sweep.config.sweep.band, sweep.objective
+    config, band = sweep.config, sweep.config.sweep.band
     is_watched = config.sweep.search == "band"
     search = config.sweep.start(_calibrated_rho(config) if is_watched else None)
     batch = next(search)
@@ -155,13 +150,13 @@ def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
             if is_watched:
                 # A point that is alone in its round has been chosen by what the others came to.
                 race = halving if len(batch) > 1 else None
-                watch = TrialWatch(trial=name, rule=_band_rule(trial, band), objective=objective, halving=race)
+                watch = TrialWatch(trial=name, rule=_band_rule(trial, band), halving=race)
             trials[name] = Trial(config=trial, make_plan=sweep.make_plan, watch=watch)
             if halving is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
-                _tell(halving, name, outcome, band, objective)  # of a sweep that is continued
+                _tell(halving, name, outcome, band)  # of a sweep that is continued
         outcomes = yield list(trials.values())
         seen = [
-            _seen(point, outcomes.finished.get(name), objective, trials[name].config.run.num_steps)
+            _seen(point, outcomes.finished.get(name), trials[name].config.run.num_steps)
             for name, point in zip(trials, batch, strict=True)
         ]
         if is_watched and halving is None:
@@ -169,7 +164,7 @@ def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
             if inside:  # from now on there is something to be measured by
                 halving = ray.remote(Halving).options(num_cpus=0).remote(config.base.run.num_steps)
                 for name in inside:
-                    _tell(halving, name, outcomes.finished[name], band, objective)
+                    _tell(halving, name, outcomes.finished[name], band)
         try:
             batch = search.send(seen)
         except StopIteration:
@@ -192,19 +187,18 @@ def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
     return float(rho)
 
 
-def _tell(halving: Any, name: str, outcome: Mapping[str, Any], band: tuple[float, float], objective: Objective) -> None:
+def _tell(halving: Any, name: str, outcome: Mapping[str, Any], band: tuple[float, float]) -> None:
     """What a trial that has ended had at the rung."""
     validations = [Validation(step=one["step"], scores=one["scores"]) for one in outcome["validations"]]
-    ranks = [rank(one, band, objective) for one in validations]
+    ranks = [rank(one, band) for one in validations]
     ray.get(halving.goes_on.remote(name, [one.step for one in validations], ranks))
 
 
-def _seen(point: Point, outcome: Mapping[str, Any] | None, objective: Objective, num_steps: int) -> Seen:
+def _seen(point: Point, outcome: Mapping[str, Any] | None, num_steps: int) -> Seen:
     if outcome is None:
-        return Seen(point=point, tau_mean=math.nan, score=math.nan, share=1.0)
-    score = objective.sign * outcome["validation"].get(objective.score, math.nan)
+        return Seen(point=point, tau_mean=math.nan, loss=math.nan, share=1.0)
     share = outcome["num_steps"] / num_steps if outcome["stopped"] else 1.0
-    return Seen(point=point, tau_mean=tau_mean(outcome), score=score, share=share)
+    return Seen(point=point, tau_mean=tau_mean(outcome), loss=loss_of(outcome["validation"]), share=share)
 
 
 def _band_rule(config: TrainingConfig, band: tuple[float, float]) -> BandRule:

@@ -1,20 +1,17 @@
-"""What a sweep looks for among the trials in the band."""
+"""What decides among the trials in the band: the validation loss that is comparable between them, the lower the better.
+
+For language models −log p of the next token, for dual encoders that of the pair that belongs together among all held-out
+ones (`tempnet.contrastive.retrieval.cross_entropy`), at the model's own temperatures. The training loss depends on ρ.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+
+TITLE = "cross-entropy at τ"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """A score of the validation that decides among the trials in the band."""
-
-    score: str
-    """Of the validation."""
-    title: str
-    is_better_higher: bool
-
-    @property
-    def sign(self) -> float:
-        """What makes the higher the better of it."""
-        return 1.0 if self.is_better_higher else -1.0
+def loss_of(scores: Mapping[str, float]) -> float:
+    """Of a validation, in nats; NaN where there is none."""
+    return float(scores.get("cross_entropy_tau", math.nan))

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 
 from jobs.publishing import markdown_table
-from jobs.sweeps.objective import Objective
+from jobs.sweeps.objective import TITLE, loss_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -28,12 +28,12 @@ class Row:
     point: Mapping[str, float]
     tau_mean: float
     """NaN where the trial failed."""
-    objective: float
+    loss: float
     is_in_band: bool
     num_steps: int
     """That it ran for; 0 where it failed."""
     history: Sequence[tuple[int, float, float]]
-    """Step, mean τ and objective of every validation."""
+    """Step, mean τ and loss of every validation."""
     stopped: str
     """Why it was cut short; empty where it was not."""
     error: str
@@ -46,7 +46,6 @@ def row(
     outcome: Mapping[str, Any] | None,
     error: str,
     band: tuple[float, float],
-    objective: Objective,
 ) -> Row:
     """Of a trial.
 
@@ -61,11 +60,11 @@ def row(
         name=name,
         point=point,
         tau_mean=tau,
-        objective=float(scores.get(objective.score, math.nan)),
+        loss=loss_of(scores),
         is_in_band=band[0] <= tau <= band[1] and not stopped,
         num_steps=int(outcome.get("num_steps", 0)),
         history=[
-            (one["step"], one["scores"].get("tau_mean", math.nan), one["scores"][objective.score])
+            (one["step"], one["scores"].get("tau_mean", math.nan), loss_of(one["scores"]))
             for one in outcome.get("validations", [])
         ],
         stopped=stopped,
@@ -73,12 +72,12 @@ def row(
     )
 
 
-def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> tuple[Row | None, str]:
+def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, str]:
     """The best trial in the band, or, where none lies there, the nearest to it; and why."""
-    inside = [row for row in found if row.is_in_band and math.isfinite(row.objective)]
+    inside = [row for row in found if row.is_in_band and math.isfinite(row.loss)]
     if inside:
-        best = max(inside, key=lambda row: objective.sign * row.objective)
-        return best, f"of the {len(inside)} trials in the band it has the best {objective.title}"
+        best = min(inside, key=lambda row: row.loss)
+        return best, f"of the {len(inside)} trials in the band it has the best {TITLE}"
     # A trial that was cut short has not ended anywhere; it is better than nothing.
     with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [
         row for row in found if math.isfinite(row.tau_mean)
@@ -89,19 +88,19 @@ def chosen(found: Sequence[Row], band: tuple[float, float], objective: Objective
     return nearest, "no trial lies in the band; this is the nearest"
 
 
-def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objective, num_grid_steps: int) -> str:
+def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
     """The table, the choice and the price.
 
     Args:
         num_grid_steps: of one whole run for every combination of the axes' values.
     """
     axes = list(found[0].point)
-    best, why = chosen(found, band, objective)
-    cells = [["trial", *axes, "mean τ", "in the band", objective.title, "steps"]]
+    best, why = chosen(found, band)
+    cells = [["trial", *axes, "mean τ", "in the band", TITLE, "steps"]]
     for row in found:
         mark = "→ " if row is best else ""
         where = "stopped" if row.stopped else "yes" if row.is_in_band else "no"
-        figures = [_shown(row.tau_mean), where, _shown(row.objective), str(row.num_steps)]
+        figures = [_shown(row.tau_mean), where, _shown(row.loss), str(row.num_steps)]
         cells.append(
             [
                 f"{mark}{row.name}",
@@ -117,18 +116,17 @@ def markdown(found: Sequence[Row], band: tuple[float, float], objective: Objecti
     )
 
 
-def page(title: str, found: Sequence[Row], band: tuple[float, float], objective: Objective) -> str:
+def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
     """A self-contained page: pictures within it, then the table."""
     axes = list(found[0].point)
-    best, why = chosen(found, band, objective)
+    best, why = chosen(found, band)
     header = "".join(
-        f"<th>{html.escape(name)}</th>"
-        for name in ["trial", *axes, "mean τ", objective.title, "steps", "what happened"]
+        f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", TITLE, "steps", "what happened"]
     )
     lines = "".join(
         f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
         + "".join(f"<td>{value:g}</td>" for value in row.point.values())
-        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.objective)}</td><td>{row.num_steps}</td>"
+        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.loss)}</td><td>{row.num_steps}</td>"
         f"<td>{html.escape(_fate(row))}</td></tr>"
         for row in found
     )
@@ -139,15 +137,15 @@ def page(title: str, found: Sequence[Row], band: tuple[float, float], objective:
         "img{max-width:100%}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"
         f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
-        f"<h2>Over the axes</h2>{_image(draw_axes(found, band, objective), 'mean τ and objective over the axes')}"
-        f"<h2>Over the steps</h2>{_image(draw_steps(found, band, objective), 'mean τ and objective over the steps')}"
-        f"<h2>All trials</h2>{_image(draw_parallel(found, band, objective), 'parallel coordinates')}"
+        f"<h2>Over the axes</h2>{_image(draw_axes(found, band), 'mean τ and loss over the axes')}"
+        f"<h2>Over the steps</h2>{_image(draw_steps(found, band), 'mean τ and loss over the steps')}"
+        f"<h2>All trials</h2>{_image(draw_parallel(found, band), 'parallel coordinates')}"
         f"<table><tr>{header}</tr>{lines}</table></body></html>"
     )
 
 
-def draw_axes(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
-    """Mean τ, with the band, and the objective over every axis; trials that differ only in it are joined."""
+def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """Mean τ, with the band, and the loss over every axis; trials that differ only in it are joined."""
     axes = list(found[0].point)
     figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
     for column, axis in enumerate(axes):
@@ -156,13 +154,13 @@ def draw_axes(found: Sequence[Row], band: tuple[float, float], objective: Object
             group = [row for row in group if math.isfinite(row.tau_mean)]
             values = [row.point[axis] for row in group]
             (drawn,) = panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
-            panels[1][column].plot(values, [row.objective for row in group], "o-", color=drawn.get_color())
-            for panel, height in ((panels[0][column], "tau_mean"), (panels[1][column], "objective")):
+            panels[1][column].plot(values, [row.loss for row in group], "o-", color=drawn.get_color())
+            for panel, height in ((panels[0][column], "tau_mean"), (panels[1][column], "loss")):
                 cut = [row for row in group if row.stopped]
                 panel.plot([row.point[axis] for row in cut], [getattr(row, height) for row in cut], "kx", ms=9)
         panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
         panels[0][column].set(xlabel=axis, ylabel="mean τ (×: cut short)")
-        panels[1][column].set(xlabel=axis, ylabel=objective.title)
+        panels[1][column].set(xlabel=axis, ylabel=TITLE)
         values = sorted({row.point[axis] for row in found})
         for panel in panels[:, column]:
             if _is_wide(values):
@@ -173,8 +171,8 @@ def draw_axes(found: Sequence[Row], band: tuple[float, float], objective: Object
     return figure
 
 
-def draw_steps(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
-    """Mean τ, with the band, and the objective of every trial over its validations."""
+def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """Mean τ, with the band, and the loss of every trial over its validations."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
     for row in found:
         steps = [step for step, _, _ in row.history]
@@ -182,7 +180,7 @@ def draw_steps(found: Sequence[Row], band: tuple[float, float], objective: Objec
         below.plot(steps, [score for _, _, score in row.history], ".-")
     above.axhspan(*band, alpha=0.15, color="green")
     above.set(ylabel="mean τ")
-    below.set(xlabel="step", ylabel=objective.title)
+    below.set(xlabel="step", ylabel=TITLE)
     for panel in (above, below):
         panel.grid(alpha=0.3)
     if len(found) <= 16:
@@ -190,13 +188,13 @@ def draw_steps(found: Sequence[Row], band: tuple[float, float], objective: Objec
     return figure
 
 
-def draw_parallel(found: Sequence[Row], band: tuple[float, float], objective: Objective) -> Figure:
-    """A line a trial through its axes, mean τ and objective, each on its own scale; those in the band are green."""
+def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """A line a trial through its axes, mean τ and loss, each on its own scale; those in the band are green."""
     axes = list(found[0].point)
-    columns = [*axes, "mean τ", objective.title]
-    shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.objective)]
+    columns = [*axes, "mean τ", TITLE]
+    shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
     figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
-    table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.objective] for row in shown]
+    table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.loss] for row in shown]
     for number, values in enumerate(zip(*table, strict=True)):
         is_wide = _is_wide(sorted(values))
         scaled = [math.log(value) if is_wide else value for value in values]
@@ -205,7 +203,7 @@ def draw_parallel(found: Sequence[Row], band: tuple[float, float], objective: Ob
             line[number] = (value - low) / (high - low) if high > low else 0.5
         panel.text(number, -0.06, f"{min(values):.4g}", ha="center", va="top", fontsize=8)
         panel.text(number, 1.06, f"{max(values):.4g}", ha="center", va="bottom", fontsize=8)
-    best, _ = chosen(found, band, objective)
+    best, _ = chosen(found, band)
     for row, line in zip(shown, table, strict=True):
         colour = "tab:green" if row.is_in_band else "tab:gray"
         panel.plot(line, "o-", color=colour, lw=3 if row is best else 1, alpha=1 if row is best else 0.6)

@@ -23,6 +23,8 @@ Axes: TypeAlias = Mapping[str, Sequence[float]]
 PRIOR_SLOPE = -0.35
 # Of log τ̄ between two trials of one seed; what differs by less says nothing of the direction.
 _NOISE = 0.02
+# Of the loss, in proportion: which of two trials is the better one cannot be told below that.
+_TIE = 1e-3
 _NUM_DIGITS = 4
 
 
@@ -33,8 +35,8 @@ class Seen:
     point: Point
     tau_mean: float
     """NaN if the trial failed."""
-    score: float
-    """The higher the better; NaN if the trial failed."""
+    loss: float
+    """Of the validation; NaN if the trial failed."""
     share: float
     """Of its steps that it ran for, 1 if it was not cut short; of a trial that failed, 1 too."""
 
@@ -72,8 +74,9 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
     observations give their own, and once the middle of the band lies between two of them it is interpolated. Where its ends
     do not reach the band, the other axes are tried from there. When a whole trial has ended in the band, combinations of the
     other axes race there in one round, the better ones to the end (`jobs.sweeps.stopping`). What is left of the budget goes
-    on from the best one: to a combination beside it that the race had no room for, as the score may still rise there; where
-    there is none, to values of the first axis that should lead to that end of the band where the score has been better.
+    on from the best one: to a combination beside it that the race had no room for, as the loss may still fall there, at
+    that value of the first axis which should bring it to the middle of the band; where there is none, to values of the first
+    axis that should lead to that end of the band where the loss has been lower.
 
     Args:
         band: of the mean temperature.
@@ -123,11 +126,21 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
         seen += yield round_
     while left() >= 1.0:
         inside = [one for one in seen if one.is_in(band)]
-        best = max(inside, key=lambda one: one.score)
+        inside.sort(key=lambda one: one.loss)
+        best = inside[0]
         chosen = {name: best.point[name] for name in rest}
-        beside = untried_beside(chosen)
-        if beside and distance(beside[0], chosen) == 1:
-            seen += yield [{first: best.point[first], **beside[0]}]
+        if pairs := [
+            (one, other)
+            for one in inside
+            if one.loss <= best.loss + _TIE * abs(best.loss)
+            for other in untried_beside(one.point)
+            if distance(one.point, other) == 1
+        ]:
+            near, point = pairs[0]
+            at = near.point[first]
+            expected = _extrapolated([one for one in seen if one.share == 1.0], near, point)
+            value = next_value([(at, expected)], ends=ends, band=band, start=at)
+            seen += yield [{first: at if value is None else value, **point}]
         elif (value := next_at(chosen, _better_part(inside, best, band))) is not None:
             seen += yield [{first: value, **chosen}]
         else:
@@ -139,9 +152,26 @@ def _distance_to(band: tuple[float, float], tau: float) -> float:
     return abs(math.log(tau) - math.log(band[0] * band[1]) / 2)
 
 
+def _extrapolated(whole: Sequence[Seen], near: Seen, point: Point) -> float:
+    """The mean temperature to expect at a point that differs from that of `near` in one axis: on the power law through `near`
+    and the nearest of the whole trials that differ from it in that axis alone; `near`'s own where none does."""
+    (axis,) = [name for name, value in point.items() if near.point[name] != value]
+    others = [
+        one
+        for one in whole
+        if one is not near and one.tau_mean > 0.0 and {**one.point, axis: 0.0} == {**near.point, axis: 0.0}
+    ]
+    if not others or min(point[axis], *(one.point[axis] for one in (near, *others))) <= 0.0:
+        return near.tau_mean
+    at = math.log(near.point[axis])
+    other = min(others, key=lambda one: abs(math.log(one.point[axis]) - at))
+    exponent = math.log(other.tau_mean / near.tau_mean) / (math.log(other.point[axis]) - at)
+    return near.tau_mean * math.exp(exponent * (math.log(point[axis]) - at))
+
+
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
-    """The quarter of the band, in proportion, at the end towards which the score rises; the whole band while one trial is all
-    there is. A language model's score follows its mean temperature beyond the band (docs/log.md): the best lies at an end."""
+    """The quarter of the band, in proportion, at the end towards which the loss falls; the whole band while one trial is all
+    there is. A language model's loss follows its mean temperature beyond the band (docs/log.md): the best lies at an end."""
     rest = [one.tau_mean for one in inside if one is not best]
     if not rest:
         return band

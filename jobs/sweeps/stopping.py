@@ -11,7 +11,7 @@ from typing import TypeAlias
 import ray
 from ray.actor import ActorHandle
 
-from jobs.sweeps.objective import Objective
+from jobs.sweeps.objective import TITLE, loss_of
 from jobs.training.watch import Validation
 
 Rank: TypeAlias = tuple[bool, float]
@@ -24,6 +24,9 @@ _GRACE_SHARE = 0.5
 _BOUND_SHARE = 0.01
 # How much faster than of late a mean temperature may be expected to move, before it counts as settled.
 _HOPE = 2.0
+# And how far it may still go against that: in log τ̄ and half of the steps. Over 78 whole trials it moved by −.22 to .20 from
+# half to the end (docs/log.md).
+_SWING = 0.2
 # Successive halving: the share of trials that go on is 1/η.
 _ETA = 2
 
@@ -41,7 +44,8 @@ class BandRule:
         """Why not; nothing while it can, or where the loss has no temperature.
 
         From the pace of log τ̄ over the last third of the steps so far, times what is left: rates fall towards the end, so it
-        will rather move less. Two validations in a row have to agree.
+        will rather move less. As it may still turn, it must be farther off than turns go. Two validations in a row have to
+        agree.
         """
         if len(validations) < 3 or validations[-1].step < _GRACE_SHARE * self.num_steps:
             return ""
@@ -63,8 +67,9 @@ class BandRule:
         if then is now:
             then = validations[-2]
         pace = math.log(tau / then.scores["tau_mean"]) / (now.step - then.step)
-        reachable = tau * math.exp(_HOPE * pace * (self.num_steps - now.step))
-        if (tau > high and reachable > high) or (tau < low and reachable < low):
+        outside, pace_back = (math.log(tau / high), -pace) if tau > high else (math.log(low / tau), pace)
+        left = self.num_steps - now.step
+        if outside > _HOPE * max(pace_back, 0.0) * left + _SWING * left / (self.num_steps / 2):
             return f"the mean τ settles outside the band: {tau:.4g} at step {now.step}"
         return ""
 
@@ -94,10 +99,10 @@ class Halving:
         return reached < len(steps) - 1 or num_better < math.ceil(len(self._ranks) / _ETA)
 
 
-def rank(validation: Validation, band: tuple[float, float], objective: Objective) -> Rank:
-    """In the band first, then the objective."""
+def rank(validation: Validation, band: tuple[float, float]) -> Rank:
+    """In the band first, then the loss."""
     scores = validation.scores
-    return band[0] <= scores.get("tau_mean", math.nan) <= band[1], objective.sign * scores[objective.score]
+    return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +111,19 @@ class TrialWatch:
 
     trial: str
     rule: BandRule
-    objective: Objective
     halving: ActorHandle | None = None
     """A `Halving` that the trials share; None: only the band counts."""
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
         """Divergence first, then the band, then the others."""
-        score = validations[-1].scores.get(self.objective.score, math.nan)
-        if not math.isfinite(score):
-            return f"it diverges: {self.objective.title} is {score} at step {validations[-1].step}"
+        loss = loss_of(validations[-1].scores)
+        if not math.isfinite(loss):
+            return f"it diverges: {TITLE} is {loss} at step {validations[-1].step}"
         if reason := self.rule.reason_to_stop(validations):
             return reason
         if self.halving is not None:
             steps = [one.step for one in validations]
-            ranks = [rank(one, self.rule.band, self.objective) for one in validations]
+            ranks = [rank(one, self.rule.band) for one in validations]
             if not ray.get(self.halving.goes_on.remote(self.trial, steps, ranks)):
-                return f"others are better at step {steps[-1]}: {self.objective.title} {score:.4f}"
+                return f"others are better at step {steps[-1]}: {TITLE} {loss:.4f}"
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
 from pipelines.sample_images import read_captions, write_images
 from pipelines.tokenization import train_wordpiece
-from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 
 pytestmark = pytest.mark.cluster
@@ -101,6 +102,7 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
     assert sorted(history(reference, "validation/mean_recall")) == [16, NUM_STEPS]
     best = max(history(reference, "validation/mean_recall").values())
     assert reference["best_rating"] == best
+    assert all(math.isfinite(value) for value in history(reference, "validation/cross_entropy_tau").values())
     assert sum(reference["histograms"]["image"]) == 20
     assert sum(reference["histograms"]["text"]) == 100
 
@@ -112,18 +114,23 @@ def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, A
 
     export = Path(reference["export"])
     encoder = DualEncoder.from_pretrained(export)
-    load_pair_tempnets(export)
+    networks = load_pair_tempnets(export)
     AutoModel.from_pretrained(export / "image_encoder")  # without this project
     (directory,) = (images / "prepared").glob("validation-*")
     tokenizer = load_tokenizer(str(export / "text_encoder"), needs_eos=False)
     source = PairSource(manifest=ImageManifest.load(str(directory)), tokenizer=tokenizer, image_size=32)
-    captions, owners = source.captions()
+    captions, image_of_text = source.captions()
     tokens = source.encoder.encode(captions)
     with torch.no_grad():
         image = encoder.encode_images(torch.from_numpy(source.read_images(range(20))))
         text = encoder.encode_texts(*(torch.from_numpy(tokens[name]) for name in ("input_ids", "attention_mask")))
-    scores = recall(image, text, torch.from_numpy(owners))
-    assert scores["mean_recall"] == pytest.approx(reference["best_rating"], abs=1e-6)
+        tau = networks[0](image), networks[1](text)
+    owners = torch.from_numpy(image_of_text)
+    assert recall(image, text, owners)["mean_recall"] == pytest.approx(reference["best_rating"], abs=1e-6)
+    recalls = history(reference, "validation/mean_recall")
+    best = min(step for step, value in recalls.items() if value == reference["best_rating"])
+    expected = history(reference, "validation/cross_entropy_tau")[best]
+    assert cross_entropy(image, text, owners, tau) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.long
@@ -212,4 +219,5 @@ def test_the_readmes_commands_run(
     written = pq.read_table(table).sort_by("id")
     for modality, name in enumerate(("tau_image", "tau_text")):
         assert states["tau"][modality].tolist() == written[name].to_pylist()
+    assert outcome["validation"]["tau_mean"] == pytest.approx(states["tau"].double().mean().item())
     assert sum(outcome["histograms"]["image"]) == NUM_PAIRS

@@ -9,12 +9,9 @@ import pytest
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
-from jobs.sweeps.objective import Objective
 from jobs.sweeps.report import chosen, markdown, page, row
 from jobs.training.identity import configuration_hash
 
-LOSS = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
-RECALL = Objective(score="mean_recall", title="mean recall", is_better_higher=True)
 BAND = (0.7, 1.0)
 
 
@@ -90,44 +87,41 @@ def test_seeds_and_numbers_of_steps_are_axes_too() -> None:
     assert len({trial.run.directory for _, trial in trials}) == 4
 
 
-def found(objective: Objective, *scores: tuple[float, float] | None) -> list[Any]:
+def found(*scores: tuple[float, float] | None) -> list[Any]:
     trials = [(f"trial{number}", {"temperature.rho": float(number)}) for number in range(len(scores))]
     outcomes = {
-        name: {"validation": {"tau_mean": score[0], objective.score: score[1]}}
+        name: {"validation": {"tau_mean": score[0], "cross_entropy_tau": score[1]}}
         for (name, _), score in zip(trials, scores, strict=True)
         if score
     }
     return [
-        row(name, point, outcomes.get(name), "" if name in outcomes else "OSError: gone", BAND, objective)
+        row(name, point, outcomes.get(name), "" if name in outcomes else "OSError: gone", BAND)
         for name, point in trials
     ]
 
 
-def test_the_band_comes_first_and_then_the_objective() -> None:
-    table = found(LOSS, (0.5, 1.0), (0.75, 3.0), (0.95, 2.0), None)
-    best, why = chosen(table, BAND, LOSS)
+def test_the_band_comes_first_and_then_the_loss() -> None:
+    table = found((0.5, 1.0), (0.75, 3.0), (0.95, 2.0), None)
+    best, why = chosen(table, BAND)
     assert best is table[2]
     assert "of the 2 trials in the band it has the best cross-entropy at τ" in why
-    best, _ = chosen(found(RECALL, (0.75, 3.0), (0.95, 2.0)), BAND, RECALL)
-    assert best is not None
-    assert best.name == "trial0"
 
 
 def test_outside_the_band_the_nearest_is_chosen() -> None:
-    table = found(LOSS, (0.2, 1.0), (1.1, 3.0), None)
-    best, why = chosen(table, BAND, LOSS)
+    table = found((0.2, 1.0), (1.1, 3.0), None)
+    best, why = chosen(table, BAND)
     assert best is table[1]
     assert "no trial lies in the band" in why
-    assert chosen(found(LOSS, None), BAND, LOSS)[0] is None
+    assert chosen(found(None), BAND)[0] is None
 
 
 def test_the_report_shows_what_failed() -> None:
-    table = found(LOSS, (0.8, 1.0), None)
-    text = markdown(table, BAND, LOSS, 400)
+    table = found((0.8, 1.0), None)
+    text = markdown(table, BAND, 400)
     assert "| → trial0 |" in text
     assert "FAILED" in text
     assert "Steps: 0, 0% of the 400 of the whole grid." in text
-    content = page("a <sweep>", table, BAND, LOSS)
+    content = page("a <sweep>", table, BAND)
     assert "a &lt;sweep&gt;" in content
     assert "failed: OSError: gone" in content
     assert content.count("data:image/png;base64,") == 3

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.sweeps import search
-from jobs.sweeps.objective import Objective
 from jobs.sweeps.search import Point, Search, Seen, next_value
 from jobs.sweeps.stopping import BandRule, Halving, TrialWatch, rank
 from jobs.training.watch import Validation
@@ -20,7 +19,6 @@ from jobs.training.watch import Validation
 RHO, RATE = "temperature.rho", "optimizer.learning_rate_tempnet"
 AXES = {RHO: [2.0, 4.5], RATE: [1e-3, 3e-3, 1e-2, 2e-2]}
 BAND = (0.7, 1.0)
-LOSS = Objective(score="cross_entropy_tau", title="cross-entropy at τ", is_better_higher=False)
 
 
 def rounds(points: Search, answer: Callable[[Point], Seen]) -> list[list[Point]]:
@@ -33,8 +31,8 @@ def rounds(points: Search, answer: Callable[[Point], Seen]) -> list[list[Point]]
             return found
 
 
-def whole(point: Point, tau: float, score: float = 0.0) -> Seen:
-    return Seen(point=point, tau_mean=tau, score=score, share=1.0)
+def whole(point: Point, tau: float, loss: float = 0.0) -> Seen:
+    return Seen(point=point, tau_mean=tau, loss=loss, share=1.0)
 
 
 def test_a_grid_is_one_round_of_every_combination() -> None:
@@ -80,11 +78,11 @@ def test_the_band_is_reached_within_four_trials(slope: float, right: float, bend
 
 
 def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_is_aimed_at() -> None:
-    """The higher the rate, the lower τ and the better the score: the finer aim goes to the lower part of the band."""
+    """The higher the rate, the lower τ and the lower the loss: the finer aim goes to the lower part of the band."""
 
     def answer(point: Point) -> Seen:
         tau = math.exp(1.1 - 0.4 * point[RHO] - 0.02 * math.log(point[RATE] / 3e-3))
-        return whole(point, tau, score=-tau)
+        return whole(point, tau, loss=tau)
 
     found = rounds(search.band(AXES, band=BAND, budget=5), answer)
     ((first,), others, (last,)) = found
@@ -96,29 +94,43 @@ def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_is_aimed_at
     assert BAND[0] < answer(last).tau_mean < math.sqrt(BAND[0] * BAND[1])
 
 
-@pytest.mark.parametrize(("sign", "beyond"), [(1.0, 2e-2), (-1.0, None)], ids=["rising", "falling"])
-def test_what_the_race_left_out_is_tried_where_the_score_rises(sign: float, beyond: float | None) -> None:
+@pytest.mark.parametrize(
+    ("loss", "beyond"),
+    [
+        (lambda rate: -rate, 2e-2),
+        # Nothing lies below the smallest rate: a finer aim.
+        (lambda rate: rate, None),
+        # The best by less than can be told has no untried neighbour, the second best has.
+        (lambda rate: {3e-3: 5.0, 1e-2: 5.0005}.get(rate, 6.0), 2e-2),
+    ],
+    ids=["falling", "rising", "a tie"],
+)
+def test_what_the_race_left_out_is_tried_where_the_loss_falls(
+    loss: Callable[[float], float], beyond: float | None
+) -> None:
     def answer(point: Point) -> Seen:
-        return whole(point, math.exp(1.1 - 0.4 * point[RHO]), score=sign * point[RATE])
+        tau = math.exp(1.1 - 0.4 * point[RHO] - 0.1 * math.log(point[RATE] / 3e-3))
+        return whole(point, tau, loss=loss(point[RATE]))
 
     (_, others, (last,)) = rounds(search.band(AXES, band=BAND, budget=4), answer)
     # What is farthest from the usual is left out first.
     assert others == [{RHO: 3.25, RATE: 1e-3}, {RHO: 3.25, RATE: 1e-2}]
-    if beyond is None:  # nothing lies below the smallest rate: a finer aim
-        assert last[RATE] == 1e-3
-        assert last[RHO] != 3.25
-    else:
-        assert last == {RHO: 3.25, RATE: beyond}
+    assert last[RATE] == (beyond or 1e-3)
+    assert last[RHO] != 3.25
+    if beyond is not None:
+        # Where the others are it would leave the band, as may be seen from how τ falls in the rate.
+        assert answer({RHO: 3.25, RATE: beyond}).tau_mean < BAND[0]
+        assert answer(last).tau_mean == pytest.approx(math.sqrt(BAND[0] * BAND[1]), rel=0.05)
 
 
 def test_a_single_axis_is_searched_for_the_better_part_of_the_band() -> None:
     def answer(point: Point) -> Seen:
         tau = math.exp(1.1 - 0.4 * point[RHO])
-        return whole(point, tau, score=tau)
+        return whole(point, tau, loss=-tau)
 
     found = [points[0][RHO] for points in rounds(search.band({RHO: [2.0, 4.5]}, band=BAND, budget=4), answer)]
     assert len(found) <= 4
-    # First the middle, then towards the end where the score is better.
+    # First the middle, then towards the end where the loss is lower.
     assert math.exp(1.1 - 0.4 * found[1]) == pytest.approx(math.sqrt(0.7), rel=0.01)
     assert 0.9 < math.exp(1.1 - 0.4 * found[-1]) < 1.0
 
@@ -129,9 +141,9 @@ def test_the_budget_is_never_exceeded(ends: list[tuple[float, float, float]]) ->
     spent = []
 
     def answer(point: Point) -> Seen:
-        tau, score, share = next(draws)
+        tau, loss, share = next(draws)
         spent.append(share)
-        return Seen(point=point, tau_mean=tau, score=score, share=share)
+        return Seen(point=point, tau_mean=tau, loss=loss, share=share)
 
     found = [
         tuple(point.values()) for points in rounds(search.band(AXES, band=BAND, budget=4), answer) for point in points
@@ -142,7 +154,7 @@ def test_the_budget_is_never_exceeded(ends: list[tuple[float, float, float]]) ->
 
 def test_a_trial_that_was_cut_short_is_not_in_the_band() -> None:
     def answer(point: Point) -> Seen:
-        return Seen(point=point, tau_mean=0.8, score=0.0, share=0.5)
+        return Seen(point=point, tau_mean=0.8, loss=0.0, share=0.5)
 
     assert all(len(points) == 1 for points in rounds(search.band(AXES, band=BAND, budget=3), answer))
 
@@ -225,6 +237,9 @@ RULE = BandRule(band=BAND, tau_min=0.001, tau_max=2.0, num_steps=600)
         ([1.9, 1.99, 1.99, 1.99, 1.99, 1.99], 300, "at the bound of its range"),
         ([1.2, 1.3, 1.35, 1.4, 1.45, 1.5], 300, "settles outside the band"),
         ([0.9, 0.6, 0.5, 0.45, 0.4, 0.38], 300, "settles outside the band"),
+        # Outside, but not farther than a temperature may still turn: the less is left, the less.
+        ([0.9, 0.8, 0.7, 0.66, 0.64, 0.63, 0.64, 0.66, 0.68, 0.7, 0.71, 0.71], 0, ""),
+        ([0.62] * 12, 500, "settles outside the band"),
         # Outside, but on its way in.
         ([1.5, 1.45, 1.38, 1.3, 1.22, 1.14, 1.06, 0.98], 0, ""),
         # Early on it may be anywhere, and later one look is not enough.
@@ -265,15 +280,14 @@ def test_halving_looks_only_at_the_rung() -> None:
     assert halving.goes_on("d", [50], [(True, 1.0)])
 
 
-def test_the_band_ranks_before_the_score() -> None:
-    higher = Objective(score="cross_entropy_tau", title="", is_better_higher=True)
+def test_the_band_ranks_before_the_loss() -> None:
     inside, outside = trajectory(0.8, 1.1)
-    assert rank(inside, BAND, LOSS) == (True, -5.0)
-    assert rank(outside, BAND, higher) == (False, 5.0)
+    assert rank(inside, BAND) == (True, -5.0)
+    assert rank(outside, BAND) == (False, -5.0)
 
 
-def test_a_trial_without_a_finite_score_diverges() -> None:
-    watch = TrialWatch(trial="a", rule=RULE, objective=LOSS)
+def test_a_trial_without_a_finite_loss_diverges() -> None:
+    watch = TrialWatch(trial="a", rule=RULE)
     validations = trajectory(0.85, 0.85)
     assert watch.reason_to_stop(validations) == ""
     validations[-1] = Validation(step=100, scores={"tau_mean": 0.85, "cross_entropy_tau": math.nan})

@@ -1,7 +1,8 @@
-"""Recall in tiles and zero-shot accuracy against brute force in float64 with argsort, ties and collapse included."""
+"""Recall and cross-entropy in tiles, and zero-shot accuracy, against brute force in float64; ties and collapse included."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tempnet.contrastive.ranks import on_grid
-from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 
 
@@ -92,6 +93,57 @@ def test_a_perfect_model_finds_everything() -> None:
     image = units(np.random.default_rng(0), 40, 16)
     of = torch.arange(200) % 40
     assert set(recall(image, image[of], of, ks=(1, 5), tile_size=13).values()) == {1.0}
+
+
+def brute_force_cross_entropy(
+    image: np.ndarray, text: np.ndarray, owners: np.ndarray, tau: tuple[np.ndarray, np.ndarray] | None
+) -> float:
+    """One text at a time, all its candidates written out."""
+    scores = image @ text.T
+    image_tau, text_tau = tau or (np.ones(len(image)), np.ones(len(text)))
+    if tau is None:
+        scores = np.log1p(scores) - np.log1p(-scores)
+    costs = []
+    for number, owner in enumerate(owners):
+        texts = [k for k in range(len(text)) if k == number or owners[k] != owner]
+        costs.append(-np.log(np.exp(scores[owner, number] / image_tau[owner])))
+        costs[-1] += np.log(np.exp(scores[owner, texts] / image_tau[owner]).sum())
+        costs.append(np.log(np.exp((scores[:, number] - scores[owner, number]) / text_tau[number]).sum()))
+    return float(np.mean(costs))
+
+
+@settings(max_examples=60)
+@given(problems(), st.sampled_from([1, 2, 5, 64]), st.integers(2, 9), st.booleans())
+def test_cross_entropy_is_that_of_brute_force(
+    problem: dict[str, Any], tile_size: int, size: int, has_temperature: bool
+) -> None:
+    rng, owners = problem["rng"], problem["image_of_text"]
+    text, image = units(rng, len(owners), size), units(rng, problem["num_images"], size)
+    tau = (rng.uniform(0.05, 2.0, len(image)), rng.uniform(0.05, 2.0, len(text))) if has_temperature else None
+    given = (torch.from_numpy(tau[0]), torch.from_numpy(tau[1])) if tau else None
+    expected = brute_force_cross_entropy(image.double().numpy(), text.double().numpy(), owners, tau)
+    found = cross_entropy(image, text, torch.from_numpy(owners), given, tile_size)
+    assert found == pytest.approx(expected, rel=1e-6 if tau is None else 1e-10)  # artanh is steep at its margin
+
+
+@pytest.mark.parametrize("tau", [0.001, 0.05, 1.0])
+def test_with_a_text_for_every_image_it_is_the_loss_of_clip(tau: float) -> None:
+    """Where e^{1/τ} is beyond float64 too; one temperature for all."""
+    rng = np.random.default_rng(1)
+    image, text = units(rng, 50, 8), units(rng, 50, 8)
+    logits = image.double() @ text.double().T / tau
+    expected = (F.cross_entropy(logits, torch.arange(50)) + F.cross_entropy(logits.T, torch.arange(50))) / 2
+    one = torch.tensor([tau], dtype=torch.float64)
+    assert cross_entropy(image, text, torch.arange(50), (one, one), 7) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_the_cross_entropy_of_a_collapsed_model_is_that_of_guessing() -> None:
+    row = units(np.random.default_rng(0), 1, 256)
+    tau = torch.full((1,), 0.01)
+    # A caption competes with those of the 99 other images, an image with 99 others.
+    expected = (math.log(99 * 5 + 1) + math.log(100)) / 2
+    found = cross_entropy(row.expand(100, -1), row.expand(500, -1), torch.arange(500) // 5, (tau, tau), 64)
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("size", [3, 256, 1024])
