@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ import matplotlib.pyplot as plt
 
 
 def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
-    """Four panels over steps; an unreachable tracking server costs the picture, not the run.
+    """Panels over steps, two in a row; an unreachable tracking server costs the picture, not the run.
 
     Args:
         curves: title of a panel → metrics that it shows; what the run has not logged is left out.
     """
     with survive_outage("the training curves"):
-        figure, all_axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-        for axes, (heading, keys) in zip(all_axes.flat, curves.items(), strict=True):
+        num_rows = math.ceil(len(curves) / 2)
+        figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
+        for number, (heading, keys) in enumerate(curves.items(), start=1):
+            axes = figure.add_subplot(num_rows, 2, number)
             for key in keys:
                 if history := metric_history(tracked, key):
                     steps = sorted(history)
