@@ -132,7 +132,7 @@ def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
     )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
-        "body{font-family:sans-serif;max-width:72em;margin:2em auto}td,th{padding:.2em .8em;text-align:right}"
+        "body{font-family:sans-serif;max-width:72em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}"
         "td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}.best{background:#dfd}"
         "img{max-width:100%}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
 _RUN_TAG = "tempnet.run_directory"
+_JOB_TAG = "ray_job_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,8 @@ def open_run(
     tags: Mapping[str, str],
     data_sets: Mapping[str, tuple[str, str, str]],
 ) -> TrackedRun:
-    """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
+    """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs. A run that is
+    found keeps all these; a Ray job that continues it is named beside those before.
 
     Args:
         data_sets: context → (name, digest, source URI).
@@ -111,8 +113,12 @@ def open_run(
         experiment_id = found.experiment_id
     existing = client.search_runs([experiment_id], filter_string=f"tags.`{_RUN_TAG}` = '{directory}'", max_results=1)
     if existing:
-        client.set_terminated(existing[0].info.run_id, status="RUNNING")
-        return TrackedRun(uri=uri, run_id=existing[0].info.run_id)
+        (run,) = existing
+        client.set_terminated(run.info.run_id, status="RUNNING")
+        known, job = run.data.tags.get(_JOB_TAG, ""), tags.get(_JOB_TAG, "")
+        if job and job not in known.split(", "):
+            client.set_tag(run.info.run_id, _JOB_TAG, f"{known}, {job}" if known else job)
+        return TrackedRun(uri=uri, run_id=run.info.run_id)
     run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **origin_tags(), **tags})
     run_id = run.info.run_id
     client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in parameters.items()])
@@ -144,7 +150,7 @@ def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
         "configuration_hash": configuration_hash(config),
         "preset": tracking.preset,
         "paper.table": tracking.paper,
-        "ray_job_id": os.environ.get("RAY_JOB_ID", ""),
+        _JOB_TAG: os.environ.get("RAY_JOB_ID", ""),
     }
     return {name: value for name, value in tags.items() if value}
 

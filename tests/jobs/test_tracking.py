@@ -37,14 +37,14 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
 
 
-def open_for(uri: str, directory: str) -> TrackedRun:
+def open_for(uri: str, directory: str, **tags: str) -> TrackedRun:
     return open_run(
         uri=uri,
         experiment="tests",
         name="a run",
         directory=directory,
         parameters={"rho": 3.0},
-        tags={"configuration_hash": "abc"},
+        tags={"configuration_hash": "abc", **tags},
         data_sets={"training": ("prose", "0123", "/data/prose")},
     )
 
@@ -64,6 +64,17 @@ def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: 
     assert len(run.data.tags["git.revision"]) == 40
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123"
     assert [artifact.path for artifact in MlflowClient(uri).list_artifacts(first.run_id)] == ["file.txt"]
+
+
+def test_a_continued_run_names_every_ray_job_that_worked_on_it(uri: str) -> None:
+    client = MlflowClient(uri)
+    for job, expected in (("a", "a"), ("b", "a, b"), ("", "a, b"), ("b", "a, b")):
+        run = open_for(uri, "/runs/jobs", **({"ray_job_id": job} if job else {}))
+        assert client.get_run(run.run_id).data.tags["ray_job_id"] == expected
+    later = open_for(uri, "/runs/later")
+    assert "ray_job_id" not in client.get_run(later.run_id).data.tags
+    open_for(uri, "/runs/later", ray_job_id="c")
+    assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
 
 
 def test_metrics_arrive_and_the_last_value_of_a_step_counts(uri: str) -> None:
