@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-trials test-rest lint format lock mlflow mlflow-team bench clean
+.PHONY: help setup run test test-all test-fast test-text test-trials test-rest lint style types format lock mlflow mlflow-team bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,9 +25,9 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start.
-test: setup lint  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 test-text test-trials test-fast test-rest
+# Two at a time, the longest first, each with a Ray of its own: with more of them two cores are too busy for a Ray to start.
+test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
+	$(MAKE) --no-print-directory --jobs 2 test-text test-trials test-rest test-fast types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster
@@ -49,9 +49,13 @@ test-trials: setup  ## The jobs that make many runs
 test-rest: setup  ## All other tests on a real Ray
 	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(TRIALS))
 
-lint: setup  ## Style, import direction, types
+lint: style types  ## Style, import direction, types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
 format: setup  ## Format the code

@@ -3,15 +3,17 @@
 A detached actor beside every run asks Ray's state API once a second whether the run's controller is alive, and if it is not,
 frees what the run has reserved. It does not say which cluster: where several Rays run on one machine, the one that was
 started last is asked, which knows of no such controller, and a healthy run is ended as soon as somebody starts another Ray.
+
+Imports no torch: the cleaner has a process of its own, for which that would be half of its start.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import ray
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
 
@@ -33,10 +35,7 @@ class OwnClusterCleanerCallback(placement_group_callback.PlacementGroupCleanerCa
         super().after_controller_start(train_run_context)
 
 
-class Trainer(TorchTrainer):
-    """With that cleaner in the place of Ray's."""
-
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]  # of Train V2, which runs
-        theirs = placement_group_callback.PlacementGroupCleanerCallback
-        return [OwnClusterCleanerCallback() if type(one) is theirs else one for one in callbacks]
+def ask_own_cluster(callbacks: Iterable[Any]) -> list[Any]:
+    """The callbacks of a controller, with this cleaner in the place of Ray's."""
+    theirs = placement_group_callback.PlacementGroupCleanerCallback
+    return [OwnClusterCleanerCallback() if type(one) is theirs else one for one in callbacks]

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from pyarrow.fs import FileSelector
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.console import Console
-from jobs.training.cleaner import Trainer
+from jobs.training.cleaner import ask_own_cluster
 from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
@@ -31,6 +32,14 @@ from jobs.training.watch import Watch
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
+
+
+class Trainer(TorchTrainer):
+    """With a cleaner that asks its own cluster."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        # Of Train V2, which runs.
+        return ask_own_cluster(super()._create_default_callbacks())  # type: ignore[misc]
 
 
 def tracking_uri(config: TrainingConfig) -> str:

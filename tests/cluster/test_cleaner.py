@@ -11,7 +11,8 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.state.util import is_actor_alive
 
-from jobs.training.cleaner import OwnClusterCleaner, OwnClusterCleanerCallback, Trainer
+from jobs.training.cleaner import OwnClusterCleaner, OwnClusterCleanerCallback
+from jobs.training.launch import Trainer
 
 pytestmark = pytest.mark.cluster
 
