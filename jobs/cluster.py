@@ -20,6 +20,7 @@ _ENVIRONMENT = {
 }
 
 _NUM_STARTS = 3
+_MIN_STARTUP_CONCURRENCY = 6
 
 # For workers that compute on CPUs. Ray runs their code in a thread, where glibc gives every freed megabyte back to the
 # kernel and takes it again as zeroed pages: a quarter of a small step (docs/log.md). One arena that keeps its memory
@@ -56,6 +57,10 @@ def start_ray() -> None:
     # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
     # that it reads would start another one, seconds of computing each.
     os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))
+    # A run needs a dozen processes that compute nothing; Ray warns of three times as many as it may start at a time.
+    os.environ.setdefault(
+        "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
+    )
     others = set(psutil.Process().children())
     for attempt in range(1, _NUM_STARTS + 1):
         # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.

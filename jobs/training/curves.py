@@ -22,23 +22,27 @@ def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str,
     Args:
         curves: title of a panel → metrics that it shows; what the run has not logged is left out.
     """
+    histories = None
     with survive_outage("the training curves"):
-        num_rows = math.ceil(len(curves) / 2)
-        figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
-        for number, (heading, keys) in enumerate(curves.items(), start=1):
-            axes = figure.add_subplot(num_rows, 2, number)
-            for key in keys:
-                if history := metric_history(tracked, key):
-                    steps = sorted(history)
-                    marker = "o" if key.startswith("validation") else None
-                    axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
-            axes.set(title=heading, xlabel="step")
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend(fontsize=8)
-        figure.suptitle(title)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        histories = {key: metric_history(tracked, key) for keys in curves.values() for key in keys}
+    if histories is None:
+        return
+    num_rows = math.ceil(len(curves) / 2)
+    figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
+    for number, (heading, keys) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(num_rows, 2, number)
+        for key in keys:
+            if history := histories[key]:
+                steps = sorted(history)
+                marker = "o" if key.startswith("validation") else None
+                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
+        axes.set(title=heading, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
