@@ -84,7 +84,7 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         one_round(
             [Trial(config=cell, make_plan=make_plan, keep_checkpoints=config.grid.keep_models) for cell in work.cells]
         ),
-        max_num_trials=len(work.cells),
+        length=len(work.cells),
         directory=config.run.directory,
         parent_run_id=parent.run_id if parent else "",
         num_concurrent=config.grid.num_concurrent,

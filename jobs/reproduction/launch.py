@@ -124,7 +124,7 @@ def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:
 
 def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
     """Those that need no other first; what starts from one that failed is failed."""
-    outcomes = run_trials(_rounds(runs), max_num_trials=len(runs), **options)
+    outcomes = run_trials(_rounds(runs), length=len(runs), **options)
     failed = dict(outcomes.failed)
     for run in runs:  # bases come before what starts from them
         if run.after in failed:

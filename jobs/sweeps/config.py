@@ -80,6 +80,11 @@ class SweepSection:
             return int(2 * self.budget)
         return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
 
+    @property
+    def length(self) -> float:
+        """In steps of whole trials, at most."""
+        return self.budget if self.search == "band" else self.max_num_trials
+
     def start(self, value: float | None = None) -> Search:
         """The search, from its beginning; a band search begins at `value` of the first axis."""
         if self.search == "grid":

@@ -93,7 +93,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     points: dict[str, Point] = {}
     outcomes = run_trials(
         _rounds(sweep, points),
-        max_num_trials=config.sweep.max_num_trials,
+        length=config.sweep.length,
         directory=config.run.directory,
         parent_run_id=parent.run_id if parent else "",
         num_concurrent=config.sweep.num_concurrent,

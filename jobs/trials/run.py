@@ -71,7 +71,7 @@ def one_round(trials: Sequence[Trial]) -> Rounds:
 def run_trials(
     rounds: Rounds,
     *,
-    max_num_trials: int,
+    length: float,
     directory: str,
     parent_run_id: str,
     num_concurrent: int,
@@ -82,7 +82,7 @@ def run_trials(
 
     Args:
         rounds: the trials, at least one; the next round may depend on what came of the ones before.
-        max_num_trials: in all rounds together, for the progress.
+        length: of all rounds together, in whole trials, at most; for the progress.
         directory: for what Tune writes.
         parent_run_id: the MLflow run that those of the trials are shown under; empty for none.
         num_concurrent: trials at a time; 0: as many as there is room for.
@@ -93,7 +93,7 @@ def run_trials(
         ValueError: if the cluster has no room for so many, or another configuration holds a trial's directory.
     """
     search = _RoundSearch(rounds)
-    print(f"{max_num_trials} trials, {len(search.finished)} of them finished before; {directory}", flush=True)
+    print(f"{len(search.finished)} trials finished before; {directory}", flush=True)
     if search.is_over:
         return search.outcomes()
     room = room_for(search.first.config, data_cpus)
@@ -125,7 +125,7 @@ def run_trials(
             storage_path=path,
             storage_filesystem=filesystem,
             verbose=0,
-            callbacks=[_Progress(search, max_num_trials, describe)],
+            callbacks=[_Progress(search, length, describe)],
         ),
     )
     results = tuner.fit()
@@ -150,6 +150,7 @@ class _RoundSearch(Searcher):
         self._running: dict[str, Trial] = {}
         self._failed: dict[str, str] = {}
         self.finished: dict[str, dict[str, Any]] = {}
+        self.shares: dict[str, float] = {}  # of its steps, for every trial that has ended here
         self.is_over = False
         self._start_round(next(rounds))
 
@@ -166,6 +167,11 @@ class _RoundSearch(Searcher):
             failed={name: self._failed[name] for name in names if name in self._failed},
         )
 
+    def share_found(self) -> float:
+        """Of the trials that were finished before, in whole ones."""
+        found = (trial for trial in self._asked if trial.name in self.finished and trial.name not in self.shares)
+        return sum(_share(trial, self.finished[trial.name]) for trial in found)
+
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # FINISHED is a string
         """The next trial; None: later; FINISHED: no more."""
         if self.is_over:
@@ -181,8 +187,10 @@ class _RoundSearch(Searcher):
         trial = self._running.pop(trial_id)
         if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
             self.finished[trial.name] = outcome
+            self.shares[trial.name] = _share(trial, outcome)
         else:
             self._failed[trial.name] = "the process that drives the trial ended"
+            self.shares[trial.name] = 1.0
         if not self._waiting and not self._running:
             self._next_round()
 
@@ -259,10 +267,9 @@ def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: st
 class _Progress(tune.Callback):
     """A line for every trial that ends."""
 
-    def __init__(self, search: _RoundSearch, max_num_trials: int, describe: Callable[[Mapping[str, Any]], str]) -> None:
-        self._search, self._describe = search, describe
-        self._num_before, self._num_trials = len(search.finished), max_num_trials
-        self._num_ended, self._started = 0, time.monotonic()
+    def __init__(self, search: _RoundSearch, length: float, describe: Callable[[Mapping[str, Any]], str]) -> None:
+        self._search, self._length, self._describe = search, length, describe
+        self._started = time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         name = trial.config["name"]
@@ -273,10 +280,15 @@ class _Progress(tune.Callback):
         self._say(trial.config["name"], "FAILED")
 
     def _say(self, name: str, what: str) -> None:
-        self._num_ended += 1
-        total = self._num_trials - self._num_before
-        rest = (time.monotonic() - self._started) / self._num_ended * (total - self._num_ended)
-        print(f"{self._num_ended:>{len(str(total))}}/{total}  {name}  {what}  {clock(rest)} left", flush=True)
+        made = sum(self._search.shares.values())
+        done = made + self._search.share_found()
+        rest = (time.monotonic() - self._started) / made * max(0.0, self._length - done)
+        print(f"{done / self._length:4.0%}  {name}  {what}  {clock(rest)} left", flush=True)
+
+
+def _share(trial: Trial, outcome: Mapping[str, Any]) -> float:
+    """Of its steps that a trial ran for."""
+    return float(outcome["num_steps"] / trial.config.run.num_steps)
 
 
 def clock(seconds: float) -> str:

@@ -33,7 +33,7 @@ TINY = [
 
 
 def test_a_band_search_is_watched_reported_and_found_again(
-    cluster: dict[str, str], corpus: Path, tmp_path: Path
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = {".venv/bin/python": sys.executable}
     (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2\S+ --sweep.search band", paths)
@@ -42,6 +42,10 @@ def test_a_band_search_is_watched_reported_and_found_again(
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
     assert not results.failed
+    shown = capsys.readouterr().out
+    shares = [int(share) for share in re.findall(r"^ *(\d+)%  rho", shown, re.MULTILINE)]
+    assert shares == [25, *sorted(shares[1:])]
+    assert shares[-1] == round(100 * sum(row.num_steps for row in results.rows) / (4 * 10))
     in_band, slower, worse, finer = results.rows
     assert (in_band.name, in_band.num_steps, in_band.stopped) == ("rho1.5-learning_rate_base0.003", 10, "")
     assert in_band.is_in_band

@@ -136,7 +136,7 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
                 Trial(config=alone, make_plan=make_plan, keep_checkpoints=False),
             ]
         ),
-        max_num_trials=3,
+        length=3,
         directory=str(tmp_path / "trials"),
         parent_run_id="",
         num_concurrent=1,
