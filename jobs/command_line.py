@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
@@ -46,6 +47,12 @@ def parse_preset(
     except ValueError as error:
         fail(str(error))
     return config, dry_run
+
+
+def interrupted(directory: str) -> NoReturn:
+    """Tell who typed Ctrl-C what became of it and exit as shells expect."""
+    print(f"\ninterrupted; the same command goes on from what is in {directory}", file=sys.stderr)
+    raise SystemExit(128 + signal.SIGINT)
 
 
 def fail(message: str) -> NoReturn:

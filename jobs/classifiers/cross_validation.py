@@ -86,7 +86,7 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         ),
         length=len(work.cells),
         directory=config.run.directory,
-        parent_run_id=parent.run_id if parent else "",
+        parent=parent,
         num_concurrent=config.grid.num_concurrent,
         data_cpus=work.examples[0].data_cpus,
         describe=lambda outcome: f"{outcome['validation']['accuracy']:.2%}",

@@ -55,7 +55,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         outcomes = _run_in_order(
             list(work.runs.values()),
             directory=config.run.directory,
-            parent_run_id=parent.run_id if parent else "",
+            parent=parent,
             num_concurrent=config.num_concurrent,
             data_cpus=max(plan.data_cpus for plan in plans),
             describe=lambda outcome: _in_few_words(outcome, measures),

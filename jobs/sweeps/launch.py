@@ -95,7 +95,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         _rounds(sweep, points),
         length=config.sweep.length,
         directory=config.run.directory,
-        parent_run_id=parent.run_id if parent else "",
+        parent=parent,
         num_concurrent=config.sweep.num_concurrent,
         data_cpus=sweep.first.data_cpus,
         describe=lambda outcome: (

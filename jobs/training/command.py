@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.command_line import fail
+from jobs.command_line import fail, interrupted
 from jobs.training.config import TrainingConfig
 from jobs.training.task import Plan
 from jobs.training.tracking import where_to_browse
@@ -16,7 +16,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool) -> Mapping[str, Any] | None:
     """Make the plan; print it, or run it and print the results; returns the outcome, or None for a dry run.
 
-    Exits with a message on whatever is refused, and on a run that failed.
+    Exits with a message on whatever is refused, on a run that failed, and on Ctrl-C.
     """
     from ray.train import TrainingFailedError
 
@@ -32,6 +32,8 @@ def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run:
         outcome = train(plan)
     except (ValueError, OSError, TooManyProblemsError, FatalTrainingError, TrainingFailedError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        interrupted(config.run.directory)
     print(f"\n{plan.summary_table(outcome)}\n")
     return outcome
 

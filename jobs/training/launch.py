@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,15 @@ from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.task import Plan, PreparedTask
-from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, run_tags, survive_outage
+from jobs.training.tracking import (
+    TrackedRun,
+    finish_run,
+    mark_if_ended,
+    open_run,
+    resolved_uri,
+    run_tags,
+    survive_outage,
+)
 from jobs.training.watch import Watch
 from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
@@ -73,6 +82,7 @@ def train(
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
         FatalTrainingError: a loss that is not finite; the message names the step and what its batch held.
         TrainingFailedError: a worker group failed more often than `run.max_restarts`.
+        KeyboardInterrupt: on Ctrl-C; what was trained since the last checkpoint is lost.
     """
     config = plan.config
     outcome = claim_directory(config)
@@ -90,7 +100,7 @@ def train(
     )
     prepared = plan.prepare()
     tracked = _open_run(plan, prepared, parent_run_id) if plan.tracking_uri else None
-    try:
+    with mark_if_ended(tracked), _recorded_if_failed(plan, tracked):
         with Console(config.run.num_steps) if with_progress else nullcontext() as console:
             job = WorkerJob(
                 config=prepared.config,
@@ -101,15 +111,9 @@ def train(
                 watch=watch,
                 shares_cores=shares_cores,
             )
-            result = _trainer(config, job).fit().return_value  # type: ignore[attr-defined]
+            result = _fit(_trainer(config, job))
         if "fatal" in result:
             raise FatalTrainingError(result["fatal"])
-    except (FatalTrainingError, TrainingFailedError):
-        if tracked:
-            with survive_outage("the failure"):
-                finish_run(tracked, status="FAILED", artifacts=None, metrics={})
-                _record_models(plan, tracked, None)
-        raise
     outcome = {
         **result,
         "run": config.run.name,
@@ -128,6 +132,30 @@ def train(
         with survive_outage("the models"):
             _record_models(plan, tracked, outcome)
     return outcome
+
+
+def _fit(trainer: Trainer) -> dict[str, Any]:
+    """What the first worker returns.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, which Ray Train takes for itself: it ends the workers, then the process, without a word.
+    """
+    try:
+        return trainer.fit().return_value  # type: ignore[attr-defined]
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+
+
+@contextmanager
+def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None) -> Iterator[None]:
+    """The checkpoints of a run that fails are models in MLflow too."""
+    try:
+        yield
+    except (FatalTrainingError, TrainingFailedError):
+        if tracked:
+            with survive_outage("the checkpoints"):
+                _record_models(plan, tracked, None)
+        raise
 
 
 class Named(Protocol):

@@ -111,7 +111,9 @@ def open_run(
         experiment_id = client.create_experiment(experiment, artifact_location=location)
     else:
         experiment_id = found.experiment_id
-    existing = client.search_runs([experiment_id], filter_string=f"tags.`{_RUN_TAG}` = '{directory}'", max_results=1)
+    quote = '"' if "'" in directory else "'"  # MLflow knows no escapes
+    same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
+    existing = client.search_runs([experiment_id], filter_string=same, max_results=1)
     if existing:
         (run,) = existing
         client.set_terminated(run.info.run_id, status="RUNNING")
@@ -262,6 +264,27 @@ def survive_outage(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("%s could not be recorded in MLflow: %s", what, error)
+
+
+@contextlib.contextmanager
+def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
+    """A run that an error or Ctrl-C ends inside the block is FAILED or KILLED in MLflow, and so is every run under it that
+    was still going on."""
+    try:
+        yield
+    except BaseException as error:
+        if run is not None:
+            with survive_outage("the end of the run"):
+                _end(run, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        raise
+
+
+def _end(run: TrackedRun, status: str) -> None:
+    client = MlflowClient(run.uri)
+    under = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
+    for child in client.search_runs([client.get_run(run.run_id).info.experiment_id], filter_string=under):
+        client.set_terminated(child.info.run_id, status=status)
+    client.set_terminated(run.run_id, status=status)
 
 
 def finish_run(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from jobs.command_line import fail
+from jobs.command_line import fail, interrupted
+from jobs.training.launch import Named
 from jobs.training.tracking import where_to_browse
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Named)
 Row = TypeVar("Row")
 
 
@@ -47,7 +48,7 @@ def run_command(
 ) -> int:
     """Make the work; print it, or run it and print the results; returns the exit status: 1 if a trial failed.
 
-    Exits with a message on whatever is refused.
+    Exits with a message on whatever is refused, and on Ctrl-C.
 
     Args:
         files: what is worth opening in the directory.
@@ -62,6 +63,8 @@ def run_command(
         results = run(work)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        interrupted(config.run.directory)
     print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
     for name, reason in results.failed.items():
         print(f"  FAILED    {name}: {reason}")

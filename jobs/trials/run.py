@@ -24,6 +24,7 @@ from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
 from jobs.training.task import Plan
+from jobs.training.tracking import TrackedRun, mark_if_ended
 from jobs.training.watch import Watch
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
@@ -73,7 +74,7 @@ def run_trials(
     *,
     length: float,
     directory: str,
-    parent_run_id: str,
+    parent: TrackedRun | None,
     num_concurrent: int,
     data_cpus: float,
     describe: Callable[[Mapping[str, Any]], str],
@@ -84,7 +85,7 @@ def run_trials(
         rounds: the trials, at least one; the next round may depend on what came of the ones before.
         length: of all rounds together, in whole trials, at most; for the progress.
         directory: for what Tune writes.
-        parent_run_id: the MLflow run that those of the trials are shown under; empty for none.
+        parent: the MLflow run that those of the trials are shown under; where this is ended, so are they.
         num_concurrent: trials at a time; 0: as many as there is room for.
         data_cpus: logical CPUs that a trial reads with.
         describe: an outcome in a few words.
@@ -113,7 +114,7 @@ def run_trials(
     filesystem, path = resolve(directory)
     num_at_once = num_concurrent or room
     run_trial = tune.with_parameters(
-        _run_trial, parent_run_id=parent_run_id, directory=os.getcwd(), num_at_once=num_at_once
+        _run_trial, parent_run_id=parent.run_id if parent else "", directory=os.getcwd(), num_at_once=num_at_once
     )
     tuner = tune.Tuner(
         tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
@@ -128,7 +129,8 @@ def run_trials(
             callbacks=[_Progress(search, length, describe)],
         ),
     )
-    results = tuner.fit()
+    with mark_if_ended(parent):
+        results = tuner.fit()
     outcomes = search.outcomes()
     reasons = {
         (result.config or {})["name"]: _reason(result.error) for result in (results[i] for i in range(len(results)))

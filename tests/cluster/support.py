@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,22 +51,35 @@ def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) ->
         assert done.returncode == 0, line + done.stdout + done.stderr
 
 
-def run_until(condition: Callable[[], bool], module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """A command that is killed as soon as the condition holds. In a process of its own: a Ray whose data sets are left in
-    mid-stream may take its driver down with it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(lambda: condition() or process.poll() is not None)
-    finally:
-        process.kill()
-        process.wait()
-    time.sleep(3)  # Ray ends the tasks of a dead driver
+def run_until(
+    condition: Callable[[], bool],
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    by: signal.Signals = signal.SIGKILL,
+) -> tuple[int, str]:
+    """A command that gets the signal as soon as the condition holds; returns its exit status and what it had to say. In a
+    process of its own: a Ray whose data sets are left in mid-stream may take its driver down with it."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            # What is started in the background has Ctrl-C switched off.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            wait_for(lambda: condition() or process.poll() is not None)
+            process.send_signal(by)
+            process.wait(timeout=120)
+        finally:
+            process.kill()
+            process.wait()
+        time.sleep(3)  # Ray ends the tasks of a dead driver
+        said.seek(0)
+        return process.returncode, said.read()
 
 
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import ray
 from mlflow import MlflowClient
-from support import readme_lines, wait_for
+from support import readme_lines, run_until, wait_for
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
@@ -30,6 +31,19 @@ TINY = [
     # A temperature that stays where it starts, and a rate that is far too high.
     "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=1e-3,3e-3,0.5", "--sweep.band", "0.6", "1.6",
 ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+    words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
+    arguments = ["gpt2-rho-lr-small", "--sweep.search", "band", *words]
+    started = tmp_path / "rho" / "rho1.5-learning_rate_base0.003" / "configuration.json"
+    status, said = run_until(started.exists, "jobs.sweep", arguments, cluster, by=signal.SIGINT)
+    assert status == 130, said
+    assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert {run.info.status for run in client.search_runs(["1"])} == {"KILLED"}
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
 
 
 def test_a_band_search_is_watched_reported_and_found_again(

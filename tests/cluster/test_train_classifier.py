@@ -138,7 +138,7 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
         ),
         length=3,
         directory=str(tmp_path / "trials"),
-        parent_run_id="",
+        parent=None,
         num_concurrent=1,
         data_cpus=0.0,
         describe=lambda outcome: f"{outcome['num_steps']}",

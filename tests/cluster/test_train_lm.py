@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from mlflow import MlflowClient
-from support import BIN, ROOT, readme_lines, run_lines, tiny_config, training_worker_pids, wait_for
+from support import BIN, ROOT, readme_lines, run_lines, run_until, tiny_config, training_worker_pids, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.language_models.config import LanguageModelConfig
@@ -236,6 +236,19 @@ def test_a_killed_job_started_again_with_another_number_of_workers_continues(
     # A third start has nothing to do, and says so.
     assert train(config) == outcome
     assert "This run is finished" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_ctrl_c_says_how_to_go_on(ray_head: dict[str, str], tiny: Make) -> None:
+    config = tiny("interrupted")
+    environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
+    arguments = command(config)[2:]
+    status, said = run_until(lambda: has_checkpoint(config), "jobs.train_lm", arguments, environment, by=signal.SIGINT)
+    assert status == 130, said
+    assert f"the same command goes on from what is in {config.run.directory}" in said
+    assert "Traceback" not in said
+    client = MlflowClient(f"sqlite:///{config.run.resolved_storage}/mlflow.db")
+    assert [run.info.status for run in client.search_runs(["1"])] == ["KILLED"]
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from jobs.training.tracking import (
     TrackedRun,
     default_uri,
     finish_run,
+    mark_if_ended,
     metric_history,
     open_run,
     resolved_uri,
@@ -75,6 +76,22 @@ def test_a_continued_run_names_every_ray_job_that_worked_on_it(uri: str) -> None
     assert "ray_job_id" not in client.get_run(later.run_id).data.tags
     open_for(uri, "/runs/later", ray_job_id="c")
     assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (OSError, "FAILED")])
+def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
+    uri: str, error: type[BaseException], status: str, tmp_path: Path
+) -> None:
+    parent = open_for(uri, str(tmp_path / "sweep"))
+    under = {"mlflow.parentRunId": parent.run_id}
+    going, done = (open_for(uri, str(tmp_path / name), **under) for name in ("going", "done"))
+    finish_run(done, status="FINISHED", artifacts=None, metrics={})
+    other = open_for(uri, str(tmp_path / "another's"))
+    with pytest.raises(error), mark_if_ended(None), mark_if_ended(parent):
+        raise error
+    client = MlflowClient(uri)
+    found = [client.get_run(run.run_id).info.status for run in (parent, going, done, other)]
+    assert found == [status, status, "FINISHED", "RUNNING"]
 
 
 def test_metrics_arrive_and_the_last_value_of_a_step_counts(uri: str) -> None:
