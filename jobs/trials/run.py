@@ -93,51 +93,51 @@ def run_trials(
     Raises:
         ValueError: if the cluster has no room for so many, or another configuration holds a trial's directory.
     """
-    search = _RoundSearch(rounds)
-    print(f"{len(search.finished)} trials finished before; {directory}", flush=True)
-    if search.is_over:
-        return search.outcomes()
-    room = room_for(search.first.config, data_cpus)
-    if num_concurrent > room:
-        raise ValueError(
-            f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
-        )
-    # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
-    # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
-    os.environ |= {
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",
-        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-        "RAY_AIR_NEW_OUTPUT": "0",
-        "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    }
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    filesystem, path = resolve(directory)
-    num_at_once = num_concurrent or room
-    run_trial = tune.with_parameters(
-        _run_trial, parent_run_id=parent.run_id if parent else "", directory=os.getcwd(), num_at_once=num_at_once
-    )
-    tuner = tune.Tuner(
-        tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
-        tune_config=tune.TuneConfig(
-            search_alg=search, num_samples=-1, max_concurrent_trials=num_at_once, reuse_actors=True
-        ),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=path,
-            storage_filesystem=filesystem,
-            verbose=0,
-            callbacks=[_Progress(search, length, describe)],
-        ),
-    )
     with mark_if_ended(parent):
+        search = _RoundSearch(rounds)
+        print(f"{len(search.finished)} trials finished before; {directory}", flush=True)
+        if search.is_over:
+            return search.outcomes()
+        room = room_for(search.first.config, data_cpus)
+        if num_concurrent > room:
+            raise ValueError(
+                f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
+            )
+        # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
+        # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
+        os.environ |= {
+            "RAY_CHDIR_TO_TRIAL_DIR": "0",
+            "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+            "RAY_AIR_NEW_OUTPUT": "0",
+            "TUNE_DISABLE_SIGINT_HANDLER": "1",
+        }
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        filesystem, path = resolve(directory)
+        num_at_once = num_concurrent or room
+        run_trial = tune.with_parameters(
+            _run_trial, parent_run_id=parent.run_id if parent else "", directory=os.getcwd(), num_at_once=num_at_once
+        )
+        tuner = tune.Tuner(
+            tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
+            tune_config=tune.TuneConfig(
+                search_alg=search, num_samples=-1, max_concurrent_trials=num_at_once, reuse_actors=True
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=path,
+                storage_filesystem=filesystem,
+                verbose=0,
+                callbacks=[_Progress(search, length, describe)],
+            ),
+        )
         results = tuner.fit()
-    outcomes = search.outcomes()
-    reasons = {
-        (result.config or {})["name"]: _reason(result.error) for result in (results[i] for i in range(len(results)))
-    }
-    return Outcomes(
-        finished=outcomes.finished, failed={name: reasons.get(name, why) for name, why in outcomes.failed.items()}
-    )
+        outcomes = search.outcomes()
+        reasons = {
+            (result.config or {})["name"]: _reason(result.error) for result in (results[i] for i in range(len(results)))
+        }
+        return Outcomes(
+            finished=outcomes.finished, failed={name: reasons.get(name, why) for name, why in outcomes.failed.items()}
+        )
 
 
 class _RoundSearch(Searcher):
