@@ -21,7 +21,7 @@ from pipelines.tokenization import train_bpe
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[dict[str, str]]:
     """`ray start --head` with `RAY_AUTH_MODE=token`; its environment, with RAY_ADDRESS and the dashboard's address."""
-    port, dashboard_port = free_port(), free_port()
+    port, dashboard_port, agent_port = free_port(), free_port(), free_port()
     # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
     # Nor is there a cloud to take this node away: a process less for every run.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
@@ -35,6 +35,8 @@ def ray_head() -> Iterator[dict[str, str]]:
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
+        # Else the second Ray on a machine finds the usual port taken, and no job can be submitted to it.
+        f"--dashboard-agent-listen-port={agent_port}",
     ]  # fmt: skip
     if not (Path.home() / ".ray" / "auth_token").exists():
         subprocess.run(
