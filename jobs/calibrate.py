@@ -7,7 +7,6 @@ python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompt
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 
 _DEFAULT_CONTEXT_LENGTH = 256
 
@@ -250,4 +249,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from contextlib import suppress
 
 import psutil
@@ -47,7 +49,14 @@ def start_ray() -> None:
         os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
-        return
+    else:
+        _start_local_ray()
+    if threading.current_thread() is threading.main_thread():
+        # `ray job stop` and `kill` end a job as Ctrl-C does. Ray would have it exit as one that failed.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _start_local_ray() -> None:
     # Only who has this user's token may have it run code: as it should be, and nothing to warn of at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
         lambda record: "authentication is enabled" not in record.getMessage()

@@ -49,9 +49,22 @@ def parse_preset(
     return config, dry_run
 
 
-def interrupted(directory: str) -> NoReturn:
-    """Tell who typed Ctrl-C what became of it and exit as shells expect."""
-    print(f"\ninterrupted; the same command goes on from what is in {directory}", file=sys.stderr)
+def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a job on the arguments of this process and exit with its status."""
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        interrupted()
+
+
+def interrupted(directory: str = "") -> NoReturn:
+    """Tell who typed Ctrl-C what became of it and exit as shells expect.
+
+    Args:
+        directory: of a run that can be continued.
+    """
+    rest = f"; the same command goes on from what is in {directory}" if directory else ""
+    print(f"\ninterrupted{rest}", file=sys.stderr)
     raise SystemExit(128 + signal.SIGINT)
 
 

@@ -6,13 +6,12 @@ flickr=dataset_flickr30k.json --splits flickr=test --zero-shot cifar10=cifar10.t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import tyro
 
 from jobs.clip_evaluation.config import EvaluateClipConfig
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,4 +38,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -5,12 +5,11 @@ python -m jobs.evaluate_lm --models runs/a/export --temperatures one tempnet fix
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.evaluation.config import EvaluateConfig
 
 
@@ -33,4 +32,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -5,12 +5,11 @@ python -m jobs.evaluate_sentences --models runs/declutr-small-small/export --dat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.sentence_evaluation.config import EvaluateSentencesConfig
 
 
@@ -41,4 +40,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -5,14 +5,13 @@ python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.generation.config import GenerateConfig
 from jobs.generation.gsm8k import divisors, majority_score
 from jobs.generation.job import Outcome, run
@@ -105,4 +104,4 @@ def page(outcome: Outcome, config: GenerateConfig) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -14,14 +14,13 @@ its options.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.pair_prediction.config import PredictPairTemperaturesConfig
 from jobs.prediction.config import PredictTemperaturesConfig
 
@@ -133,4 +132,4 @@ def _print_page(html: str, tau: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

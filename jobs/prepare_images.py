@@ -6,7 +6,6 @@ python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.training.config import RunSection
 from pipelines.prepare_images import PrepareImagesConfig
 
@@ -55,4 +54,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

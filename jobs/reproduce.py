@@ -7,12 +7,11 @@ python -m jobs.reproduce --help
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from jobs.reproduction.config import ReproduceConfig
 from jobs.reproduction.experiments.registry import EXPERIMENTS, find
 
@@ -66,4 +65,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -6,7 +6,6 @@ python -m jobs.sample_data --directory data/sample
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.command_line import fail
+from jobs.command_line import fail, run_job
 from pipelines.archives import list_archives
 from pipelines.sample_images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample_text import NUM_BYTES_DEFAULT, write_corpus
@@ -138,4 +137,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

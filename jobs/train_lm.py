@@ -6,10 +6,9 @@ python -m jobs.train_lm --help
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from jobs.command_line import parse_preset
+from jobs.command_line import parse_preset, run_job
 from jobs.presets.language_models import PRESETS
 
 
@@ -33,4 +32,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_job(main)

@@ -35,7 +35,8 @@ TINY = [
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_path: Path, by: signal.Signals) -> None:
     words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
     arguments = ["gpt2-rho-lr-small", "--sweep.search", "band", *words]
 
@@ -47,7 +48,7 @@ def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_p
         except sqlite3.OperationalError:
             return []
 
-    status, said = run_until(lambda: len(runs()) == 2, "jobs.sweep", arguments, cluster, by=signal.SIGINT)
+    status, said = run_until(lambda: len(runs()) == 2, "jobs.sweep", arguments, cluster, by=by)
     assert status == 130, said
     assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
     assert runs() == ["KILLED", "KILLED"]
