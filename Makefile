@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-rest test-gaps lint style types format lock mlflow mlflow-team bench clean
+.PHONY: help setup run test test-all test-fast test-text test-rest lint style types format lock mlflow mlflow-team bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,24 +25,21 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# Two Rays: with more of them two cores are too busy for one to start. What needs none gets the time that they leave.
+# Two at a time, the longest first, each with a Ray of its own: with more of them two cores are too busy for a Ray to start.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 3 test-text test-rest test-gaps
+	$(MAKE) --no-print-directory --jobs 2 test-rest test-text test-fast types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster
 
 CLUSTER := cluster and not long
-TEXT := $(foreach name,text_data train_lm train_sentences reproduce,tests/cluster/test_$(name).py)
+TEXT := $(foreach name,text_data train_lm reproduce,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
 	$(PYTEST) -m "not cluster"
 
-test-gaps: setup
-	nice -n 19 $(MAKE) --no-print-directory test-fast types
-
-test-text: setup  ## Text, language models and sentences on a real Ray with DeepSpeed and MLflow
+test-text: setup  ## Text and language models on a real Ray with DeepSpeed and MLflow
 	$(PYTEST) -m "$(CLUSTER)" $(TEXT)
 
 test-rest: setup  ## All other tests on a real Ray

@@ -65,7 +65,8 @@ class TempNetConfig:
     projection: bool = True
     """Use the projection layer (ablation: Tables 19 and 20)."""
     pooling: Literal["parametric", "linear"] = "parametric"
-    """The parametrised pooling, or one linear layer in its place (ablation: Tables 19 and 20)."""
+    """The parametrised pooling, or one linear layer in its place, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b] (ablation: Tables 19 and
+    20)."""
     depth: Literal[3, 4] = 3
     """4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
     stop_gradient: bool = True
@@ -222,9 +223,12 @@ class TempNet(nn.Module):
 
     def _pool(self, u: Tensor) -> Tensor:
         if self.config.pooling == "linear":
-            return self.final(u).squeeze(-1)
-        attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
-        pooled = (attention * self.pool_weight * u).sum(-1) - self.pool_bias
+            # A mean, on the scale of the pooling in whose place it is: the learning rate is that of the pooling too, and a
+            # sum over the prototypes, which all move at once, is at the end of the sigmoid after a step.
+            pooled = self.final(u / u.shape[-1]).squeeze(-1)
+        else:
+            attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
+            pooled = (attention * self.pool_weight * u).sum(-1) - self.pool_bias
         return pooled / self.config.rho if self.config.pool_by_rho and self.config.rho > 0 else pooled
 
     @torch.no_grad()
