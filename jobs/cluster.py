@@ -12,12 +12,13 @@ import psutil
 import ray
 
 # Set in every process that a job starts, unless the person has set it: DeepSpeed's and Transformers' chatter off, no
-# thread pools inside forks, and a look at the workers twice a second. Ray Train's own two seconds are what every
-# checkpoint waits for the one before it, and every end for being seen.
+# thread pools inside forks, no process that tells Ray's makers what Ray Data ran, and a look at the workers twice a
+# second. Ray Train's own two seconds are what every checkpoint waits for the one before it, and every end for being seen.
 _ENVIRONMENT = {
     "DEEPSPEED_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "true",
+    "RAY_DATA_USAGE_DISABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
 
@@ -63,6 +64,8 @@ def _start_local_ray() -> None:
     )
     # A process of every run that waits for a cloud to take a node away: this machine is no such node.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    # Nor is there a dashboard to measure every process for.
+    os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
     # that it reads would start another one, seconds of computing each.
     os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))

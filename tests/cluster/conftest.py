@@ -25,16 +25,19 @@ def ray_head() -> Iterator[dict[str, str]]:
     # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
     # Nor is there a cloud to take this node away: a process less for every run.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    # Told to end, the head would wait half a minute for others to take its work over. Processes without a task are kept
-    # for the next one, as `jobs.cluster` has it.
+    # Told to end, the head would wait half a minute for others to take its work over. The rest is as `jobs.cluster` has it.
     environment = os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_num_workers_soft_limit": "4",
+        "RAY_DATA_USAGE_DISABLED": "1",
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",
     }
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
+        # It reads all logs ten times a second, for drivers that want to see them; ours do not.
+        "--include-log-monitor=false",
         # Else the second Ray on a machine finds the usual port taken, and no job can be submitted to it.
         f"--dashboard-agent-listen-port={agent_port}",
     ]  # fmt: skip
