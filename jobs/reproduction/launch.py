@@ -51,14 +51,15 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         data_sets=data_sets,
     )
     if work.runs:
-        measures = [measure for planned in work.studies for measure in planned.study.measures]
+        # Of the study that a run is made for: another's may mean nothing here.
+        measures = {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
         outcomes = _run_in_order(
             list(work.runs.values()),
             directory=config.run.directory,
             parent=parent,
             num_concurrent=config.num_concurrent,
             data_cpus=max(plan.data_cpus for plan in plans),
-            describe=lambda outcome: _in_few_words(outcome, measures),
+            describe=lambda outcome: _in_few_words(outcome, measures[outcome["run"]]),
         )
     results = [_result(work, planned, outcomes) for planned in work.studies]
     table = markdown(work, results, outcomes.failed)
