@@ -53,7 +53,7 @@ def start_ray() -> None:
     else:
         _start_local_ray()
     if threading.current_thread() is threading.main_thread():
-        # `ray job stop` and `kill` end a job as Ctrl-C does. Ray would have it exit as one that failed.
+        # `kill` ends a job as Ctrl-C does. Ray would have it exit as one that failed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
