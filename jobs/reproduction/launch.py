@@ -51,8 +51,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         data_sets=data_sets,
     )
     if work.runs:
-        # Of the study that a run is made for: another's may mean nothing here.
-        measures = {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
+        measures = measures_of_runs(work)
         outcomes = _run_in_order(
             list(work.runs.values()),
             directory=config.run.directory,
@@ -74,6 +73,11 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
         failed=outcomes.failed,
     )
+
+
+def measures_of_runs(work: Reproduction) -> dict[str, Sequence[Measure]]:
+    """Of each run those of the study that it is made for: another study's may mean nothing of it."""
+    return {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
 
 
 def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:

@@ -345,6 +345,16 @@ def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
     assert (tmp_path / "reproduce-T15-small" / "results.json").is_file()
 
 
+def test_the_progress_shows_no_perplexity_of_a_clip(tmp_path: Path) -> None:
+    work = reproduction("T18", tmp_path, seeds=1, tracking=_untracked())
+    measures = launch.measures_of_runs(work)
+    assert measures.keys() == work.runs.keys()
+    for run, shown in measures.items():
+        titles = {measure.title for measure in shown}
+        is_text = isinstance(work.runs[run].config, LanguageModelConfig)
+        assert ("mean recall, %" in titles, "perplexity" in titles) == (not is_text, is_text), run
+
+
 # ---- the command ----
 
 
