@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from pipelines.archive_tasks import run_archive_tasks
 from pipelines.archives import Archive, list_archives, resolve
@@ -68,6 +69,8 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
         TooManyProblemsError: naming the share, the kinds and the archives.
     """
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    # What the tasks receive: a tokenizer of Transformers would have each of them load torch.
+    backend = tokenizer.backend_tokenizer
     archives = list_archives(config.source)
     directory = f"{root}/{_content_name(config, layout, tokenizer_digest(tokenizer), archives)}"
     try:
@@ -77,7 +80,7 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
         filesystem.create_dir(path, recursive=True)
 
         def prepare(number: int) -> dict[str, Any]:
-            return asdict(_prepare_archive(config, layout, archives[number], number, directory))
+            return asdict(_prepare_archive(config, layout, backend, archives[number], number, directory))
 
         entries = [archive_from_json(entry) for entry in run_archive_tasks(prepare, len(archives), directory)]
         manifest = Manifest(
@@ -98,10 +101,9 @@ def _content_name(config: PrepareConfig, layout: Layout, tokenizer: str, archive
 
 
 def _prepare_archive(
-    config: PrepareConfig, layout: Layout, archive: Archive, number: int, directory: str
+    config: PrepareConfig, layout: Layout, tokenizer: Tokenizer, archive: Archive, number: int, directory: str
 ) -> ArchiveEntry:
     """Read, tokenise, lay out and write one archive."""
-    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = 0
@@ -111,7 +113,7 @@ def _prepare_archive(
         readable = readable_documents(config.source, archive, config.text_field, problems, examples)
         while chunk := [document.text for document in itertools.islice(readable, _NUM_DOCUMENTS_PER_ENCODE)]:
             num_documents += len(chunk)
-            for encoding in tokenizer.backend_tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+            for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                 yield np.asarray(encoding.ids, dtype=np.int64)
 
     shards: list[ShardEntry] = []
