@@ -16,10 +16,10 @@ from jobs.reproduction.runs import Run, needed_paths, planner
 from jobs.reproduction.scoring import FinishedRun, Place
 from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import Replicates, judge, overall
-from jobs.training.identity import flatten
 from jobs.training.task import Plan
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
+from jobs.trials.prepare import prepare_once
 from jobs.trials.run import Outcomes, Rounds, Trial, run_trials
 from pipelines.archives import resolve
 
@@ -41,7 +41,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
     if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
         start_ray()
-        data_sets = _prepare(plans)
+        data_sets = prepare_once(plans)
     parent = open_parent(
         config,
         run=config.run,
@@ -111,20 +111,6 @@ def _check(work: Reproduction) -> list[Plan]:
             if where(field, path) == "MISSING":
                 raise FileNotFoundError(f"{field} = {path!r} is not there: --change {field}=PATH")
     return plans
-
-
-def _prepare(plans: Sequence[Plan]) -> dict[str, tuple[str, str, str]]:
-    """Data that many runs read, prepared before they start; returns them for MLflow."""
-    prepared: dict[str, Any] = {}
-    for plan in plans:
-        values = flatten(plan.config)
-        key = " ".join(str(values.get(f"data.{name}", "")) for name in ("train", "validation", "tokenizer"))
-        if key not in prepared:
-            prepared[key] = plan.prepare().data_sets
-    found: dict[str, tuple[str, str, str]] = {}
-    for number, data_sets in enumerate(prepared.values()):
-        found |= {f"{context}-{number}" if number else context: one for context, one in data_sets.items()}
-    return found
 
 
 def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:

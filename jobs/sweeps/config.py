@@ -66,7 +66,7 @@ class SweepSection:
                 raise ValueError(f"sweep.axes: {name}={text} is not FIELD=VALUE,VALUE,… in numbers") from error
             if not all(map(math.isfinite, values)):
                 raise ValueError(f"sweep.axes: {name}={text} must be finite")
-            if again := twice(text.split(",")):
+            if again := twice(f"{value:.12g}" for value in values):
                 raise ValueError(f"sweep.axes: {name} has {again} twice")
             found[name.replace("-", "_")] = values
         if not found:
@@ -85,14 +85,6 @@ class SweepSection:
         """In steps of whole trials, at most."""
         return self.budget if self.search == "band" else self.max_num_trials
 
-    def start(self, value: float | None = None) -> Search:
-        """The search, from its beginning; a band search begins at `value` of the first axis."""
-        if self.search == "grid":
-            return search.grid(self.values)
-        if self.search == "random":
-            return search.random(self.values, num_trials=self.num_trials, seed=self.seed)
-        return search.band(self.values, band=self.band, budget=self.budget, start=value)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig(Generic[Base]):
@@ -102,7 +94,8 @@ class SweepConfig(Generic[Base]):
     sweep: SweepSection
 
     def __post_init__(self) -> None:
-        for point in [*next(self.sweep.start()), *search.corners(self.sweep.values)]:
+        # First the ends, which a person has typed: what lies between is refused where one of them is.
+        for point in [*search.corners(self.sweep.values), *next(self.start())]:
             trial = self.trial(point)
             if self.sweep.search == "band":
                 self._check_band(trial)
@@ -125,13 +118,26 @@ class SweepConfig(Generic[Base]):
         """Name and place of the whole."""
         return self.base.run
 
+    def start(self, value: float | None = None) -> Search:
+        """The search, from its beginning; a band search begins at `value` of the first axis."""
+        sweep = self.sweep
+        whole = {name for name in sweep.values if _kind(self.base, name) == "int"}
+        if sweep.search == "grid":
+            return search.grid(sweep.values)
+        if sweep.search == "random":
+            return search.random(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=whole)
+        first, values = next(iter(sweep.values.items()))
+        width = max(values) - min(values)
+        slope = search.PRIOR_SLOPE if first == "temperature.rho" or not width else search.PRIOR_FALL / width
+        return search.band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
+
     def trial(self, point: Point) -> Base:
         """The run that a point makes, in a directory within that of the sweep; prepared data are shared.
 
         Raises:
             ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused.
         """
-        name = "-".join(f"{field.rpartition('.')[2]}{value:.6g}" for field, value in point.items())
+        name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
         values = _checked(self.base, point)
         try:
             config = with_fields(self.base, values)
@@ -168,12 +174,20 @@ def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
         section, _, field = name.rpartition(".")
         if section == "run" and field not in ("seed", "num_steps"):
             raise ValueError(f"sweep.axes: {name} does not change what a run gives")
-        items = {item.name: str(item.type) for item in dataclasses.fields(getattr(config, section, config))}
-        kind = items.get(field, "float")  # what is not there is refused when it is set
-        is_whole = kind.split(" ")[0] == "int"
-        if not is_whole and "float" not in kind:
+        kind = _kind(config, name)
+        if kind not in ("int", "float"):
             raise ValueError(f"sweep.axes: {name} is no number but {kind}")
-        if is_whole and value != int(value):
+        if kind == "int" and value != int(value):
             raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
-        values[name] = int(value) if is_whole else value
+        values[name] = int(value) if kind == "int" else value
     return values
+
+
+def _kind(config: TrainingConfig, name: str) -> str:
+    """int or float, also of a field that may be None; the whole type of one that is no number."""
+    section, _, field = name.rpartition(".")
+    kinds = {item.name: str(item.type) for item in dataclasses.fields(getattr(config, section, config))}
+    kind = kinds.get(field, "float")  # what is not there is refused when it is set
+    if kind.split(" ")[0] == "int":
+        return "int"
+    return "float" if "float" in kind else kind

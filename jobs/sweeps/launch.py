@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from jobs.cluster import start_ray
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan as make_language_model_plan
 from jobs.sweeps.config import SweepConfig
+from jobs.sweeps.course import Course
 from jobs.sweeps.objective import TITLE, loss_of
 from jobs.sweeps.report import Row, markdown, page, row
 from jobs.sweeps.search import Point, Seen, corners
@@ -27,6 +28,7 @@ from jobs.training.task import Plan
 from jobs.training.watch import Validation
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
+from jobs.trials.prepare import prepare_once
 from jobs.trials.run import Rounds, Trial, run_trials
 from pipelines.manifest import read_json
 
@@ -37,8 +39,13 @@ class Sweep:
 
     config: SweepConfig[Any]
     make_plan: Callable[[Any], Plan]
-    first: Plan
-    """Of the first trial."""
+    plans: Sequence[Plan]
+    """Of the first round's trials, then of those at the ends of the axes."""
+
+    @property
+    def first(self) -> Plan:
+        """Of the first trial."""
+        return self.plans[0]
 
     def describe(self) -> str:
         """For a person."""
@@ -65,10 +72,8 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
     config = dataclasses.replace(config, base=dataclasses.replace(config.base, tracking=tracking))
     is_clip = isinstance(config.base, ClipConfig)
     make_plan: Callable[[Any], Plan] = make_clip_plan if is_clip else make_language_model_plan
-    first, *_ = [
-        make_plan(config.trial(point)) for point in [*next(config.sweep.start()), *corners(config.sweep.values)]
-    ]
-    return Sweep(config=config, make_plan=make_plan, first=first)
+    plans = [make_plan(config.trial(point)) for point in [*next(config.start()), *corners(config.sweep.values)]]
+    return Sweep(config=config, make_plan=make_plan, plans=plans)
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -81,18 +86,18 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     claim_directory(config)
     print(sweep.describe(), flush=True)
     start_ray()
-    prepared = sweep.first.prepare()  # what all trials then find
+    data_sets = prepare_once(sweep.plans)
     parent = open_parent(
         config,
         run=config.run,
         tracking=config.base.tracking,
         uri=sweep.first.tracking_uri,
         num_trials=config.sweep.max_num_trials,
-        data_sets=prepared.data_sets,
+        data_sets=data_sets,
     )
-    points: dict[str, Point] = {}
+    course = Course(config.run.directory)
     outcomes = run_trials(
-        _rounds(sweep, points),
+        _rounds(sweep, course),
         length=config.sweep.length,
         directory=config.run.directory,
         parent=parent,
@@ -103,9 +108,11 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
             + (f"; stopped: {outcome['stopped']}" if outcome["stopped"] else "")
         ),
     )
+    failed = {**course.settled, **outcomes.failed}
+    course.save(failed)
     found = [
-        row(name, point, outcomes.finished.get(name), outcomes.failed.get(name, ""), band)
-        for name, point in points.items()
+        row(name, point, outcomes.finished.get(name), failed.get(name, ""), band)
+        for name, point in course.points.items()
     ]
     num_combinations = math.prod(map(len, config.sweep.values.values()))
     table = markdown(found, band, num_combinations * config.base.run.num_steps)
@@ -121,10 +128,10 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         files={"report.html": page(config.run.name, found, band)},
         metrics={
             "num_in_band": sum(row.is_in_band for row in found),
-            "num_failed": len(outcomes.failed),
+            "num_failed": len(failed),
             "num_steps": sum(row.num_steps for row in found),
         },
-        failed=outcomes.failed,
+        failed=failed,
     )
 
 
@@ -133,38 +140,41 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
     return float(outcome["validation"].get("tau_mean", math.nan))
 
 
-def _rounds(sweep: Sweep, points: dict[str, Point]) -> Rounds:
-    """The search of a sweep as trials; the points that it comes to are left in `points`, by name."""
+def _rounds(sweep: Sweep, course: Course) -> Rounds:
+    """The search of a sweep as trials."""
     config, band = sweep.config, sweep.config.sweep.band
     is_watched = config.sweep.search == "band"
-    search = config.sweep.start(_calibrated_rho(config) if is_watched else None)
+    search = config.start(_calibrated_rho(config) if is_watched else None)
     batch = next(search)
     halving: Any = None  # an actor, once there is something to be measured by
     while True:
-        trials = {}
-        for point in batch:
-            trial = config.trial(point)
+        configs = [config.trial(point) for point in batch]
+        points = {trial.run.name: point for trial, point in zip(configs, batch, strict=True)}
+        course.begin(points)
+        trials = []
+        for trial in configs:
             name = trial.run.name
-            points[name] = point
             watch = None
             if is_watched:
                 # A point that is alone in its round has been chosen by what the others came to.
                 race = halving if len(batch) > 1 else None
                 watch = TrialWatch(trial=name, rule=_band_rule(trial, band), halving=race)
-            trials[name] = Trial(config=trial, make_plan=sweep.make_plan, watch=watch)
+            if name not in course.settled:
+                trials.append(Trial(config=trial, make_plan=sweep.make_plan, watch=watch))
             if halving is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
                 _tell(halving, name, outcome, band)  # of a sweep that is continued
-        outcomes = yield list(trials.values())
-        seen = [
-            _seen(point, outcomes.finished.get(name), trials[name].config.run.num_steps)
-            for name, point in zip(trials, batch, strict=True)
-        ]
+        finished: Mapping[str, Any] = {}
+        if trials:
+            outcomes = yield trials
+            finished = outcomes.finished
+            course.save({**course.settled, **outcomes.failed})
+        seen = [_seen(points[trial.run.name], finished.get(trial.run.name), trial.run.num_steps) for trial in configs]
         if is_watched and halving is None:
-            inside = [name for name, one in zip(trials, seen, strict=True) if one.is_in(band)]
+            inside = [name for name, one in zip(points, seen, strict=True) if one.is_in(band)]
             if inside:  # from now on there is something to be measured by
                 halving = ray.remote(Halving).options(num_cpus=0).remote(config.base.run.num_steps)
                 for name in inside:
-                    _tell(halving, name, outcomes.finished[name], band)
+                    _tell(halving, name, finished[name], band)
         try:
             batch = search.send(seen)
         except StopIteration:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,8 @@ Axes: TypeAlias = Mapping[str, Sequence[float]]
 
 # d log τ̄ / dρ per nat: what the papers' sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03, .95, .81, .69).
 PRIOR_SLOPE = -0.35
+# From one end of that sweep to the other, which is all that may be thought of an axis that is not ρ.
+PRIOR_FALL = PRIOR_SLOPE * 2.5
 # Of log τ̄ between two trials of one seed; what differs by less says nothing of the direction.
 _NOISE = 0.02
 # Of the loss, in proportion: which of two trials is the better one cannot be told below that.
@@ -59,14 +61,27 @@ def corners(axes: Axes) -> list[Point]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*ends)]
 
 
-def random(axes: Axes, *, num_trials: int, seed: int) -> Search:
+def random(axes: Axes, *, num_trials: int, seed: int, whole: Collection[str] = ()) -> Search:
     """`num_trials` points between the ends of the axes, in one round: even, or in proportion where the larger end is 10 times
-    the smaller or more."""
+    the smaller or more. One that is drawn again is left out.
+
+    Args:
+        whole: the axes of whole numbers.
+    """
     rng = np.random.default_rng(seed)
-    yield [{name: _drawn(values, rng) for name, values in axes.items()} for _ in range(num_trials)]
+    drawn = [{name: _drawn(values, rng, name in whole) for name, values in axes.items()} for _ in range(num_trials)]
+    yield [point for number, point in enumerate(drawn) if point not in drawn[:number]]
 
 
-def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float | None = None) -> Search:
+def band(
+    axes: Axes,
+    *,
+    band: tuple[float, float],
+    budget: float,
+    start: float | None = None,
+    slope: float = PRIOR_SLOPE,
+    whole: Collection[str] = (),
+) -> Search:
     """The value of the first axis that brings the mean temperature into the band, and the best of the other axes there.
 
     The first axis (ρ, say) is one in which the mean temperature is expected to fall. It is tried at `start` with the middle
@@ -82,8 +97,11 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
         band: of the mean temperature.
         budget: in steps of whole trials; never exceeded.
         start: of the first axis; None: its middle.
+        slope: what is known of it before, as :func:`measured_slope` takes it.
+        whole: the axes of whole numbers.
     """
     first, *others = axes
+    is_whole = first in whole
     ends = min(axes[first]), max(axes[first])
     rest = {name: sorted(axes[name]) for name in others}
     usual = {name: values[(len(values) - 1) // 2] for name, values in rest.items()}
@@ -94,7 +112,24 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
 
     def next_at(point: Point, goal: tuple[float, float]) -> float | None:
         tried = [(one.point[first], one.tau_mean) for one in seen if one.point == {**one.point, **point}]
-        return next_value(tried, ends=ends, band=goal, start=sum(ends) / 2 if start is None else start)
+        return next_value(
+            tried,
+            ends=ends,
+            band=goal,
+            start=sum(ends) / 2 if start is None else start,
+            slope=slope,
+            is_whole=is_whole,
+        )
+
+    def slope_at(near: Seen) -> float:
+        """Of log τ̄ in the first axis: that beside `near`, or where more of its values were tried."""
+        ended = [near, *(one for one in seen if one.share == 1.0 and one.tau_mean > 0.0)]
+        courses: dict[Any, list[tuple[float, float]]] = {}
+        for one in ended:
+            course = courses.setdefault(tuple(one.point[name] for name in rest), [])
+            if (found := (one.point[first], one.tau_mean)) not in course:
+                course.append(found)
+        return measured_slope(max(courses.values(), key=len), band=band, prior=slope)
 
     combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
 
@@ -139,7 +174,9 @@ def band(axes: Axes, *, band: tuple[float, float], budget: float, start: float |
             near, point = pairs[0]
             at = near.point[first]
             expected = _extrapolated([one for one in seen if one.share == 1.0], near, point)
-            value = next_value([(at, expected)], ends=ends, band=band, start=at)
+            value = next_value(
+                [(at, expected)], ends=ends, band=band, start=at, slope=slope_at(near), is_whole=is_whole
+            )
             seen += yield [{first: at if value is None else value, **point}]
         elif (value := next_at(chosen, _better_part(inside, best, band))) is not None:
             seen += yield [{first: value, **chosen}]
@@ -186,6 +223,7 @@ def next_value(
     band: tuple[float, float],
     start: float,
     slope: float = PRIOR_SLOPE,
+    is_whole: bool = False,
 ) -> float | None:
     """The value of an axis at which the mean temperature should be in the middle of the band.
 
@@ -193,8 +231,8 @@ def next_value(
         seen: value and mean temperature of the trials so far, the latter NaN where one failed.
         ends: the smallest and the largest value that may be tried.
         start: what is tried first.
-        slope: d log τ̄ / d value, until two observations give their own; it may be off by a factor of 4. They decide its sign,
-            too: in a short run the temperature may rise in ρ.
+        slope: d log τ̄ / d value, as :func:`measured_slope` takes it.
+        is_whole: whether the value must be a whole number.
 
     Returns:
         None if there is nothing left to try between the ends.
@@ -216,19 +254,40 @@ def next_value(
             share = min(max(before / (before - after), 0.1), 0.9)
             candidate = left + share * (right - left)
         else:
-            if len(known) > 1:
-                (first, one), (second, other) = sorted(known, key=lambda one: abs(one[1]))[:2]
-                measured = (other - one) / (second - first)
-                sign = math.copysign(1.0, measured if abs(other - one) > _NOISE else slope)
-                slope = sign * min(max(sign * measured, abs(slope) / 4), abs(slope) * 4)
             nearest, distance = min(known, key=lambda one: abs(one[1]))
-            candidate = nearest - distance / slope
-    candidate = float(f"{min(max(candidate, low), high):.{_NUM_DIGITS}g}")
-    return None if any(math.isclose(candidate, value, rel_tol=1e-3) for value in tried) else candidate
+            candidate = nearest - distance / measured_slope(seen, band=band, prior=slope)
+    candidate = _rounded(min(max(candidate, low), high), is_whole)
+    nearby = 0.0 if is_whole else 1e-3
+    return None if any(math.isclose(candidate, value, rel_tol=nearby) for value in tried) else candidate
 
 
-def _drawn(values: Sequence[float], rng: np.random.Generator) -> float:
+def measured_slope(
+    seen: Sequence[tuple[float, float]], *, band: tuple[float, float], prior: float = PRIOR_SLOPE
+) -> float:
+    """d log τ̄ / d value by the two observations nearest to the middle of the band; the prior where there is one or none.
+
+    The prior may be off by a factor of 4, no more. The observations decide the sign unless they differ by no more than
+    noise: in a short run the temperature may rise in ρ.
+
+    Args:
+        seen: as in :func:`next_value`.
+    """
+    goal = math.log(band[0] * band[1]) / 2
+    known = sorted(((value, math.log(tau) - goal) for value, tau in seen if tau > 0.0), key=lambda one: abs(one[1]))
+    if len(known) < 2:
+        return prior
+    (first, one), (second, other) = known[:2]
+    measured = (other - one) / (second - first)
+    sign = math.copysign(1.0, measured if abs(other - one) > _NOISE else prior)
+    return sign * min(max(sign * measured, abs(prior) / 4), abs(prior) * 4)
+
+
+def _drawn(values: Sequence[float], rng: np.random.Generator, is_whole: bool) -> float:
     low, high = min(values), max(values)
     if low > 0 and high >= 10 * low:
-        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.{_NUM_DIGITS}g}")
-    return float(f"{rng.uniform(low, high):.{_NUM_DIGITS}g}")
+        return _rounded(math.exp(rng.uniform(math.log(low), math.log(high))), is_whole)
+    return _rounded(rng.uniform(low, high), is_whole)
+
+
+def _rounded(value: float, is_whole: bool) -> float:
+    return float(round(value)) if is_whole else float(f"{value:.{_NUM_DIGITS}g}")

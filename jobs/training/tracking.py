@@ -280,11 +280,16 @@ def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
 
 
 def _end(run: TrackedRun, status: str) -> None:
+    end_children(run, status)
+    MlflowClient(run.uri).set_terminated(run.run_id, status=status)
+
+
+def end_children(run: TrackedRun, status: str) -> None:
+    """End every run under this one that is still going on."""
     client = MlflowClient(run.uri)
     under = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
     for child in client.search_runs([client.get_run(run.run_id).info.experiment_id], filter_string=under):
         client.set_terminated(child.info.run_id, status=status)
-    client.set_terminated(run.run_id, status=status)
 
 
 def finish_run(

@@ -24,7 +24,7 @@ from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
 from jobs.training.task import Plan
-from jobs.training.tracking import TrackedRun, mark_if_ended
+from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
 from jobs.training.watch import Watch
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
@@ -131,10 +131,15 @@ def run_trials(
             ),
         )
         results = tuner.fit()
+        if search.error is not None:
+            raise search.error
         outcomes = search.outcomes()
         reasons = {
             (result.config or {})["name"]: _reason(result.error) for result in (results[i] for i in range(len(results)))
         }
+        if parent is not None and outcomes.failed:
+            with survive_outage("the end of the trials that failed"):
+                end_children(parent, "FAILED")  # one whose process was killed could not say so
         return Outcomes(
             finished=outcomes.finished, failed={name: reasons.get(name, why) for name, why in outcomes.failed.items()}
         )
@@ -154,6 +159,8 @@ class _RoundSearch(Searcher):
         self.finished: dict[str, dict[str, Any]] = {}
         self.shares: dict[str, float] = {}  # of its steps, for every trial that has ended here
         self.is_over = False
+        self.error: Exception | None = None
+        """Of the rounds, which Tune would swallow."""
         self._start_round(next(rounds))
 
     @property
@@ -194,7 +201,10 @@ class _RoundSearch(Searcher):
             self._failed[trial.name] = "the process that drives the trial ended"
             self.shares[trial.name] = 1.0
         if not self._waiting and not self._running:
-            self._next_round()
+            try:
+                self._next_round()
+            except Exception as error:
+                self.error, self.is_over = error, True
 
     def _start_round(self, trials: Sequence[Trial]) -> None:
         self._asked += trials

@@ -333,7 +333,7 @@ def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
     monkeypatch.setattr(launch, "run_trials", trials)
     monkeypatch.setattr(launch, "start_ray", lambda: None)
     monkeypatch.setattr(launch, "_check", lambda work: [NoData()])
-    monkeypatch.setattr(launch, "_prepare", lambda plans: {})
+    monkeypatch.setattr(launch, "prepare_once", lambda plans: {})
     results = launch.run_reproduction(work)
     assert [len(batch) for batch in batches] == [2, 6]
     assert len(results.failed) == 7

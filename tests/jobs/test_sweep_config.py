@@ -23,7 +23,7 @@ def sweep(*arguments: str) -> Any:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
     config = PRESETS[name]()
-    trials = [(point, config.trial(point)) for point in next(config.sweep.start())]
+    trials = [(point, config.trial(point)) for point in next(config.start())]
     assert config.run.name == name
     assert len({trial.run.name for _, trial in trials}) == len({configuration_hash(trial) for _, trial in trials}) == 16
     for point, trial in trials:
@@ -48,6 +48,8 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
         (["--sweep.axes", "temperature.rho=a"], "temperature.rho=a is not FIELD=VALUE,VALUE"),
         (["--sweep.axes", "temperature.rho=nan"], "temperature.rho=nan must be finite"),
         (["--sweep.axes", "temperature.rho=2,2"], "temperature.rho has 2 twice"),
+        (["--sweep.axes", "temperature.rho=2,2.0"], "temperature.rho has 2 twice"),
+        (["--sweep.axes", "optimizer.learning-rate-base=1e-3,0.001"], "optimizer.learning-rate-base has 0.001 twice"),
         (["--sweep.axes", "temperature.rho"], "'temperature.rho' is not NAME=VALUE"),
         (["--sweep.axes"], "sweep.axes is empty"),
         (["--sweep.band", "1", "0.5"], "sweep.band = (1.0, 0.5) must be two rising positive numbers"),
@@ -82,9 +84,22 @@ def test_whole_fields_stay_whole() -> None:
 
 def test_seeds_and_numbers_of_steps_are_axes_too() -> None:
     config = sweep("--sweep.axes", "run.seed=3,4", "run.num-steps=40,80")
-    trials = [(point, config.trial(point)) for point in next(config.sweep.start())]
+    trials = [(point, config.trial(point)) for point in next(config.start())]
     assert [(trial.run.seed, trial.run.num_steps) for _, trial in trials] == [(3, 40), (3, 80), (4, 40), (4, 80)]
     assert len({trial.run.directory for _, trial in trials}) == 4
+
+
+def test_numbers_of_many_digits_have_names_of_their_own() -> None:
+    config = sweep("--sweep.axes", "run.seed=20240101,20240102")
+    assert [config.trial(point).run.name for point in next(config.start())] == ["seed20240101", "seed20240102"]
+
+
+@pytest.mark.parametrize("kind", ["random", "band"])
+def test_whole_fields_are_searched_in_whole_numbers(kind: str) -> None:
+    config = sweep("--sweep.search", kind, "--sweep.axes", "temperature.hidden-size=32,257")
+    sizes = [config.trial(point).temperature.hidden_size for point in next(config.start())]
+    assert sizes
+    assert all(isinstance(size, int) and 32 <= size <= 257 for size in sizes)
 
 
 def found(*scores: tuple[float, float] | None) -> list[Any]:

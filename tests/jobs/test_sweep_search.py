@@ -52,6 +52,28 @@ def test_a_random_search_draws_between_the_ends_and_is_repeatable() -> None:
     assert abs(np.median(rate) + 3.5) < 0.3
 
 
+def test_a_random_search_of_whole_numbers_draws_whole_ones_each_once() -> None:
+    points = next(search.random({"a": [2.0, 5.0], RHO: [3.0, 3.0]}, num_trials=100, seed=1, whole={"a"}))
+    assert sorted(point["a"] for point in points) == [2.0, 3.0, 4.0, 5.0]
+    wide = next(search.random({"a": [32.0, 4096.0]}, num_trials=20, seed=1, whole={"a"}))
+    assert all(32 <= point["a"] <= 4096 and point["a"].is_integer() for point in wide)
+
+
+def test_a_band_search_over_whole_numbers_stays_with_them() -> None:
+    """The middle of the band lies at 200.3."""
+
+    def answer(point: Point) -> Seen:
+        return whole(point, math.sqrt(0.7) * math.exp(-0.02 * (point["a"] - 200.3)))
+
+    found = [
+        points[0]["a"]
+        for points in rounds(search.band({"a": [32, 256]}, band=BAND, budget=6, slope=-0.005, whole={"a"}), answer)
+    ]
+    assert all(value.is_integer() for value in found)
+    assert any(answer({"a": value}).is_in(BAND) for value in found)
+    assert len(found) > 1
+
+
 @given(
     slope=st.floats(0.1, 1.3),
     right=st.floats(2.2, 4.3),
@@ -121,6 +143,22 @@ def test_what_the_race_left_out_is_tried_where_the_loss_falls(
         # Where the others are it would leave the band, as may be seen from how τ falls in the rate.
         assert answer({RHO: 3.25, RATE: beyond}).tau_mean < BAND[0]
         assert answer(last).tau_mean == pytest.approx(math.sqrt(BAND[0] * BAND[1]), rel=0.05)
+
+
+def test_the_way_to_the_last_trial_is_that_which_was_measured() -> None:
+    """τ rises in ρ, four times as steeply as the papers' falls, and falls in the rate: the last trial needs a higher ρ."""
+
+    def answer(point: Point) -> Seen:
+        tau = math.sqrt(0.7) * math.exp(1.0 * (point[RHO] - 2.7) - 0.1 * math.log(point[RATE] / 3e-3))
+        return whole(point, tau, loss=-point[RATE])
+
+    found = rounds(search.band(AXES, band=BAND, budget=6), answer)
+    *_, others, (last,) = found
+    assert len(others) == 2
+    at = others[0][RHO]
+    assert last[RATE] == 2e-2
+    assert last[RHO] > at
+    assert answer(last).tau_mean == pytest.approx(math.sqrt(0.7), rel=0.05)
 
 
 def test_a_single_axis_is_searched_for_the_better_part_of_the_band() -> None:

@@ -192,7 +192,7 @@ def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str, p
 
 def test_trials_are_found_by_the_preset_of_their_sweep_and_tags_change_no_hash() -> None:
     config = sweeps.PRESETS["gpt2-rho-lr-small"]()
-    trial = config.trial(next(config.sweep.start())[0])
+    trial = config.trial(next(config.start())[0])
     tags = run_tags(trial, trial.tracking)
     assert (tags["preset"], tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
     untagged = replace(trial, tracking=replace(trial.tracking, preset="", paper="", system_metrics=False))
