@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,6 +15,14 @@ from jobs.named_values import named_values
 from jobs.reproduction.experiment import Scale
 from jobs.reproduction.experiments.registry import find
 from jobs.training.config import RunSection, TrackingSection, absolute_path
+
+# What an experiment sets for each of its runs, and how a person sets it instead.
+_OWN_FIELDS = {
+    "run.name": "--name is that of the whole",
+    "run.seed": "--seeds says how many there are",
+    "run.storage": "give --storage",
+    "run.prepared": "give --storage",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,7 @@ class ReproduceConfig:
     num_concurrent: int = 0
     """Runs at a time. 0: as many as the cluster has room for."""
     name: str = ""
-    """Directory of the results in storage. Default: reproduce-EXPERIMENT-SCALE."""
+    """Directory of the results in storage. Default: reproduce-EXPERIMENT-SCALE and, of what is not as usual, a digest."""
     storage: str = ""
     """Directory or URI that holds runs, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="reproduce"))
@@ -53,15 +64,27 @@ class ReproduceConfig:
     @property
     def run(self) -> RunSection:
         """Name and storage with the rules of training runs."""
-        name = self.name or f"reproduce-{find(self.experiment).id}-{self.scale}"
-        run = RunSection(name=name, storage=self.storage)
+        run = RunSection(name=self.name or self._usual_name, storage=self.storage)
         _ = run.resolved_storage
         return run
+
+    @property
+    def _usual_name(self) -> str:
+        asked = {name: getattr(self, name) for name in ("seeds", "steps", "arms", "change", "data")}
+        usual = {item.name: item.default for item in dataclasses.fields(self)}
+        unusual = {name: value for name, value in asked.items() if value != usual[name]}
+        name = f"reproduce-{find(self.experiment).id}-{self.scale}"
+        if not unusual:
+            return name
+        return f"{name}-{hashlib.blake2b(json.dumps(unusual).encode(), digest_size=3).hexdigest()}"
 
     @property
     def changes(self) -> dict[str, Any]:
         """`section.field` → value: numbers, True, None and the like as Python writes them, all else as text."""
         found = {name.replace("-", "_"): _value(text) for name, text in named_values("change", self.change).items()}
+        if own := found.keys() & _OWN_FIELDS.keys():
+            name = min(own)
+            raise ValueError(f"change: {name} is what tells runs apart: {_OWN_FIELDS[name]}")
         if self.steps is not None:
             found["run.num_steps"] = self.steps
             if self.scale == "small":

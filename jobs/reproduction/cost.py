@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jobs.classifiers.config import ClassifierConfig
 from jobs.clip.config import ClipConfig
 from jobs.language_models.config import LanguageModelConfig
+from jobs.reproduction.runs import PRESETS
 from jobs.sentences.config import SentenceConfig
 from jobs.training.config import TrainingConfig
 
@@ -97,10 +99,12 @@ def _full(config: TrainingConfig) -> tuple[float, str]:
 def _flops_per_step(config: TrainingConfig) -> float:
     size = config.optimizer.batch_size
     if isinstance(config, ClipConfig):
-        forward = _PAIR_GFLOPS[config.model.path or config.model.image_path] * 1e9
+        usual = _usual(config).model
+        start = config.model.path or config.model.image_path
+        forward = (_PAIR_GFLOPS.get(start) or _PAIR_GFLOPS[usual.path or usual.image_path]) * 1e9
         return size * forward * (1 if config.model.freeze else 3)
     if isinstance(config, LanguageModelConfig):
-        num_parameters = 1e6 * (_MILLIONS[config.model.path] if config.model.path else _GPT2_MILLIONS)
+        num_parameters = 1e6 * (_millions(config, config.model.path) if config.model.path else _GPT2_MILLIONS)
         return (2 if config.model.is_frozen else 6) * num_parameters * size * config.data.context_length
     if isinstance(config, SentenceConfig):
         # Spans are mean(Beta(4, 2)) and mean(Beta(2, 4)) of the way from the shortest to the longest.
@@ -109,7 +113,17 @@ def _flops_per_step(config: TrainingConfig) -> float:
         tokens = data.num_anchors * (
             data.min_length + width * 4 / 6 + data.num_positives * (data.min_length + width * 2 / 6)
         )
-        return 6 * 1e6 * _MILLIONS[config.model.path] * size * tokens
+        return 6 * 1e6 * _millions(config, config.model.path) * size * tokens
     assert isinstance(config, ClassifierConfig)
     # A cell's model.path may be the export of another run, which no full-scale preset has.
-    return 6 * 1e6 * _MILLIONS[config.model.path] * size * config.data.num_tokens
+    return 6 * 1e6 * _millions(config, config.model.path) * size * config.data.num_tokens
+
+
+def _millions(config: TrainingConfig, path: str) -> float:
+    """Of the model at a path; of one's own weights, those of the preset that they stand for."""
+    return _MILLIONS.get(path) or _MILLIONS.get(_usual(config).model.path, _GPT2_MILLIONS)
+
+
+def _usual(config: TrainingConfig) -> Any:
+    """What the preset of a run has."""
+    return PRESETS[max((name for name in PRESETS if config.run.name.startswith(f"{name}-")), key=len)]()

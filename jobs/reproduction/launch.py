@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +15,15 @@ from jobs.reproduction.picture import has_picture, png
 from jobs.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of, where
 from jobs.reproduction.runs import Run, needed_paths, planner
 from jobs.reproduction.scoring import FinishedRun, Place
-from jobs.reproduction.table import StudyResult, as_content, markdown
-from jobs.reproduction.verdicts import Replicates, judge, overall
+from jobs.reproduction.table import StudyResult, as_content, markdown, verdict_of_claim
+from jobs.reproduction.verdicts import Replicates, judge
+from jobs.training.launch import claim_directory
 from jobs.training.task import Plan
+from jobs.training.tracking import mark_if_ended
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.prepare import prepare_once
 from jobs.trials.run import Outcomes, Rounds, Trial, run_trials
-from pipelines.archives import resolve
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
@@ -36,8 +38,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     config = work.config
     print(work.describe() + "\n", flush=True)
     plans = _check(work)
-    filesystem, path = resolve(config.run.directory)
-    filesystem.create_dir(path, recursive=True)
+    claim_directory(config)
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
     if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
         start_ray()
@@ -45,34 +46,34 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     parent = open_parent(
         config,
         run=config.run,
-        tracking=config.tracking,
+        tracking=dataclasses.replace(config.tracking, paper=config.tracking.paper or work.experiment.source),
         uri=work.tracking_uri,
         num_trials=len(work.runs),
         data_sets=data_sets,
     )
-    if work.runs:
-        measures = measures_of_runs(work)
-        outcomes = _run_in_order(
-            list(work.runs.values()),
-            directory=config.run.directory,
-            parent=parent,
-            num_concurrent=config.num_concurrent,
-            data_cpus=max(plan.data_cpus for plan in plans),
-            describe=lambda outcome: _in_few_words(outcome, measures[outcome["run"]]),
+    with mark_if_ended(parent):
+        if work.runs:
+            measures = measures_of_runs(work)
+            outcomes = _run_in_order(
+                list(work.runs.values()),
+                directory=config.run.directory,
+                parent=parent,
+                num_concurrent=config.num_concurrent,
+                data_cpus=max(plan.data_cpus for plan in plans),
+                describe=lambda outcome: _in_few_words(outcome, measures[outcome["run"]]),
+            )
+        results = [_result(work, planned, outcomes) for planned in work.studies]
+        verdict = verdict_of_claim(work, results)
+        return publish(
+            config.run,
+            parent,
+            rows=results,
+            table=markdown(work, results, outcomes.failed),
+            content=as_content(work, results),
+            files={"figures.png": png(results)} if has_picture(results) else {},
+            metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
+            failed=outcomes.failed,
         )
-    results = [_result(work, planned, outcomes) for planned in work.studies]
-    table = markdown(work, results, outcomes.failed)
-    verdict = overall([one for result in results for one in result.judged])
-    return publish(
-        config.run,
-        parent,
-        rows=results,
-        table=table,
-        content=as_content(work, results),
-        files={"figures.png": png(results)} if has_picture(results) else {},
-        metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
-        failed=outcomes.failed,
-    )
 
 
 def measures_of_runs(work: Reproduction) -> dict[str, Sequence[Measure]]:
@@ -135,14 +136,11 @@ def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> St
     study = planned.study
     replicates = _measured(work, planned) if study.direct else _scored(work, planned, outcomes)
     measures = {measure.name: measure for measure in study.measures}
-    names = {arm.name for arm in study.arms}
     return StudyResult(
         study=study,
         replicates=replicates,
         judged=[
-            judge(statement, replicates, measures, test_share=planned.test_share)
-            for statement in study.statements
-            if {arm for arm, _ in statement.weights} <= names
+            judge(statement, replicates, measures, test_share=planned.test_share) for statement in study.statements
         ],
         test_share=planned.test_share,
     )

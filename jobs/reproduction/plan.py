@@ -42,6 +42,12 @@ class Reproduction:
     """Empty: nothing is tracked."""
 
     @property
+    def num_left_out(self) -> int:
+        """Statements of the claim whose arms were not asked for."""
+        whole = sum(len(study.statements) for study in self.experiment.studies(self.config.scale))
+        return whole - sum(len(planned.study.statements) for planned in self.studies)
+
+    @property
     def runs(self) -> dict[str, Run]:
         """Name → run, of all studies."""
         return {run.name: run for planned in self.studies for run in planned.runs}
@@ -94,7 +100,8 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
     experiment = find(config.experiment)
     storage = config.run.resolved_storage
     uri = resolved_uri(config.tracking, storage)
-    tracking = {"uri": uri, "enabled": bool(uri), "experiment": config.tracking.experiment}
+    tracking = {**dataclasses.asdict(config.tracking), "uri": uri, "enabled": bool(uri)}
+    del tracking["preset"], tracking["paper"]  # those of the runs' own presets
     studies = [
         PlannedStudy(
             study=study,
@@ -112,6 +119,12 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
         for study in _chosen(experiment.studies(config.scale), config.arms)
     ]
     work = Reproduction(config=config, experiment=experiment, studies=studies, tracking_uri=uri)
+    reads_models = any(planned.study.scoring or any(run.after for run in planned.runs) for planned in studies)
+    if reads_models and not is_local(storage):
+        raise ValueError(
+            f"storage = {storage!r}: the models of {experiment.id} are read again, to be scored or to start others from, and "
+            "that is from a path: choose a directory that all machines share"
+        )
     if unknown := sorted(config.paths.keys() - work.scoring_data.keys()):
         there = ", ".join(work.scoring_data) or "none; what runs read is a field: --change data.FIELD=PATH"
         raise ValueError(f"data: {experiment.id} is not scored on {unknown[0]!r}: there is {there}")
@@ -143,7 +156,8 @@ def where(name: str, path: str) -> str:
 
 
 def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
-    """The studies with those arms that are named, and what these start from; what is left without an arm is left out."""
+    """The studies with those arms that are named, what these start from, and what is stated of them alone; what is left
+    without an arm is left out."""
     studies = list(studies)
     if not names:
         return studies
@@ -157,7 +171,9 @@ def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
         wanted = {arm.name for arm in study.arms if arm.name in names}
         wanted |= {arm.after for arm in study.arms if arm.name in wanted}
         if wanted & set(names):
-            found.append(dataclasses.replace(study, arms=tuple(arm for arm in study.arms if arm.name in wanted)))
+            arms = tuple(arm for arm in study.arms if arm.name in wanted)
+            statements = tuple(one for one in study.statements if {arm for arm, _ in one.weights} <= wanted)
+            found.append(dataclasses.replace(study, arms=arms, statements=statements))
     return found
 
 

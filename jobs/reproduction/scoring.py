@@ -194,7 +194,7 @@ class Language:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A validation score in the course of training, from MLflow: `<score>@1` … `<score>@num_points`."""
+    """A validation score in the course of training: `<score>@1` … `<score>@num_points`."""
 
     score: str
     num_points: int
@@ -205,15 +205,10 @@ class History:
         return {}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """What was logged at every num_points-th of the steps."""
-        from jobs.training.tracking import TrackedRun, metric_history
-
+        """What was found at every num_points-th of the steps."""
         found = {}
         for run in runs:
-            if not run.outcome["mlflow_run_id"]:
-                raise ValueError(f"tracking.enabled = False, but the course of {run.name} is read from MLflow")
-            tracked = TrackedRun(uri=run.outcome["tracking_uri"], run_id=run.outcome["mlflow_run_id"])
-            history = metric_history(tracked, f"validation/{self.score}")
+            history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
             steps = sorted(history)
             wanted = [run.config.run.num_steps * point // self.num_points for point in range(1, self.num_points + 1)]
             nearest = [min(steps, key=lambda step, goal=goal: abs(step - goal)) for goal in wanted]  # type: ignore[misc]

@@ -12,7 +12,7 @@ from jobs.estimates import Estimate
 from jobs.publishing import markdown_table
 from jobs.reproduction.experiment import Arm, Measure, Study
 from jobs.reproduction.plan import Reproduction
-from jobs.reproduction.verdicts import Judged, Replicates, overall, summarize
+from jobs.reproduction.verdicts import Judged, Replicates, Verdict, overall, summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,12 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
         lines += ["", *result.study.notes] if result.study.notes else []
     for name, reason in failed.items():
         lines += ["", f"FAILED: {name}: {reason}"]
-    verdict = overall([one for result in results for one in result.judged])
+    verdict = verdict_of_claim(work, results)
+    so_far = ", as far as the statements above go" if verdict == "holds" else ""
+    lines += ["", f"**The claim {verdict}{so_far}.**", ""]
+    if work.num_left_out:
+        lines += [f"{work.num_left_out} of its statements were left out by --arms.", ""]
     lines += [
-        "",
-        f"**The claim {verdict}.**",
-        "",
         "± is half the 95 % interval by Student's t over the replicates (seeds, folds of a cross-validation). A statement "
         "holds if the interval of its figure, formed replicate by replicate, lies within the bound, does not hold if it "
         "lies outside, and cannot be seen otherwise; the claim holds if all statements do, and does not if one does not.",
@@ -63,12 +64,17 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
     return "\n".join(lines)
 
 
+def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verdict:
+    """Of all its statements."""
+    return overall([one for result in results for one in result.judged], num_left_out=work.num_left_out)
+
+
 def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
     """Every figure of every run, the paper's, the statements and the verdicts."""
     return {
         "configuration": dataclasses.asdict(work.config),
         "experiment": {"id": work.experiment.id, "source": work.experiment.source, "claim": work.experiment.claim},
-        "verdict": overall([one for result in results for one in result.judged]),
+        "verdict": verdict_of_claim(work, results),
         "studies": [_study_content(work, result) for result in results],
     }
 

@@ -82,9 +82,13 @@ def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
     return UNSEEN
 
 
-def overall(judged: Sequence[Judged]) -> Verdict:
-    """The rule for all of them together; nothing stated is nothing seen."""
-    verdicts = {one.verdict for one in judged}
+def overall(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
+    """The rule for all of them together; nothing stated is nothing seen.
+
+    Args:
+        num_left_out: statements whose arms were not run, which are not seen either.
+    """
+    verdicts = {one.verdict for one in judged} | ({UNSEEN} if num_left_out else set())
     if "does not hold" in verdicts:
         return "does not hold"
     return "holds" if verdicts == {"holds"} else UNSEEN

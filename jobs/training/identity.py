@@ -29,6 +29,8 @@ _FREE_TO_CHANGE = {
     "tracking.paper",
     "tracking.system_metrics",
     "tracking.max_model_gib",
+    "storage",
+    "num_concurrent",
     "grid.num_concurrent",
     "sweep.num_concurrent",
 }

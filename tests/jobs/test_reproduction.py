@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jobs.classifiers.config import ClassifierConfig
 from jobs.estimates import Estimate
+from jobs.evaluation.config import EvaluationWorkersSection
 from jobs.language_models.config import LanguageModelConfig
 from jobs.presets.language_models import PRESETS
 from jobs.reproduce import main, parse
@@ -26,6 +27,7 @@ from jobs.reproduction.experiments.registry import ALIASES, EXPERIMENTS, find
 from jobs.reproduction.picture import draw, has_picture
 from jobs.reproduction.plan import Reproduction, make_reproduction
 from jobs.reproduction.runs import needed_paths
+from jobs.reproduction.scoring import FinishedRun, History, Place
 from jobs.reproduction.table import StudyResult, as_content, markdown
 from jobs.reproduction.verdicts import UNSEEN, Judged, judge, overall, verdict_of
 from jobs.sentences.config import SentenceConfig
@@ -342,7 +344,7 @@ def test_runs_are_made_in_their_order_and_a_failed_base_fails_what_follows(
         reason == f"{bad}, which it starts from, failed" for name, reason in results.failed.items() if name != bad
     )
     assert re.search(r"ρ = 1\.5 \(paper: ρ = 8\) +\| +1\.65 \| +56\.66 \| +3\.500 \|", results.table)
-    assert (tmp_path / "reproduce-T15-small" / "results.json").is_file()
+    assert (Path(work.config.run.directory) / "results.json").is_file()
 
 
 def test_the_progress_shows_no_perplexity_of_a_clip(tmp_path: Path) -> None:
@@ -356,6 +358,55 @@ def test_the_progress_shows_no_perplexity_of_a_clip(tmp_path: Path) -> None:
 
 
 # ---- the command ----
+
+
+def test_a_part_of_a_claim_does_not_make_it_hold(tmp_path: Path) -> None:
+    whole = reproduction("T4", tmp_path, tracking=_untracked())
+    part = reproduction("T4", tmp_path, arms=("ce", "dro_newton"), tracking=_untracked())
+    assert whole.num_left_out == 0
+    assert part.num_left_out == len(whole.studies[0].study.statements) - len(part.studies[0].study.statements) > 0
+    (statement,) = part.studies[0].study.statements
+    judged = Judged(statement=statement, estimate=None, num_replicates=3, verdict="holds")
+    assert overall([judged]) == "holds"
+    assert overall([judged], num_left_out=part.num_left_out) == UNSEEN
+    failed = Judged(statement=statement, estimate=None, num_replicates=3, verdict="does not hold")
+    assert overall([failed], num_left_out=part.num_left_out) == "does not hold"
+
+
+def test_what_is_not_as_usual_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    def directory(**options: Any) -> str:
+        return Path(ReproduceConfig(experiment="T15", storage=str(tmp_path), **options).run.directory).name
+
+    assert directory() == directory(seeds=3, num_concurrent=1) == "reproduce-T15-small"
+    others = [{"seeds": 1}, {"seeds": 1, "steps": 6}, {"change": ("temperature.gamma=0.2",)}, {"arms": ("ρ = 2",)}]
+    assert len({directory(), *(directory(**options) for options in others)}) == 5
+    assert directory(seeds=1, name="mine") == "mine"
+
+
+@pytest.mark.parametrize(("name", "path"), [("T10", "/models/llama-7b"), ("DeCLUTR", "/models/roberta")])
+def test_ones_own_weights_cost_what_the_presets_do(name: str, path: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"scale": "full", "tracking": _untracked()}
+    usual = reproduction(name, tmp_path, **options)
+    own = reproduction(name, tmp_path, change=(f"model.path={path}",), **options)
+    costs = [cost_of([run.config for run in work.runs.values()]) for work in (usual, own)]
+    assert costs[1].hours == pytest.approx(costs[0].hours)
+    assert "GPU-hours" in own.describe()
+
+
+def test_models_that_are_read_again_need_a_path() -> None:
+    for name in ("T3", "T15"):  # scored; started from
+        with pytest.raises(ValueError, match="choose a directory that all machines share"):
+            make_reproduction(ReproduceConfig(experiment=name, storage="s3://bucket/runs", tracking=_untracked()))
+    make_reproduction(ReproduceConfig(experiment="T4", storage="s3://bucket/runs", tracking=_untracked()))
+
+
+def test_the_course_of_training_needs_no_mlflow() -> None:
+    scores = [{"step": step, "scores": {"loss": 10.0 - step}} for step in (1, 2, 3, 4)]
+    config = PRESETS["gpt2-scratch-small"]()
+    config = with_fields(config, {"run.num_steps": 4, "run.name": "a"})
+    run = FinishedRun(config=config, outcome={"validations": scores, "mlflow_run_id": None})
+    place = Place(directory="", data={}, workers=EvaluationWorkersSection())
+    assert History(score="loss", num_points=2).scores([run], place) == {"a": {"loss@1": 8.0, "loss@2": 6.0}}
 
 
 def test_steps_changes_and_arms(tmp_path: Path) -> None:
@@ -388,6 +439,8 @@ def test_a_change_is_of_those_runs_that_have_the_field(tmp_path: Path) -> None:
         (["T4", "--arms", "dro_newtn"], "arms: 'dro_newtn' is unknown: did you mean 'dro_newton'"),
         (["T4", "--change", "temperature.tau_mx=1"], "there is no field temperature.tau_mx"),
         (["T4", "--change", "optimizer.beta1=2"], "optimizer.beta1 = 2 must lie in [0, 1]"),
+        (["T4", "--change", "run.seed=5"], "change: run.seed is what tells runs apart: --seeds"),
+        (["T4", "--change", "run.storage=/elsewhere"], "give --storage"),
         (["T4", "--data", "senteval=x"], "data: T4 is not scored on 'senteval': there is none"),
         (["T13", "--steps", "4"], "T13 trains nothing"),
         (["DeCLUTR", "--data", "sentevl=x"], "there is senteval"),
