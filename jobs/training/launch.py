@@ -68,6 +68,7 @@ def train(
     watch: Watch | None = None,
     keep_checkpoints: bool = True,
     shares_cores: bool = False,
+    ray_job: str = "",
 ) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
@@ -77,6 +78,7 @@ def train(
         watch: may end the run before its last step; the outcome then says why (`stopped`).
         keep_checkpoints: False: they are deleted once the outcome is there.
         shares_cores: other runs go on beside this one.
+        ray_job: the Ray job that this is a part of; empty: that of this process.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
@@ -99,7 +101,7 @@ def train(
         data_cpus=plan.data_cpus,
     )
     prepared = plan.prepare()
-    tracked = _open_run(plan, prepared, parent_run_id) if plan.tracking_uri else None
+    tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
     with mark_if_ended(tracked), _recorded_if_failed(plan, tracked):
         with Console(config.run.num_steps) if with_progress else nullcontext() as console:
             job = WorkerJob(
@@ -189,9 +191,9 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
     return read_json(f"{config.run.directory}/outcome.json")
 
 
-def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str) -> TrackedRun:
+def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, ray_job: str) -> TrackedRun:
     config = plan.config
-    tags = run_tags(config, config.tracking)
+    tags = run_tags(config, config.tracking, ray_job=ray_job)
     return open_run(
         uri=plan.tracking_uri,
         experiment=config.tracking.experiment,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
@@ -35,6 +36,8 @@ _MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
 _RUN_TAG = "tempnet.run_directory"
 _JOB_TAG = "ray_job_id"
+# What Ray tells the driver of a submitted job about it, in JSON.
+_SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +145,28 @@ def where_to_browse(uri: str) -> str:
     return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {uri}"
 
 
-def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
+def run_tags(config: Any, tracking: TrackingSection, *, ray_job: str = "") -> dict[str, str]:
     """What a run is found by: its configuration, its preset and the place of that in a paper, the Ray job; none is empty.
 
     Args:
         config: the dataclass that everything follows from.
+        ray_job: as :func:`ray_job_id` has it where the job was started; empty: here.
     """
     tags = {
         "configuration_hash": configuration_hash(config),
         "preset": tracking.preset,
         "paper.table": tracking.paper,
-        _JOB_TAG: os.environ.get("RAY_JOB_ID", ""),
+        _JOB_TAG: ray_job or ray_job_id(),
     }
     return {name: value for name, value in tags.items() if value}
+
+
+def ray_job_id() -> str:
+    """What `ray job submit` calls the job that this process is the driver of, else Ray's number of it; empty without Ray."""
+    submitted = json.loads(os.environ.get(_SUBMITTED_JOB, "{}")).get("metadata", {})
+    if name := submitted.get("job_submission_id", ""):
+        return str(name)
+    return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else ""
 
 
 def origin_tags() -> dict[str, str]:

@@ -24,7 +24,7 @@ from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
 from jobs.training.task import Plan
-from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
+from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, ray_job_id, survive_outage
 from jobs.training.watch import Watch
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
@@ -115,7 +115,11 @@ def run_trials(
         filesystem, path = resolve(directory)
         num_at_once = num_concurrent or room
         run_trial = tune.with_parameters(
-            _run_trial, parent_run_id=parent.run_id if parent else "", directory=os.getcwd(), num_at_once=num_at_once
+            _run_trial,
+            parent_run_id=parent.run_id if parent else "",
+            directory=os.getcwd(),
+            num_at_once=num_at_once,
+            ray_job=ray_job_id(),
         )
         tuner = tune.Tuner(
             tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
@@ -255,12 +259,15 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     return max(1, math.floor(min(rooms)))
 
 
-def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: str, num_at_once: int) -> None:
+def _run_trial(
+    settings: Mapping[str, Any], *, parent_run_id: str, directory: str, num_at_once: int, ray_job: str
+) -> None:
     """Runs in the process that drives a trial, which goes on to the next one.
 
     Args:
         directory: where the job was started, from which relative paths are meant.
         num_at_once: trials at a time, where a round has as many; the only one of its round has all cores.
+        ray_job: as the driver of the job has it.
     """
     if os.path.isdir(directory):
         os.chdir(directory)
@@ -272,6 +279,7 @@ def _run_trial(settings: Mapping[str, Any], *, parent_run_id: str, directory: st
         watch=trial.watch,
         keep_checkpoints=trial.keep_checkpoints,
         shares_cores=num_at_once > 1 and not settings["is_alone"],
+        ray_job=ray_job,
     )
     tune.report({"finished": 1})
 

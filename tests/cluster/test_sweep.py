@@ -97,6 +97,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert sorted(run.info.run_name for run in runs if run is not parent) == sorted(row.name for row in results.rows)
     for run in runs:
         assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
+        assert run.data.tags["ray_job_id"] == ray.get_runtime_context().get_job_id()
     assert "| trial" in parent.data.tags["mlflow.note.content"]
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",

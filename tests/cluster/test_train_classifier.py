@@ -23,7 +23,7 @@ from jobs.classifiers.cross_validation import cross_validate, make_cross_validat
 from jobs.classifiers.plan import ClassifierPlan, make_plan
 from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
-from jobs.training.tracking import TrackedRun, metric_history
+from jobs.training.tracking import TrackedRun, metric_history, open_run
 from jobs.trials.run import Trial, one_round, run_trials
 from pipelines.manifest import read_json
 from pipelines.tokenization import train_wordpiece
@@ -124,7 +124,13 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     def gone(config: ClassifierConfig) -> ClassifierPlan:
         raise OSError("the disk is gone")
 
+    under = TrackedRun(uri=results.tracking_uri, run_id=parent.info.run_id)
+
     def killed(config: ClassifierConfig) -> ClassifierPlan:
+        open_run(
+            uri=under.uri, experiment="classifiers", name="killed", directory=config.run.directory, parameters={},
+            tags={"mlflow.parentRunId": under.run_id}, data_sets={},
+        )  # fmt: skip
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
@@ -138,7 +144,7 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
         ),
         length=3,
         directory=str(tmp_path / "trials"),
-        parent=None,
+        parent=under,
         num_concurrent=1,
         data_cpus=0.0,
         describe=lambda outcome: f"{outcome['num_steps']}",
@@ -147,6 +153,9 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert outcomes.failed.keys() == {"raises", "killed"}
     assert "the disk is gone" in outcomes.failed["raises"]
     assert "died" in outcomes.failed["killed"]
+    # It had no time to say so itself.
+    (child,) = (run for run in client.search_runs([experiment.experiment_id]) if run.info.run_name == "killed")
+    assert child.info.status == "FAILED"
     assert not list(Path(alone.run.directory).glob("checkpoint-*"))
     # Nothing is left that holds a resource.
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)

@@ -236,6 +236,8 @@ def test_a_killed_job_goes_on_through_ray_job_submit_with_another_number_of_work
     assert 5 <= outcome["resumed_from_step"] < 40
     assert f"continuing after step {outcome['resumed_from_step']}" in submit.stdout
     assert outcome["world_size"] == 1
+    jobs = MlflowClient(outcome["tracking_uri"]).get_run(outcome["mlflow_run_id"]).data.tags["ray_job_id"]
+    assert re.fullmatch(r"[0-9a-f]{8}, raysubmit_\w+", jobs)
     assert_same_losses(outcome, reference, tolerance=1e-5)
     # A third start has nothing to do, and says so.
     assert train(config) == outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from jobs.training.tracking import (
     mark_if_ended,
     metric_history,
     open_run,
+    ray_job_id,
     resolved_uri,
     run_tags,
     survive_outage,
@@ -76,6 +78,13 @@ def test_a_continued_run_names_every_ray_job_that_worked_on_it(uri: str) -> None
     assert "ray_job_id" not in client.get_run(later.run_id).data.tags
     open_for(uri, "/runs/later", ray_job_id="c")
     assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
+
+
+def test_a_submitted_job_goes_by_the_name_that_ray_job_submit_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_job_id() == ""  # no Ray here
+    told = {"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_x", "job_name": "raysubmit_x"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
+    assert ray_job_id() == "raysubmit_x"
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (OSError, "FAILED")])
