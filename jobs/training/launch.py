@@ -27,10 +27,10 @@ from jobs.training.cleaner import ask_own_cluster
 from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
+from jobs.training.recording import keep_end, record_end, record_models
 from jobs.training.task import Plan, PreparedTask
 from jobs.training.tracking import (
     TrackedRun,
-    finish_run,
     mark_if_ended,
     open_run,
     resolved_uri,
@@ -90,6 +90,7 @@ def train(
     outcome = claim_directory(config)
     print(plan.describe(), flush=True)
     if outcome is not None:
+        record_end(config, outcome)
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
 
@@ -116,6 +117,7 @@ def train(
             result = _fit(_trainer(config, job))
         if "fatal" in result:
             raise FatalTrainingError(result["fatal"])
+    unsent = result.pop("unsent_metrics", [])
     outcome = {
         **result,
         "run": config.run.name,
@@ -127,12 +129,12 @@ def train(
         "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
     }
     _publish(plan, outcome, tracked)
+    if tracked:
+        keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
     write_json(f"{config.run.directory}/outcome.json", outcome)
     if not keep_checkpoints:
         _delete_checkpoints(config.run.directory)
-    if tracked:
-        with survive_outage("the models"):
-            _record_models(plan, tracked, outcome)
+    record_end(config, outcome)
     return outcome
 
 
@@ -156,7 +158,7 @@ def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None) -> Iterator[None
     except (FatalTrainingError, TrainingFailedError):
         if tracked:
             with survive_outage("the checkpoints"):
-                _record_models(plan, tracked, None)
+                record_models(plan.config, tracked, None)
         raise
 
 
@@ -212,18 +214,6 @@ def _delete_checkpoints(directory: str) -> None:
             filesystem.delete_dir(entry.path)
 
 
-def _record_models(plan: Plan, tracked: TrackedRun, outcome: dict[str, Any] | None) -> None:
-    """The checkpoints that are left as models in MLflow, and the export of a run that has an outcome."""
-    # Imported when training is over: it loads all that predicts.
-    from jobs.logged_models.record import record_checkpoints, record_export
-
-    config = plan.config
-    record_checkpoints(tracked, config.run.directory)
-    if outcome is not None:
-        max_gib = config.tracking.max_model_gib
-        record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
-
-
 def _trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
     # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
     workers = config.workers
@@ -252,7 +242,7 @@ def _trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
-    """Write the report beside the run, and into MLflow."""
+    """Write the report beside the run."""
     config = plan.config
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)
@@ -265,8 +255,3 @@ def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) ->
         for file in local.iterdir():
             with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
                 stream.write(file.read_bytes())
-        if tracked:
-            final = {f"final/{key}": value for key, value in outcome["validation"].items()}
-            with survive_outage("the report"):
-                note = f"```\n{plan.summary_table(outcome)}\n```"
-                finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, note=note)

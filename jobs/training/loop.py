@@ -40,9 +40,10 @@ def train_worker(job: WorkerJob) -> dict[str, Any]:
     try:
         loop = TrainingLoop(job)
         try:
-            return loop.run()
+            outcome = loop.run()
         finally:
-            loop.close()
+            unsent = loop.close()
+        return {**outcome, "unsent_metrics": unsent}
     except FatalTrainingError as error:
         return {"fatal": str(error)}
 
@@ -182,12 +183,14 @@ class TrainingLoop:
         }
         return outcome if self.is_first else {}
 
-    def close(self) -> None:
-        """Send what MLflow has not got yet."""
+    def close(self) -> list[list[Any]]:
+        """Send what MLflow has not got yet; returns what it does not take (`MetricLogger.unsent`)."""
         if self.system_metrics:
             self.system_metrics.close()
-        if self.metrics:
-            self.metrics.close()
+        if self.metrics is None:
+            return []
+        self.metrics.close()
+        return self.metrics.unsent()
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
         """Count this rank's part of one global batch, and train on it."""

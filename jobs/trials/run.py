@@ -23,6 +23,7 @@ from ray.tune.search import Searcher
 from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
+from jobs.training.recording import record_end
 from jobs.training.task import Plan
 from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, ray_job_id, survive_outage
 from jobs.training.watch import Watch
@@ -31,6 +32,7 @@ from pipelines.manifest import read_json
 
 # Of the process that drives a trial; its workers have their own.
 _DRIVER_CPUS = 0.01
+_SECONDS_OF_OUTAGE = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,7 @@ class _RoundSearch(Searcher):
         for trial in trials:
             if (outcome := claim_directory(trial.config)) is not None:
                 self.finished[trial.name] = outcome
+                record_end(trial.config, outcome)
             else:
                 self._waiting.append(trial)
         self._is_alone = len(self._waiting) == 1
@@ -273,7 +276,7 @@ def _run_trial(
         os.chdir(directory)
     trial: Trial = cloudpickle.loads(settings["trial"])
     train(
-        trial.make_plan(trial.config),
+        _planned(trial),
         parent_run_id=parent_run_id,
         with_progress=False,
         watch=trial.watch,
@@ -282,6 +285,23 @@ def _run_trial(
         ray_job=ray_job,
     )
     tune.report({"finished": 1})
+
+
+def _planned(trial: Trial, seconds_between: float = 10.0) -> Plan:
+    """Its plan; while MLflow does not answer, nothing, as trials that have begun do not stop for an outage either.
+
+    Raises:
+        ConnectionError: if it does not answer for half an hour.
+    """
+    deadline = time.monotonic() + _SECONDS_OF_OUTAGE
+    while True:
+        try:
+            return trial.make_plan(trial.config)
+        except ConnectionError as error:
+            if time.monotonic() > deadline:
+                raise
+            print(f"{trial.name} waits: {error}", flush=True)
+            time.sleep(seconds_between)
 
 
 class _Progress(tune.Callback):
