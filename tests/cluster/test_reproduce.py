@@ -38,16 +38,18 @@ def test_a_run_is_made_once_and_its_figures_are_in_the_table(
     (run,) = work.runs.values()
     ended = Path(run.config.run.directory, "outcome.json")
     tau = json.loads(ended.read_text())["validation"]["tau_mean"]
-    written = json.loads((tmp_path / "reproduce-T16-small" / "results.json").read_text())
+    directory = Path(config.run.directory)
+    written = json.loads((directory / "results.json").read_text())
     assert written["studies"][0]["arms"][0]["figures"]["tau_mean"]["values"] == [tau]
     assert written["verdict"] == "cannot be seen at this scale"
-    assert (tmp_path / "reproduce-T16-small" / "results.md").read_text().strip() == results.table
+    assert (directory / "results.md").read_text().strip() == results.table
 
     client = MlflowClient(results.tracking_uri)
     experiment = client.get_experiment_by_name("reproduce")
     assert experiment is not None
     found = {one.info.run_name: one for one in client.search_runs([experiment.experiment_id])}
-    parent = found.pop("reproduce-T16-small")
+    parent = found.pop(config.run.name)
+    assert parent.data.tags["paper.table"] == "TempNet Table 16"
     assert [one.data.tags["mlflow.parentRunId"] for one in found.values()] == [parent.info.run_id]
     assert list(found) == [run.name]
 
