@@ -121,7 +121,7 @@ class ClipTask:
         engine.backward(output["loss"])
         engine.step()
         self.steering.observe_pairs(output)
-        statistics = PairStatistics.of(output, *self._tau_range()) if with_statistics else None
+        statistics = PairStatistics.of(output, self.loss_config) if with_statistics else None
         return StepResult(output["loss"].detach() / self.world_size, statistics)
 
     def validate(
