@@ -139,6 +139,8 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
         overridden = given is None and name != "top_k"
         if overridden or getattr(config, name) is None:
             setattr(config, name, value)
+    # As generate() will do; what is checked must be what runs.
+    config.update(**base.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     rest = config.update(**options)
     check_generation(config, rest.get("assistant_model"))
     with attach(base, tempnet, fold) as attached:

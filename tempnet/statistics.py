@@ -30,7 +30,7 @@ _SCALARS = (
     "tau_squared",
     "num_at_lower_bound",
     "num_at_upper_bound",
-    "rank_correlation",  # weighted by tokens
+    "rank_correlation",  # of a micro-batch, weighted by tokens
     "num_oracle_tokens",
     "regret",
     "tau_oracle",

@@ -117,11 +117,13 @@ class ClipTask:
     ) -> StepResult:
         """One global batch."""
         gamma = gamma_at(self.loss_config, step, self.config.run.num_steps)
+        is_steered = self.steering.follows(engine)
         output = engine(**self._tensors(batch, engine.device), gamma=gamma)
         engine.backward(output["loss"])
         engine.step()
-        self.steering.observe_pairs(output)
-        statistics = PairStatistics.of(output, *self._tau_range()) if with_statistics else None
+        if is_steered:
+            self.steering.observe_pairs(output)
+        statistics = PairStatistics.of(output, self.loss_config) if with_statistics else None
         return StepResult(output["loss"].detach() / self.world_size, statistics)
 
     def validate(

@@ -7,6 +7,7 @@ vocabulary (padding) are cut off in every column.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import math
@@ -24,7 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from jobs.evaluation.temperatures import Temperature, divide_
 from jobs.evaluation.windows import encode_context
 from pipelines.tokenization import document_start_id
-from tempnet.inference import TemperatureLogitsProcessor
+from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.network import TempNet
 
 # Builders of `datasets` that read local files.
@@ -104,15 +105,22 @@ class TemperedLM(HFLM):
         return divide_(logits, self._function)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        if generation_kwargs.get("do_sample"):
-            if self._temperature.needs_tempnet:
-                assert isinstance(self._function, TempNet)
-                generation_kwargs["logits_processor"] = LogitsProcessorList(
-                    [TemperatureLogitsProcessor(self._function)]
-                )
-            value = self._temperature.value
-            generation_kwargs["temperature"] = 1.0 if self._temperature.needs_tempnet else value
-        return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        with contextlib.ExitStack() as stack:
+            if generation_kwargs.get("do_sample"):
+                if self._temperature.needs_tempnet:
+                    assert isinstance(self._function, TempNet)
+                    # It must listen: generate() puts its own processors, such as a repetition penalty, before ours.
+                    attached = stack.enter_context(attach(self.model, self._function, self._fold))
+                    generation_kwargs["logits_processor"] = LogitsProcessorList([attached.processor()])
+                value = self._temperature.value
+                generation_kwargs["temperature"] = 1.0 if self._temperature.needs_tempnet else value
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+
+    @cached_property
+    def _fold(self) -> CachedFold | None:
+        """Made once, at the first batch that is drawn; None where τ is read from the logits."""
+        assert isinstance(self._function, TempNet)
+        return CachedFold.of(self.model, self._function) if can_fold(self.model, self._function) else None
 
 
 class Tasks:

@@ -93,6 +93,7 @@ class LanguageModelTask:
         # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
+        is_steered = self.steering.follows(engine)
         loss_sum = torch.zeros((), device=engine.device)
         seen: list[tuple[Tensor, Tensor]] = []
         sums: Tensor | None = None
@@ -102,14 +103,14 @@ class LanguageModelTask:
             engine.backward(output["loss"])
             engine.step()
             loss_sum += output["loss"].detach() / num_parts
-            if self.steering.is_on:
+            if is_steered:
                 is_valid = tensors["targets"] != IGNORE_INDEX
                 seen.append((output["tau"][is_valid], output["slopes"][is_valid]))
             if output["statistics"] is not None:
                 sums = output["statistics"] if sums is None else sums + output["statistics"]
         assert self.module.fold_cache is not None
         self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
-        if self.steering.is_on:
+        if is_steered:
             tau, slopes = (torch.cat(parts) for parts in zip(*seen, strict=True))
             self.steering.observe(tau, slopes)
         loss = self.module.loss_config

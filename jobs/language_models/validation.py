@@ -1,6 +1,8 @@
 """Validation: loss at τ = 1 and at τ on held-out blocks, and what a temperature network is worth against its rivals.
 
-Every rank scores its part of the blocks; sums are added over ranks, so the result does not depend on their number.
+Every rank scores its part of the blocks; sums are added over ranks, and the rank correlation is that of all tokens, so these
+do not depend on the number of ranks nor on micro-batches. The tokens that the oracle is solved for do: they are the first of
+every micro-batch, and `regret`, `tau_oracle_mean` and the rivals are figures of these.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pipelines.packing import IGNORE_INDEX
 from pipelines.stream import Batch
 from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.statistics import TemperatureStatistics
+from tempnet.statistics import TemperatureStatistics, spearman
 
 if TYPE_CHECKING:  # jobs that only prepare batches need no DeepSpeed
     from deepspeed import DeepSpeedEngine
@@ -91,6 +93,7 @@ def validate(
     statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     num_kept, first_outputs = 0, None
+    pairs: list[Tensor] = []
     num_batches = -(-len(part.arrays["targets"]) // micro_batch_size)
     oracle_per_batch = -(-num_oracle_tokens // num_batches)
     for at in range(0, len(part.arrays["targets"]), micro_batch_size):
@@ -98,16 +101,18 @@ def validate(
         batch = to_tensors(chunk, engine.device)
         output = engine(**batch, num_targets=1.0, with_statistics=True, num_oracle_tokens=oracle_per_batch)
         statistics.sums += output["statistics"]
+        is_valid = batch["targets"] != IGNORE_INDEX
+        pairs.append(torch.stack([output["tau"].float(), output["entropy"].float(), is_valid.float()]))
         if with_details and dist.get_rank() == 0:
             logits = output["logits"][: max(0, _MAX_LOGITS_KEPT // output["logits"].shape[-1] - num_kept)]
-            is_valid = batch["targets"] != IGNORE_INDEX
             kept.append((logits, batch["targets"][is_valid][: len(logits)], output["tau"][is_valid][: len(logits)]))
             num_kept += len(logits)
             if first_outputs is None:
                 first_outputs = (batch["targets"], output["tau"], output["entropy"])
     dist.all_reduce(statistics.sums)
+    summary = statistics.summary() | {"tau_entropy_spearman": _pooled_spearman(torch.cat(pairs, dim=1))}
     if not (with_details and dist.get_rank() == 0):
-        return statistics.summary(), None
+        return summary, None
     logits, targets, tau = (torch.cat(column) for column in zip(*kept, strict=True))
     assert first_outputs is not None
     details = ValidationDetails(
@@ -115,7 +120,18 @@ def validate(
         passage=_passage(*first_outputs),
         rivals=rivals(logits, targets, tau, loss_config),
     )
-    return statistics.summary(), details
+    return summary, details
+
+
+def _pooled_spearman(own: Tensor) -> float:
+    """Rank correlation of τ and entropy over the tokens of all ranks; 12 bytes a token on each of them.
+
+    `own` (3, blocks, T) holds τ, entropy and whether there is a target; parts are equally large on all ranks.
+    """
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    tau, entropy, is_valid = torch.cat(parts, dim=1).flatten(1)
+    return float(spearman(tau[is_valid > 0], entropy[is_valid > 0]))
 
 
 def rivals(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> dict[str, float]:

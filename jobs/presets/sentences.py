@@ -29,7 +29,13 @@ def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
     num_steps = _NUM_DOCUMENTS // _BATCH_SIZE
     return SentenceConfig(
         run=RunSection(name=name, num_steps=num_steps, checkpoint_every=2_000, log_every=50),
-        data=DocumentSection(train="data/openwebtext2/train", validation="data/openwebtext2/validation"),
+        data=DocumentSection(
+            train="data/openwebtext2/train",
+            validation="data/openwebtext2/validation",
+            # The paper has 512; RoBERTa's 512 positions hold two special tokens as well. The documents are the paper's.
+            max_length=510,
+            min_num_tokens=2048,
+        ),
         model=SentenceEncoderSection(path=encoder),
         optimizer=OptimizerSection(
             batch_size=_BATCH_SIZE,

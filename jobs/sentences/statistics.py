@@ -39,7 +39,7 @@ class SpanStatistics:
             own[-1] = mlm_loss  # the same on every rank
         pairs = []
         if (contrastive := output["contrastive"]) is not None:
-            pairs.append(PairStatistics.of(contrastive, config.tau_min, config.tau_max).sums)
+            pairs.append(PairStatistics.of(contrastive, config).sums)
         return cls(torch.cat([own, *pairs]), config, mlm_loss is not None)
 
     def summary(self) -> dict[str, float]:
@@ -50,7 +50,5 @@ class SpanStatistics:
             summary["mlm_loss"] = raw["mlm_loss"] / raw["num_ranks"]
         if len(self.sums) > len(_SCALARS):
             pairs = self.sums[len(_SCALARS) :]
-            summary |= PairStatistics(pairs, self.config.tau_min, self.config.tau_max, _MEMBERS).summary()
-            if self.config.kind.temperature == "free":  # there is no temperature: what stands in its place is no figure
-                summary = {name: value for name, value in summary.items() if not name.startswith("tau")}
+            summary |= PairStatistics(pairs, self.config, _MEMBERS).summary()
         return summary

@@ -224,7 +224,7 @@ class SteeredTempNetSection(TempNetSection):
 
     target_tau: float | None = None
     """Steer ρ during training so that the mean temperature goes to this and stays there; rho is then where it starts. For
-    joint training, where the mean is a gauge. None: ρ stays as it is."""
+    joint training, where the mean is a gauge. While the TempNet rests, and for None, ρ stays as it is."""
     rho_gain: float = 5.0
     """κ: the nats by which ρ answers a mean temperature that is off by a factor of e."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.training.config import SteeredTempNetSection
@@ -45,10 +46,13 @@ class RhoSteering:
         if section.target_tau is not None:
             self._controller = RhoController(rho, target=section.target_tau, limit=limit, gain=section.rho_gain)
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a target."""
-        return self._controller is not None
+    def follows(self, engine: DeepSpeedEngine) -> bool:
+        """Whether the coming step is one to :meth:`observe`: there is a target, and the TempNet learns.
+
+        While it rests no ρ moves a temperature, and what the controller sums up would only have to be undone.
+        """
+        rates = [group["lr"] for group in engine.optimizer.param_groups if group.get("name") == "tempnet"]
+        return self._controller is not None and any(rates)
 
     def observe(self, tau: Tensor, slope: Tensor) -> None:
         """Take in a step and give the loss the ρ of the next one; all ranks must call it.
@@ -98,5 +102,5 @@ class ContrastiveSteering(RhoSteering):
 
     def observe_pairs(self, output: ContrastiveOutput) -> None:
         """Take in a step, whose dual gradients are the f'(τ)."""
-        if self.is_on and (slope := output["dual_gradient"]) is not None:
+        if (slope := output["dual_gradient"]) is not None:
             self.observe(output["tau"].flatten(), slope.flatten())

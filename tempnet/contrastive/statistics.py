@@ -6,11 +6,13 @@ Shapes: b pairs of a rank; both members of a pair come first, (2, b): image and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.statistics import BOUND_SHARE, histogram_of, histogram_quantile
 
@@ -36,8 +38,8 @@ class PairStatistics:
 
     sums: Tensor
     """float64: the scalars, then the histogram."""
-    tau_min: float
-    tau_max: float
+    config: ContrastiveLossConfig
+    """Of the loss; its `tau_min` and `tau_max` are the ends of the histogram."""
     members: tuple[str, str] = ("image", "text")
     """What their means are called."""
 
@@ -46,12 +48,11 @@ class PairStatistics:
     def of(
         cls,
         output: ContrastiveOutput,
-        tau_min: float,
-        tau_max: float,
+        config: ContrastiveLossConfig,
         members: tuple[str, str] = ("image", "text"),
     ) -> PairStatistics:
-        """The statistics of one rank's part of a batch; `tau_min` and `tau_max` are the ends of the histogram."""
-        tau = output["tau"].double()
+        """The statistics of one rank's part of a batch."""
+        tau, tau_min, tau_max = output["tau"].double(), config.tau_min, config.tau_max
         margin = BOUND_SHARE * (tau_max - tau_min)
         sums = dict.fromkeys(_SCALARS, tau.new_zeros(()))
         sums["num_pairs"] = tau.new_tensor(tau.shape[1])
@@ -68,24 +69,13 @@ class PairStatistics:
             sums["dual_gradient"] = gradient.double().sum()
             sums["dual_gradient_absolute"] = gradient.double().abs().sum()
         scalars = torch.stack([sums[name].double() for name in _SCALARS])
-        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), tau_min, tau_max, members)
+        return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), config, members)
 
     def summary(self) -> dict[str, float]:
-        """Means, spread, quantiles and shares; what a loss does not have (estimates, gradients) is left out."""
+        """Means, spread, quantiles and shares; what a loss does not have (temperatures, estimates, gradients) is left out."""
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
-        histogram = self.sums[len(_SCALARS) :]
-        count = 2 * raw["num_pairs"]
-        mean = (raw["tau_first"] + raw["tau_second"]) / count
-        summary = {
-            "tau_mean": mean,
-            "tau_std": _deviation(raw["tau_squared"] / count, mean),
-            f"tau_mean_{self.members[0]}": raw["tau_first"] / raw["num_pairs"],
-            f"tau_mean_{self.members[1]}": raw["tau_second"] / raw["num_pairs"],
-            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
-            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
-        }
-        for share in (0.05, 0.50, 0.95):
-            summary[f"tau_q{round(100 * share):02d}"] = histogram_quantile(histogram, share, self.tau_min, self.tau_max)
+        # Without a temperature the loss says 1, which is none.
+        summary = {} if self.config.kind.temperature == "free" else self._of_tau(raw)
         if num_estimates := raw["num_estimates"]:
             mean = raw["log_u"] / num_estimates
             summary |= {"log_u_mean": mean, "log_u_std": _deviation(raw["log_u_squared"] / num_estimates, mean)}
@@ -95,6 +85,22 @@ class PairStatistics:
                 "dual_gradient_absolute": raw["dual_gradient_absolute"] / num_gradients,
             }
         return summary
+
+    def _of_tau(self, raw: Mapping[str, float]) -> dict[str, float]:
+        tau_min, tau_max, histogram = self.config.tau_min, self.config.tau_max, self.sums[len(_SCALARS) :]
+        count = 2 * raw["num_pairs"]
+        mean = (raw["tau_first"] + raw["tau_second"]) / count
+        return {
+            "tau_mean": mean,
+            "tau_std": _deviation(raw["tau_squared"] / count, mean),
+            f"tau_mean_{self.members[0]}": raw["tau_first"] / raw["num_pairs"],
+            f"tau_mean_{self.members[1]}": raw["tau_second"] / raw["num_pairs"],
+            "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
+            "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
+            "tau_q05": histogram_quantile(histogram, 0.05, tau_min, tau_max),
+            "tau_q50": histogram_quantile(histogram, 0.50, tau_min, tau_max),
+            "tau_q95": histogram_quantile(histogram, 0.95, tau_min, tau_max),
+        }
 
 
 def _deviation(mean_square: float, mean: float) -> float:

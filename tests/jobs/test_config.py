@@ -12,6 +12,7 @@ from jobs.command_line import parse_preset
 from jobs.language_models.config import LanguageModelConfig, with_absolute_paths
 from jobs.language_models.models import resolved_rho
 from jobs.presets.language_models import PRESETS
+from jobs.training.hardware import state_bytes_per_worker
 from jobs.training.identity import configuration_hash, differences, fixed_values, flatten
 from tempnet.dro import check_rho
 
@@ -57,6 +58,14 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         assert (config.run.num_steps, settings.batch_size, settings.weight_decay, settings.beta2) == row, name
         assert (settings.beta1, settings.epsilon, settings.warmup_share) == (0.9, 1e-8, 0.01)
         assert config.model.is_frozen == name.endswith("frozen")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b-frozen")])
+def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
+    config = PRESETS[name]()
+    num_parameters = float(name.removesuffix("b-frozen").rpartition("-")[2]) * 1e9
+    assert config.optimizer.batch_size % config.workers.num_workers == 0
+    assert state_bytes_per_worker(0, num_parameters, config.workers) < 40e9  # half of a large GPU
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,12 @@ def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
     } <= set(metrics)  # fmt: skip
 
 
+@pytest.mark.parametrize("penalty", [1.0, 3.0])
 @torch.no_grad()
-def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(brute: BruteForce) -> None:
+def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
+    brute: BruteForce, penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brute.base.generation_config, "repetition_penalty", penalty)
     context, mask = harness(brute, "one").tok_batch_encode(["the quick"])
     assert context[0].tolist() == [brute.start, *brute.ids("the quick")]
     for name in TEMPERATURES:
@@ -270,7 +274,8 @@ def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(brute: B
         expected = context[0].tolist()
         while len(expected) < drawn.shape[1]:
             logits = brute.base(torch.tensor([expected])).logits[0, -1]
-            tau = brute.tau(logits[: len(brute.tokenizer)], name)
+            tau = brute.tau(logits[: len(brute.tokenizer)], name)  # of what the model made, whatever comes after
+            logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
             if name.startswith("tempnet"):  # constants do not hide the padding from generate()
                 logits[len(brute.tokenizer) :] = -torch.inf
             expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))

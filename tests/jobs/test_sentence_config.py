@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForMaskedLM
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, RobertaTokenizerFast
 
 from jobs.command_line import parse_preset
 from jobs.presets.sentences import PRESETS
 from jobs.sentences.config import SentenceConfig, with_absolute_paths
+from jobs.sentences.models import build_encoder
 from jobs.sentences.plan import make_plan
 from jobs.training.contrastive import check_sizes
-from pipelines.tokenization import train_bpe, train_wordpiece
+from pipelines.tokenization import load_tokenizer, train_bpe, train_wordpiece
 
 TEXT = " ".join(f"word{number}" for number in range(40))
 
@@ -48,12 +50,45 @@ def test_every_preset_is_consistent(name: str) -> None:
 def test_presets_carry_the_papers_numbers() -> None:
     config = PRESETS["declutr-base"]()
     data, optimizer = config.data, config.optimizer
-    assert (data.num_anchors, data.num_positives, data.min_length, data.max_length) == (2, 2, 32, 512)
+    assert (data.num_anchors, data.num_positives, data.min_length) == (2, 2, 32)
     assert data.spans.least_num_tokens == 2048
     assert (optimizer.batch_size, optimizer.learning_rate_base, optimizer.weight_decay) == (16, 5e-5, 0.1)
     assert (optimizer.decay, optimizer.warmup_share, optimizer.max_grad_norm) == ("linear", 0.1, 1.0)
     assert (config.temperature.loss, config.temperature.tau) == ("clip_fixed", 0.05)
     assert (config.objective.contrastive_weight, config.objective.mlm_weight, data.mask_share) == (1.0, 1.0, 0.15)
+
+
+@pytest.fixture(scope="module")
+def roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """RoBERTa's 514 position embeddings, of which padding keeps two, and its special tokens, in small."""
+    directory = tmp_path_factory.mktemp("roberta")
+    vocabulary = {token: number for number, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a"])}
+    tokenizer = RobertaTokenizerFast(vocab=vocabulary, merges=[])
+    tokenizer.save_pretrained(directory)
+    config = AutoConfig.for_model(
+        "roberta",
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        pad_token_id=1,
+    )
+    AutoModelForMaskedLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name]().model.path])
+def test_the_longest_span_of_a_full_preset_fits_roberta(name: str, roberta: str) -> None:
+    config = PRESETS[name]()
+    tokenizer = load_tokenizer(roberta, needs_eos=False)
+    encoder = build_encoder(replace(config, model=replace(config.model, path=roberta)), tokenizer)
+    longest = tokenizer("a" * config.data.max_length, return_tensors="pt")
+    assert longest["input_ids"].shape == (1, 512)
+    with torch.no_grad():
+        assert encoder(**longest).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

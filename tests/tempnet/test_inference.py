@@ -248,6 +248,27 @@ def test_settings_that_do_not_go_with_it_are_refused(options: dict, message: str
     assert not base.get_output_embeddings()._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("shipped", "message"),
+    [
+        ({"num_beams": 3}, "generation mode 'beam_sample'"),
+        ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
+        ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
+    ],
+    ids=str,
+)
+def test_what_generate_takes_from_the_model_is_refused_unless_overridden(shipped: dict, message: str) -> None:
+    base, network = make_base("gpt2"), make_tempnet()
+    base.generation_config = GenerationConfig(pad_token_id=0, **shipped)
+    tokens, given = torch.tensor([PROMPTS[0]] * 2), GenerationConfig(max_new_tokens=3)
+    with pytest.raises(ValueError, match=message):
+        generate(base, network, input_ids=tokens, generation_config=given)
+    if "prompt_lookup_num_tokens" not in shipped:  # None says nothing to generate(), so this one cannot be overridden
+        own = GenerationConfig(max_new_tokens=3, **dict.fromkeys(shipped, 1))
+        made = generate(base, network, input_ids=tokens, generation_config=own)
+        assert made.temperatures.shape == (2, 3)
+
+
 def test_what_a_model_is_shipped_with_gives_way() -> None:
     base, network = make_base("gpt2"), make_tempnet()
     base.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=1, pad_token_id=0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.contrastive.statistics import PairStatistics
 
-TAU_RANGE = (0.001, 0.05)
+CONFIG = ContrastiveLossConfig(name="tempnet")
+TAU_RANGE = (CONFIG.tau_min, CONFIG.tau_max)
 
 
 def output_of(tau: torch.Tensor, log_u: torch.Tensor | None, gradient: torch.Tensor | None) -> ContrastiveOutput:
@@ -21,9 +23,9 @@ def test_halves_add_up_and_figures_are_those_of_the_values() -> None:
     tau[0, :4], tau[1, :2] = TAU_RANGE
     log_u, gradient = torch.randn(2, 40), torch.randn(2, 40)
     log_u[0, 3] = -torch.inf  # never had a negative
-    whole = PairStatistics.of(output_of(tau, log_u, gradient), *TAU_RANGE)
+    whole = PairStatistics.of(output_of(tau, log_u, gradient), CONFIG)
     first, second = (
-        PairStatistics.of(output_of(tau[:, part], log_u[:, part], gradient[:, part]), *TAU_RANGE)
+        PairStatistics.of(output_of(tau[:, part], log_u[:, part], gradient[:, part]), CONFIG)
         for part in (slice(0, 13), slice(13, 40))
     )
     torch.testing.assert_close(first.sums + second.sums, whole.sums)
@@ -49,6 +51,11 @@ def test_halves_add_up_and_figures_are_those_of_the_values() -> None:
 
 
 def test_what_a_loss_does_not_have_is_left_out() -> None:
-    summary = PairStatistics.of(output_of(torch.full((2, 4), 0.01), None, None), *TAU_RANGE).summary()
+    summary = PairStatistics.of(output_of(torch.full((2, 4), 0.01), None, None), CONFIG).summary()
     assert summary["tau_std"] == pytest.approx(0.0, abs=1e-9)
     assert not {"log_u_mean", "dual_gradient_mean"} & set(summary)
+
+
+def test_no_figure_speaks_of_a_temperature_where_there_is_none() -> None:
+    free = ContrastiveLossConfig.for_name("temperature_free")
+    assert PairStatistics.of(output_of(torch.ones(2, 4), None, None), free).summary() == {}
