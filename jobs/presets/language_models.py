@@ -120,7 +120,8 @@ def llama2_chat_70b_frozen() -> LanguageModelConfig:
     config = _llama2(
         "llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", "Tables 1, 11 and 12", num_steps=20_000
     )
-    # 138 GB of bfloat16 weights, which no GPU holds beside its activations: divided among eight.
+    # 138 GB of bfloat16 weights, which no GPU holds beside its activations: divided among eight once training has begun.
+    # Loading still needs the whole of it on each (docs/log.md).
     return replace(config, workers=replace(config.workers, num_workers=8, zero_stage=3))
 
 
