@@ -40,6 +40,8 @@ class Rho:
     """Contexts in the sample."""
     context_length: int = 0
     """Tokens a block. 0: 256, or as many as the model has positions."""
+    attend_across_documents: bool = False
+    """Whether packed documents see the documents before them in their block."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the model."""
     use_gpu: bool = False
@@ -97,7 +99,7 @@ def calibrate_rho(job: Rho) -> None:
         with_absolute_paths,
     )
     from jobs.language_models.data import prepared
-    from jobs.language_models.models import base_config
+    from jobs.language_models.models import base_shapes
     from jobs.training.config import RunSection, WorkersSection
     from pipelines.archives import list_archives
     from pipelines.tokenization import load_tokenizer
@@ -105,7 +107,11 @@ def calibrate_rho(job: Rho) -> None:
     config = LanguageModelConfig(
         run=RunSection(name="calibration", storage=job.storage),
         data=DataSection(
-            train=job.text, validation=job.text, tokenizer=job.tokenizer, context_length=job.context_length or 1
+            train=job.text,
+            validation=job.text,
+            tokenizer=job.tokenizer,
+            context_length=job.context_length or 1,
+            attend_across_documents=job.attend_across_documents,
         ),
         model=ModelSection(path=job.model, trust_remote_code=job.trust_remote_code),
         temperature=TemperatureSection(
@@ -118,7 +124,7 @@ def calibrate_rho(job: Rho) -> None:
         workers=WorkersSection(precision=job.precision, use_gpu=job.use_gpu),
     )
     list_archives(job.text)
-    base = base_config(config, load_tokenizer(config.tokenizer))
+    base = base_shapes(config, load_tokenizer(config.tokenizer)).config
     if not job.context_length:
         length = min(_DEFAULT_CONTEXT_LENGTH, getattr(base, "max_position_embeddings", None) or _DEFAULT_CONTEXT_LENGTH)
         config = replace(config, data=replace(config.data, context_length=length))

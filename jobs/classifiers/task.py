@@ -137,7 +137,7 @@ class ClassifierTask:
     def save(self, directory: Path) -> None:
         """Nothing beside the engine's own."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, num_writers: int) -> None:
         """Likewise."""
 
 

@@ -198,11 +198,11 @@ class ClipTask:
         if self.module.loss.state is not None:
             self.module.loss.state.save(directory)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, num_writers: int) -> None:
         """The inverse, whoever saved them."""
         self.steering.load(directory)
         if self.module.loss.state is not None:
-            self.module.loss.state.load(directory)
+            self.module.loss.state.load(directory, num_writers)
 
     @staticmethod
     def _tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class DataSection:
     context_length: int = 1024
     """Tokens a block."""
     attend_across_documents: bool = False
-    """Whether packed documents see the documents before them in their block."""
+    """Whether packed documents see the documents before them in their block. Models that cannot keep them apart need it."""
     text_field: str = "text"
     """The field that holds the text."""
     max_bad_share: float = 0.01

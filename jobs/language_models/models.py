@@ -15,6 +15,7 @@ from jobs.language_models.config import LanguageModelConfig
 from pipelines.tokenization import document_start_id
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.packing import takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
 
@@ -62,6 +63,23 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
         raise ValueError(
             f"data.context_length = {config.data.context_length} is more than the {num_positions} positions of the base model"
         )
+    return base
+
+
+def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The base model on the meta device, without weights.
+
+    Raises:
+        ValueError: as :func:`base_config`, and if packed documents cannot be kept apart in it as the configuration wants.
+    """
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(
+            base_config(config, tokenizer),
+            attn_implementation=config.model.attention,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    if not config.data.attend_across_documents:
+        takes_document_mask(base)
     return base
 
 

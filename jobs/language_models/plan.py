@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from jobs.language_models.calibration import calibrated, describe_calibration
 from jobs.language_models.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.language_models.data import prepared
-from jobs.language_models.models import base_config, resolved_rho
+from jobs.language_models.models import base_shapes, resolved_rho
 from jobs.language_models.report import summary_table, write_report
 from jobs.training.description import describe_plan
 from jobs.training.hardware import state_bytes_per_worker
@@ -174,8 +171,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
             raise type(error)(f"data.{field}: {error}") from error
     tokenizer = load_tokenizer(config.tokenizer)
     vocab_size = len(tokenizer)
-    with torch.device("meta"):  # shapes only
-        base = AutoModelForCausalLM.from_config(base_config(config, tokenizer))
+    base = base_shapes(config, tokenizer)
     rho = resolved_rho(config, vocab_size)
     try:
         check_rho(rho or 0.0, vocab_size)

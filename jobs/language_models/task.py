@@ -149,7 +149,7 @@ class LanguageModelTask:
         """A steered ρ; the engine holds all else."""
         self.steering.save(directory)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, num_writers: int) -> None:
         """The inverse."""
         self.steering.load(directory)
 

@@ -160,7 +160,7 @@ class SentenceTask:
         if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
             state.save(directory)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, num_writers: int) -> None:
         """This rank's documents, whoever saved them."""
         if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
-            state.load(directory)
+            state.load(directory, num_writers)

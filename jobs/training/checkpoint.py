@@ -106,19 +106,23 @@ def read_state(checkpoint: Checkpoint, *, world_size: int, zero_stage: int) -> R
 
 
 def load_checkpoint(
-    engine: DeepSpeedEngine, checkpoint: Checkpoint, load_more: Callable[[Path], None], *, is_resharded: bool
+    engine: DeepSpeedEngine, checkpoint: Checkpoint, load_more: Callable[[Path, int], None], *, num_writers: int
 ) -> None:
     """Restore weights, optimizers, schedules and what `save_more` wrote.
 
     Args:
-        is_resharded: whether another number of workers wrote it.
+        num_writers: how many workers wrote it. The directory may also hold files of more workers, which were killed while
+            they wrote the same step.
     """
     with checkpoint.as_directory() as directory:
         engine.checkpoint_engine = SafeCheckpointEngine()
-        is_divided = is_resharded and engine.zero_optimization()
+        is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
         engine.load_checkpoint(directory, tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
         if is_divided:
             load_moments(
-                engine, Path(directory) / _TAG, lambda file: engine.checkpoint_engine.load(file, map_location="cpu")
+                engine,
+                Path(directory) / _TAG,
+                lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),
+                num_writers=num_writers,
             )
-        load_more(Path(directory))
+        load_more(Path(directory), num_writers)

@@ -120,7 +120,7 @@ class TrainingLoop:
         self.flops_per_unit = self.task.flops_per_unit()
         self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
         if checkpoint:
-            load_checkpoint(self.engine, checkpoint, self.task.load, is_resharded=state.world_size != self.world_size)
+            load_checkpoint(self.engine, checkpoint, self.task.load, num_writers=state.world_size)
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None

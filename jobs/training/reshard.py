@@ -18,15 +18,17 @@ from torch import Tensor
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any]) -> None:
+def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
     """Set AdamW's moments, step count and learning rates from the parts of all the workers that wrote them.
 
     Args:
         engine: fresh, with a ZeRO 1 or 2 optimizer; its weights and its schedule are those of the checkpoint already.
         directory: where DeepSpeed wrote its files.
         read: reads one of them, without unpickling anything but tensors and DeepSpeed's records.
+        num_writers: how many workers wrote them.
     """
-    moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in _parts(directory)])
+    files = _parts(directory, num_writers)
+    moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in files])
     zero = engine.optimizer
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     for group, flat_weights in enumerate(zero.single_partition_of_fp32_groups):
@@ -61,10 +63,13 @@ def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Ten
     return whole, num_steps
 
 
-def _parts(directory: Path) -> list[Path]:
-    """The optimizer files of all workers, in the order of their ranks."""
+def _parts(directory: Path, num_writers: int) -> list[Path]:
+    """The optimizer files of all workers, in the order of their ranks; any of higher ranks are left from other workers."""
 
     def rank(file: Path) -> int:
         return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
 
-    return sorted(directory.glob("*zero_pp_rank_*_optim_states.pt"), key=rank)
+    found = [file for file in directory.glob("*zero_pp_rank_*_optim_states.pt") if rank(file) < num_writers]
+    if len(found) != num_writers:
+        raise FileNotFoundError(f"{directory} holds {len(found)} of {num_writers} workers' optimizer states")
+    return sorted(found, key=rank)

@@ -112,8 +112,8 @@ class Task(Protocol):
         """This rank's part of what the engine does not hold, into a checkpoint."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """The inverse, whatever number of workers wrote it."""
+    def load(self, directory: Path, num_writers: int) -> None:
+        """The inverse, for any number of workers that wrote it."""
         ...
 
 

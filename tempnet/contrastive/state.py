@@ -11,7 +11,6 @@ Shapes: N samples, W ranks, B ids of a batch; modalities 0 = image, 1 = text com
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from tempnet.contrastive.world import World
 
 NUM_MODALITIES = 2
 _FILE = "samples-{rank:05d}-of-{size:05d}.safetensors"
-_PATTERN = re.compile(r"samples-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class SampleState:
@@ -106,16 +104,20 @@ class SampleState:
         columns = {name: column.cpu().contiguous() for name, column in self.columns.items()}
         save_file(columns, path, metadata={"num_samples": str(self.num_samples)})
 
-    def load(self, directory: str | Path) -> None:
+    def load(self, directory: str | Path, num_writers: int) -> None:
         """Read what any number of ranks has saved.
 
+        Args:
+            num_writers: how many these were. Files of another number may lie beside theirs: a run that was killed while it
+                wrote, and continued on other ranks, has written there twice.
+
         Raises:
-            FileNotFoundError: if no file, or not every rank's file is there.
+            FileNotFoundError: if not every rank's file is there.
             ValueError: if it was saved for other samples or by another loss.
         """
-        for rank, size, path in _files(Path(directory)):
+        for rank, path in enumerate(_files(Path(directory), num_writers)):
             # Of the samples that this file holds, in order, which are ours, and where?
-            ids = torch.arange(rank, self.num_samples, size)
+            ids = torch.arange(rank, self.num_samples, num_writers)
             is_owned, slots = self._owned(ids)
             if not is_owned.any():
                 continue
@@ -134,16 +136,14 @@ class SampleState:
         return is_owned, ids[is_owned] // self.world.size
 
 
-def _files(directory: Path) -> list[tuple[int, int, Path]]:
-    """Rank, number of ranks and path of every file, which must be a complete set."""
-    paths = sorted(directory.glob("samples-*.safetensors"))
-    found = [(int(match[1]), int(match[2]), path) for path in paths if (match := _PATTERN.fullmatch(path.name))]
-    sizes = {size for _, size, _ in found}
-    if len(sizes) != 1 or len(found) != next(iter(sizes)):
+def _files(directory: Path, num_writers: int) -> list[Path]:
+    """The file of every rank that wrote, in their order."""
+    paths = [directory / _FILE.format(rank=rank, size=num_writers) for rank in range(num_writers)]
+    if missing := [path.name for path in paths if not path.exists()]:
         raise FileNotFoundError(
-            f"{directory} does not hold the per-sample state of one set of ranks: found {_names(p.name for p in paths)}"
+            f"{directory} does not hold the per-sample state of {num_writers} ranks: {_names(missing)} missing"
         )
-    return found
+    return paths
 
 
 def _names(names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.models.output_head import find_output_head, output_weight
+from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import linear_language_model_loss, supports
@@ -44,7 +45,7 @@ class TemperatureCausalLM(nn.Module):
     """`base` with the loss of `loss_config`; `tempnet` predicts τ where the loss needs one.
 
     Args:
-        base: any Transformers causal LM whose forward takes input_ids, position_ids and a 4-D attention mask.
+        base: any Transformers causal LM whose packed documents can be kept apart (`tempnet.models.packing`).
         tempnet: the temperature network; None for the losses without one.
         loss_config: which loss, ρ, and the range of τ.
         vocab_size: the effective vocabulary V; logits of padding rows beyond it are cut off.
@@ -88,6 +89,7 @@ class TemperatureCausalLM(nn.Module):
         self.vocab_size = vocab_size
         self.freeze_base = freeze_base
         self.attend_across_documents = attend_across_documents
+        self.takes_mask = not attend_across_documents and takes_document_mask(base)
         self.autocast_dtype = autocast_dtype
         self.fold_cache: FoldCache | None = None
         is_linear = tempnet is None or supports(tempnet)
@@ -197,19 +199,8 @@ class TemperatureCausalLM(nn.Module):
         mask = None
         if self.attend_across_documents:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        else:
-            mask = document_mask(position_ids)
-            if self.base.config._attn_implementation == "eager":  # which adds its mask to the scores
-                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+        elif self.takes_mask:
+            mask = document_mask(position_ids, self.base.config._attn_implementation)
         graph = torch.no_grad() if self.freeze_base else contextlib.nullcontext()
         with self._autocast(input_ids.device.type), graph:
             return part(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
-
-
-def document_mask(position_ids: Tensor) -> Tensor:
-    """(B, T) positions that restart at 0 with every document → (B, 1, T, T) boolean: causal, and inside one document."""
-    document = (position_ids == 0).cumsum(-1)
-    same = document.unsqueeze(-1) == document.unsqueeze(-2)
-    num_tokens = position_ids.shape[-1]
-    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=position_ids.device).tril()
-    return (same & causal).unsqueeze(1)

@@ -28,7 +28,7 @@ from jobs.training.launch import train as run_plan
 from jobs.training.tracking import TrackedRun, metric_history
 from tempnet import TempNet
 from tempnet.loading import load_tempnet
-from tempnet.models.causal_lm import document_mask
+from tempnet.models.packing import document_mask
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jobs.language_models.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection, with_rho
-from jobs.language_models.models import build_model
+from jobs.language_models.models import base_shapes, build_model
 from jobs.training.config import RunSection, WorkersSection
 from pipelines.tokenization import load_tokenizer, train_bpe
 
@@ -67,3 +67,22 @@ def test_a_saved_model_is_frozen_and_its_tempnet_trains(
         losses.append(output["loss"].item())
     assert losses[-1] < losses[0]
     assert all(parameter.grad is None for parameter in module.base.parameters())
+
+
+def test_a_model_that_cannot_keep_documents_apart_is_refused_before_it_is_loaded(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    AutoConfig.for_model("bloom", vocab_size=512, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
+        tmp_path
+    )  # no weights
+    tokenizer.save_pretrained(tmp_path)
+    config = LanguageModelConfig(
+        run=RunSection(name="own", storage=str(tmp_path)),
+        data=DataSection(train="unused", validation="unused", context_length=32),
+        model=ModelSection(path=str(tmp_path), attention="eager"),
+        temperature=TemperatureSection(rho=1.5),
+    )
+    with pytest.raises(ValueError, match=r"'bloom': set data\.attend_across_documents = True"):
+        base_shapes(config, tokenizer)
+    shapes = base_shapes(replace(config, data=replace(config.data, attend_across_documents=True)), tokenizer)
+    assert all(parameter.is_meta for parameter in shapes.parameters())

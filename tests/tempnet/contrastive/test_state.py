@@ -68,9 +68,9 @@ def test_files_serve_any_number_of_ranks(tmp_path: Path) -> None:
         directory = tmp_path / str(size)
         for state in states:
             state.save(directory)
-        states = shards(23, size)
+        num_writers, states = len(states), shards(23, size)
         for state in states:
-            state.load(directory)
+            state.load(directory, num_writers)
         assert torch.equal(whole(states, "log_u"), expected)
         assert (whole(states, "tau") == torch.tensor(0.01)).all()
 
@@ -81,22 +81,37 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
         state.fill("tau", torch.full((2, 2), 0.5))
         state.save(tmp_path)
     alone = SampleState(2, COLUMNS)
-    alone.load(tmp_path)
+    alone.load(tmp_path, 3)
     assert (alone.columns["tau"] == 0.5).all()
 
 
+def test_files_of_other_ranks_lie_beside_them(tmp_path: Path) -> None:
+    """Four ranks were killed while they wrote; two were continued from an earlier step and wrote it again."""
+    for state in shards(23, 4)[:3]:
+        state.fill("tau", torch.full((2, 23), 9.0))
+        state.save(tmp_path)
+    table = torch.rand(2, 23, generator=torch.Generator().manual_seed(0)) + 0.1
+    for state in shards(23, 2):
+        state.fill("tau", table)
+        state.save(tmp_path)
+    states = shards(23, 3)
+    for state in states:
+        state.load(tmp_path, 2)
+    assert torch.equal(whole(states, "tau"), table)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="found nothing"):
-        SampleState(8, COLUMNS).load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="state of 1 ranks: samples-00000-of-00001"):
+        SampleState(8, COLUMNS).load(tmp_path, 1)
     for state in shards(8, 2):
         state.save(tmp_path)
     with pytest.raises(ValueError, match="holds the state of 8 samples, not of 9"):
-        SampleState(9, COLUMNS).load(tmp_path)
+        SampleState(9, COLUMNS).load(tmp_path, 2)
     with pytest.raises(ValueError, match="holds log_u, tau; this loss keeps log_u"):
-        SampleState(8, {"log_u": 0.0}).load(tmp_path)
+        SampleState(8, {"log_u": 0.0}).load(tmp_path, 2)
     (tmp_path / "samples-00001-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="one set of ranks: found samples-00000-of-00002"):
-        SampleState(8, COLUMNS).load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"of 2 ranks: samples-00001-of-00002\.safetensors missing"):
+        SampleState(8, COLUMNS).load(tmp_path, 2)
     with pytest.raises(ValueError, match="id -3 is not one of the 8 samples"):
         SampleState(8, COLUMNS).check(torch.tensor([4, -3]))
     table = torch.full((2, 8), 0.1)

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.packing import takes_document_mask
 from tempnet.softmax.reference import TemperatureLossConfig
 
 VOCABULARY = 61
@@ -36,10 +37,25 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gpt_neox", "qwen2"])
+# Windows are right only without a mask, OPT only with one, the others either way.
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [
+        ("gpt2", {}),
+        ("llama", {}),
+        ("gpt_neox", {}),
+        ("qwen2", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": 4}),
+        ("gemma3_text", {"sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("phi3", {"sliding_window": 4, "pad_token_id": 0}),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "window" if "sliding_window" in value else "",
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_do_not_see_each_other(architecture: str, attention: str) -> None:
-    module = make_module(make_base(architecture, attention)).eval()
+def test_packed_documents_do_not_see_each_other(architecture: str, extra: dict[str, object], attention: str) -> None:
+    module = make_module(make_base(architecture, attention, initializer_range=0.2, **extra)).eval()
     lengths = [5, 11, 1, 7]
     ids, positions = packed(lengths)
     together = module.logits(ids, positions)
@@ -52,6 +68,44 @@ def test_packed_documents_do_not_see_each_other(architecture: str, attention: st
     open_module = make_module(module.base, attend_across_documents=True).eval()
     plain = module.base(input_ids=ids).logits[..., :VOCABULARY]
     torch.testing.assert_close(open_module.logits(ids, positions), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_the_way_does_not_depend_on_the_length_of_the_window() -> None:
+    """A model with windows needs no mask, however long they are; without them it is given one."""
+    assert not make_module(make_base("mistral", sliding_window=4096)).takes_mask
+    assert make_module(make_base("mistral", sliding_window=None)).takes_mask
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [
+        ("bloom", {}),  # ALiBi from a 2-D mask
+        ("falcon", {"alibi": True}),
+        (
+            "gpt_oss",  # windows, and masks that do not look at positions
+            {"sliding_window": 4, "head_dim": 8, "num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
+        ),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_expand": 1}),  # a recurrence
+        ("mamba", {"state_size": 4}),  # no attention at all
+    ],
+)
+def test_a_model_that_cannot_keep_documents_apart_is_refused(architecture: str, extra: dict[str, object]) -> None:
+    base = make_base(architecture, "eager", **extra)
+    with pytest.raises(ValueError, match=f"'{architecture}'.*: set data.attend_across_documents = True"):
+        make_module(base)
+    module = make_module(base, attend_across_documents=True).eval()
+    ids, positions = packed([5, 11])
+    assert torch.equal(module.logits(ids, positions), base(input_ids=ids).logits[..., :VOCABULARY])
+
+
+def test_finding_the_way_leaves_no_trace() -> None:
+    base = make_base("mistral", sliding_window=4)
+    config, state = base.config.to_dict(), torch.get_rng_state()
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(base.config)
+    assert takes_document_mask(shapes) == takes_document_mask(base)
+    assert base.config.to_dict() == config
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
