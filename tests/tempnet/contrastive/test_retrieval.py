@@ -102,6 +102,7 @@ def brute_force_cross_entropy(
     scores = image @ text.T
     image_tau, text_tau = tau or (np.ones(len(image)), np.ones(len(text)))
     if tau is None:
+        scores = scores.clip(1e-6 - 1, 1 - 1e-6)  # rows of two numbers may be as good as parallel
         scores = np.log1p(scores) - np.log1p(-scores)
     costs = []
     for number, owner in enumerate(owners):
