@@ -134,11 +134,13 @@ def load_causal_lm(
 
 
 def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
-    """Refuse a base model that has fewer logits than the TempNet reads (more are padding).
+    """Refuse a base model that has fewer logits than the TempNet reads (more are padding), and a TempNet of embeddings.
 
     Raises:
         ValueError: naming both.
     """
+    if tempnet.config.kind != "logits":
+        raise ValueError(f"the TempNet reads {tempnet.config.kind}, not the logits of a language model")
     num_logits = base.get_output_embeddings().weight.shape[0]
     if num_logits < tempnet.config.input_size:
         raise ValueError(

@@ -92,9 +92,9 @@ class TempNetConfig:
             raise ValueError("TempNetConfig.depth = 4 adds a second transform: it needs transform = True")
         if not 0.0 < self.tau_min < self.tau_max:
             raise ValueError(f"TempNetConfig: 0 < tau_min < tau_max does not hold: {self.tau_min:g}, {self.tau_max:g}")
-        if self.tau_max_eval is not None and not self.tau_min < self.tau_max_eval:
+        if self.tau_max_eval is not None and not self.tau_min < self.tau_max_eval < math.inf:
             raise ValueError(
-                f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g}"
+                f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g} and finite"
             )
         if not self.phi_init > 0.0:
             raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")

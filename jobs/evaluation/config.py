@@ -93,6 +93,8 @@ class EvaluateConfig:
         for name in ("include_path", "data_dir"):
             if (path := getattr(self, name)) and not Path(path).is_dir():
                 raise ValueError(f"{name} = {path!r} is no directory")
+        if not self.temperatures:
+            raise ValueError("temperatures is empty: name one, tempnet, fixed:VALUE or several")
         for name, values in (("temperatures", [one.name for one in self.columns]), ("tasks", self.tasks)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} = {' '.join(values)} names something twice")

@@ -73,6 +73,8 @@ class Sampler:
     ) -> None:
         """`temperature` is a network, one number, or None for the largest logit; `stop` are strings that end a text."""
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from jobs.language_models.calibration import calibrated, describe_calibration
 from jobs.language_models.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.language_models.data import prepared
@@ -21,7 +23,7 @@ from jobs.training.tracking import TrackedRun
 from pipelines.archives import list_archives
 from pipelines.manifest import Manifest
 from pipelines.stream import READ_CPUS
-from pipelines.tokenization import load_tokenizer
+from pipelines.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
@@ -170,6 +172,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"data.{field}: {error}") from error
     tokenizer = load_tokenizer(config.tokenizer)
+    _check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
     base = base_shapes(config, tokenizer)
     rho = resolved_rho(config, vocab_size)
@@ -189,3 +192,22 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         num_tempnet_parameters=num_tempnet_parameters,
         tracking_uri=uri,
     )
+
+
+def _check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model that has a tokenizer knows no other one's tokens.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not config.model.path or config.tokenizer == config.model.path:
+        return
+    try:
+        own = load_tokenizer(config.model.path, needs_eos=False)
+    except ValueError:
+        return  # it has none
+    if tokenizer_digest(own) != tokenizer_digest(tokenizer):
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "
+            "which has its own: leave it empty"
+        )

@@ -43,6 +43,8 @@ class Predictor:
     """
 
     def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False) -> None:
+        if use_gpu and not torch.cuda.is_available():
+            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         base, network = load_causal_lm(settings.model, settings.tempnet, dtype=dtype)
         self._settings = settings

@@ -170,6 +170,8 @@ def gpt2_finetune_small() -> LanguageModelConfig:
 
 def _frozen_small(config: LanguageModelConfig) -> LanguageModelConfig:
     small = _small(config, num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
+    # The model's own tokenizer, whatever model a person puts there.
+    small = replace(small, data=replace(small.data, tokenizer=""))
     return replace(small, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
 
 

@@ -59,7 +59,10 @@ class SweepSection:
             ValueError: for what is no list of numbers.
         """
         found = {}
-        for name, text in named_values("sweep.axes", self.axes).items():
+        axes = named_values(
+            "sweep.axes", [axis.replace("-", "_", axis.partition("=")[0].count("-")) for axis in self.axes]
+        )
+        for name, text in axes.items():
             try:
                 values = [float(value) for value in text.split(",")]
             except ValueError as error:
@@ -68,7 +71,7 @@ class SweepSection:
                 raise ValueError(f"sweep.axes: {name}={text} must be finite")
             if again := twice(f"{value:.12g}" for value in values):
                 raise ValueError(f"sweep.axes: {name} has {again} twice")
-            found[name.replace("-", "_")] = values
+            found[name] = values
         if not found:
             raise ValueError("sweep.axes is empty: name a field and its values")
         return found

@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
@@ -58,6 +59,7 @@ def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
     known = flatten(config)
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
+        _check_type(config, name, value)
         if isinstance(known[name], float) and type(value) is int:
             value = float(value)
         section, _, field = name.rpartition(".")
@@ -66,6 +68,20 @@ def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
         section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
     }
     return dataclasses.replace(config, **sections)  # type: ignore[type-var]  # a dataclass
+
+
+def _check_type(config: Any, name: str, value: Any) -> None:
+    section, _, field = name.rpartition(".")
+    hint = get_type_hints(type(getattr(config, section) if section else config))[field]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
+    plain = tuple(kind for kind in kinds if isinstance(kind, type))
+    others = [kind for kind in kinds if get_origin(kind) not in (None, Literal)]  # sequences, which nobody sets so
+    fits = isinstance(value, plain) and (bool in plain or not isinstance(value, bool))
+    if fits or value in options or others or (float in plain and type(value) is int):
+        return
+    legal = [*map(repr, options), *("None" if kind is NoneType else kind.__name__ for kind in plain)]
+    raise ValueError(f"{name} = {value!r} must be {' or '.join(legal)}")
 
 
 def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:

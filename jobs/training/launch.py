@@ -87,7 +87,7 @@ def train(
         KeyboardInterrupt: on Ctrl-C; what was trained since the last checkpoint is lost.
     """
     config = plan.config
-    outcome = claim_directory(config)
+    outcome = find_directory(config)
     print(plan.describe(), flush=True)
     if outcome is not None:
         record_end(config, outcome)
@@ -102,6 +102,7 @@ def train(
         data_cpus=plan.data_cpus,
     )
     prepared = plan.prepare()
+    claim_directory(config)  # not before: what cannot start should not hold a name
     tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
     with mark_if_ended(tracked), _recorded_if_failed(plan, tracked):
         with Console(config.run.num_steps) if with_progress else nullcontext() as console:
@@ -171,26 +172,39 @@ class Named(Protocol):
         ...
 
 
-def claim_directory(config: Named) -> dict[str, Any] | None:
-    """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
+def find_directory(config: Named) -> dict[str, Any] | None:
+    """The outcome of a finished run; None if it is not finished, or nobody has begun it.
 
     Raises:
         ValueError: if another configuration holds the name; the differing fields are shown.
     """
-    record = f"{config.run.directory}/configuration.json"
-    held = read_json(record)
-    wanted = json.loads(json.dumps(fixed_values(config)))
+    held = read_json(f"{config.run.directory}/configuration.json")
     if held is None:
-        filesystem, path = resolve(config.run.directory)
-        filesystem.create_dir(path, recursive=True)
-        write_json(record, wanted)
         return None
-    if changed := differences(held, wanted):
+    if changed := differences(held, _recorded(config)):
         raise ValueError(
             f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
             f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"
         )
     return read_json(f"{config.run.directory}/outcome.json")
+
+
+def claim_directory(config: Named) -> dict[str, Any] | None:
+    """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
+
+    Raises:
+        ValueError: as :func:`find_directory`.
+    """
+    outcome = find_directory(config)
+    filesystem, path = resolve(config.run.directory)
+    filesystem.create_dir(path, recursive=True)
+    write_json(f"{config.run.directory}/configuration.json", _recorded(config))
+    return outcome
+
+
+def _recorded(config: Named) -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    return recorded
 
 
 def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, ray_job: str) -> TrackedRun:

@@ -36,6 +36,7 @@ _MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
 # MLflow would ask a server that is gone seven times, which takes four minutes, for everything that is sent at the end.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+_DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
 _JOB_TAG = "ray_job_id"
 # What Ray tells the driver of a submitted job about it, in JSON.
@@ -73,6 +74,10 @@ def resolved_uri(tracking: TrackingSection, storage: str) -> str:
         return ""
     uri = tracking.uri or default_uri(storage)
     if not uri.startswith(("http://", "https://")):
+        if not uri.startswith(("sqlite:///", "file:", "databricks", *_DATABASES)):
+            raise ValueError(
+                f"tracking.uri = {uri!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
+            )
         return uri
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SECONDS_TO_ANSWER):

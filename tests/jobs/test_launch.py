@@ -78,6 +78,8 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
     (tmp_path / "empty" / "notes.doc").write_text("x")
     small_vocabulary = model_directory(tmp_path / "model-a", vocab_size=100, num_positions=128)
     short_context = model_directory(tmp_path / "model-b", vocab_size=400, num_positions=64)
+    foreign = model_directory(tmp_path / "foreign", vocab_size=400, num_positions=128)
+    train_bpe(["the words of another language"] * 8, 300).save_pretrained(foreign)
     cases: list[tuple[dict[str, dict[str, Any]], str]] = [
         ({"temperature": {"rho": 10.0, "target_entropy": None}}, r"temperature\.rho: rho = 10 is outside"),
         ({"temperature": {"target_entropy": 9.0}}, "target_entropy = 9 nats is impossible"),
@@ -87,6 +89,8 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
         ({"data": {"tokenizer": str(tmp_path / "train")}}, "tokenizer = .*train' cannot be loaded"),
         ({"model": {"path": "runs/nothing"}}, r"model\.path = 'runs/nothing' is no Transformers model"),
         ({"model": {"path": small_vocabulary}}, "tokens, more than the vocabulary of 100"),
+        ({"model": {"path": foreign}}, r"data\.tokenizer = .* is not the tokenizer of model\.path = .*foreign"),
+        ({"tracking": {"uri": "mlflow:5000"}}, r"tracking\.uri = 'mlflow:5000' is no address of MLflow: give http://"),
         ({"model": {"path": short_context}}, r"data\.context_length = 128 is more than the 64 positions"),
         ({"model": {"architecture": "llama", "dropout": 0.1}}, r"model\.dropout = 0\.1 is only known"),
         ({"run": {"storage": "s3://bucket/runs"}}, r"tracking\.uri is not given"),
@@ -103,6 +107,19 @@ def test_a_taken_name_is_refused_with_the_fields_that_differ(change: Change) -> 
     assert launch.claim_directory(change(temperature={"target_entropy": 2.0}, run={"log_every": 3})) is None
     with pytest.raises(ValueError, match=r"is taken .*temperature\.target_entropy: 2\.0 → 2\.5\. Choose another run"):
         launch.claim_directory(change(temperature={"target_entropy": 2.5}))
+
+
+def test_what_cannot_start_holds_no_name(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_small(**wanted: Any) -> None:
+        raise ValueError("the cluster has no GPU")
+
+    monkeypatch.setattr(launch, "start_ray", lambda: None)
+    monkeypatch.setattr(launch, "check_resources", too_small)
+    config = change(temperature={"target_entropy": 2.0})
+    with pytest.raises(ValueError, match="no GPU"):
+        launch.train(make_plan(config))
+    assert not (Path(config.run.directory) / "configuration.json").exists()
+    assert launch.claim_directory(change(temperature={"target_entropy": 2.5})) is None
 
 
 def test_a_refusal_reaches_the_person_as_one_line_and_status_2(

@@ -190,3 +190,7 @@ def test_a_model_and_its_network(tmp_path: Path) -> None:
     big.save_pretrained(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="vocabulary of 65, the base model has 64 logits"):
         load_causal_lm(tmp_path, tmp_path / "elsewhere")
+    pair = TempNet(TempNetConfig.for_embeddings(8, rho=1.5, hidden_size=8, num_prototypes=4))
+    pair.save_pretrained(tmp_path / "pair")
+    with pytest.raises(ValueError, match="reads embeddings, not the logits"):
+        load_causal_lm(tmp_path, tmp_path / "pair")
