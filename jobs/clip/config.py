@@ -9,6 +9,7 @@ from typing import Literal
 
 from jobs.training.config import (
     ValidationSection,
+    check_not_negative,
     check_positive,
     check_share,
     with_absolute_fields,
@@ -155,6 +156,7 @@ class RetrievalValidationSection(ValidationSection):
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
         check_positive("validation", self, "batch_size")
+        check_not_negative("validation", self, "num_images")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from jobs.training.config import (
     SteeredTempNetSection,
     TrainingConfig,
     ValidationSection,
+    check_not_negative,
     check_positive,
     check_share,
     with_absolute_fields,
@@ -41,6 +42,8 @@ class DataSection:
 
     def __post_init__(self) -> None:
         check_positive("data", self, "context_length", "shuffle_window")
+        if self.context_length < 2:
+            raise ValueError("data.context_length = 1 must be at least 2: a token, and one that follows it")
         check_share("data", self, "max_bad_share")
 
 
@@ -167,6 +170,7 @@ class BlockValidationSection(ValidationSection):
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
         check_positive("validation", self, "num_oracle_tokens")
+        check_not_negative("validation", self, "num_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

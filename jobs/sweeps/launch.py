@@ -23,13 +23,13 @@ from jobs.sweeps.search import Point, Seen, corners
 from jobs.sweeps.stopping import BandRule, Halving, TrialWatch, rank
 from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash
-from jobs.training.launch import claim_directory, tracking_uri
+from jobs.training.launch import claim_directory, find_directory, tracking_uri
 from jobs.training.task import Plan
 from jobs.training.watch import Validation
 from jobs.trials.command import Results
 from jobs.trials.parent import open_parent, publish
 from jobs.trials.prepare import prepare_once
-from jobs.trials.run import Rounds, Trial, run_trials
+from jobs.trials.run import Rounds, Trial, room_for, run_trials
 from pipelines.manifest import read_json
 
 
@@ -83,10 +83,12 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         ValueError: for a taken name, or too small a cluster.
     """
     config, band = sweep.config, sweep.config.sweep.band
-    claim_directory(config)
+    find_directory(config)
     print(sweep.describe(), flush=True)
     start_ray()
+    room_for(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)  # refused before data are prepared
     data_sets = prepare_once(sweep.plans)
+    claim_directory(config)
     parent = open_parent(
         config,
         run=config.run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,19 @@ Section = TypeVar("Section")
 
 
 def check_positive(section: str, config: Any, *names: str) -> None:
-    """Refuse values of a section that are not above 0."""
+    """Refuse values of a section that are not above 0, or not finite."""
     for name in names:
         value = getattr(config, name)
-        if not value > 0:
-            raise ValueError(f"{section}.{name} = {value} must be positive")
+        if not 0 < value < math.inf:  # nor NaN
+            raise ValueError(f"{section}.{name} = {value} must be positive" + (" and finite" if value > 0 else ""))
+
+
+def check_not_negative(section: str, config: Any, *names: str) -> None:
+    """Refuse values of a section that are below 0, or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{section}.{name} = {value} must not be negative" + (" but finite" if value > 0 else ""))
 
 
 def check_share(section: str, config: Any, *names: str) -> None:
@@ -52,6 +61,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         check_positive("run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every")
+        check_not_negative("run", self, "seed")
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
 
@@ -129,9 +139,10 @@ class OptimizerSection:
                 f"optimizer.rest_share_tempnet = {self.rest_share_tempnet:g} leaves the TempNet no steps after its warm-up "
                 f"of {warmup:g}: together they may be 1 at most, and the rest must be below 1"
             )
-        for name in ("micro_batch_size", "weight_decay", "max_grad_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must not be negative")
+        check_not_negative("optimizer", self, "micro_batch_size", "weight_decay", "max_grad_norm")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) == 1.0:
+                raise ValueError(f"optimizer.{name} = 1 must be below 1: it would forget nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +169,7 @@ class WorkersSection:
 
     def __post_init__(self) -> None:
         check_positive("workers", self, "num_workers", "cpus_per_worker")
+        check_not_negative("workers", self, "num_threads")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
 

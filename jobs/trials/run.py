@@ -100,11 +100,7 @@ def run_trials(
         print(f"{len(search.finished)} trials finished before; {directory}", flush=True)
         if search.is_over:
             return search.outcomes()
-        room = room_for(search.first.config, data_cpus)
-        if num_concurrent > room:
-            raise ValueError(
-                f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
-            )
+        num_at_once = room_for(search.first.config, data_cpus, num_concurrent)
         # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
         # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
         os.environ |= {
@@ -115,7 +111,6 @@ def run_trials(
         }
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         filesystem, path = resolve(directory)
-        num_at_once = num_concurrent or room
         run_trial = tune.with_parameters(
             _run_trial,
             parent_run_id=parent.run_id if parent else "",
@@ -242,11 +237,11 @@ class _RoundSearch(Searcher):
         return {}
 
 
-def room_for(config: TrainingConfig, data_cpus: float) -> int:
-    """How many such trials the cluster can run at a time.
+def room_for(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0) -> int:
+    """How many such trials run at a time: `num_concurrent`, or as many as the cluster has room for.
 
     Raises:
-        ValueError: if it cannot run one, with the arithmetic.
+        ValueError: if it cannot run so many, or not one, with the arithmetic.
     """
     workers = config.workers
     check_resources(
@@ -259,7 +254,12 @@ def room_for(config: TrainingConfig, data_cpus: float) -> int:
     rooms = [total.get("CPU", 0) / (workers.num_workers * workers.cpus_per_worker + data_cpus + _DRIVER_CPUS)]
     if workers.use_gpu:
         rooms.append(total.get("GPU", 0) / workers.num_workers)
-    return max(1, math.floor(min(rooms)))
+    room = max(1, math.floor(min(rooms)))
+    if num_concurrent > room:
+        raise ValueError(
+            f"{num_concurrent} trials at a time, but the cluster has room for {room}: choose at most {room}"
+        )
+    return num_concurrent or room
 
 
 def _run_trial(

@@ -43,9 +43,16 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
             small = _small_model(model)
             ids = torch.randint(1, _VOCABULARY, (1, sum(_LENGTHS)))
             apart = torch.cat([small(input_ids=part, use_cache=False).logits for part in ids.split(_LENGTHS, 1)], 1)
+            later = ids[:, : _LENGTHS[0]].clone()
+            later[:, -1] = later[:, -1] % (_VOCABULARY - 1) + 1
+            sees = small(input_ids=later, use_cache=False).logits[:, :-1] - apart[:, : _LENGTHS[0] - 1]
         except Exception as error:  # whatever the model's own code raises
             reason = f" (no small one could be tried: {type(error).__name__}: {error})"
         else:
+            if sees.abs().max() > _TOLERANCE * apart.abs().max():
+                raise ValueError(
+                    f"a model of type {model.config.model_type!r} sees later tokens: it is no causal language model"
+                )
             positions = torch.cat([torch.arange(length) for length in _LENGTHS]).unsqueeze(0)
             for takes_mask in (True, False):
                 mask = document_mask(positions, small.config._attn_implementation) if takes_mask else None

@@ -80,6 +80,13 @@ def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
         (["--temperature.rho", "3"], "give one of them"),
         (["--data.max-bad-share", "1.5"], "data.max_bad_share = 1.5 must lie in"),
         (["--optimizer.learning-rate-base", "-1"], "optimizer.learning_rate_base = -1.0 must be positive"),
+        (["--optimizer.learning-rate-base", "inf"], "learning_rate_base = inf must be positive and finite"),
+        (["--optimizer.max-grad-norm", "nan"], "optimizer.max_grad_norm = nan must not be negative"),
+        (["--optimizer.beta1", "1"], "optimizer.beta1 = 1 must be below 1"),
+        (["--run.seed", "-1"], "run.seed = -1 must not be negative"),
+        (["--workers.num-threads", "-3"], "workers.num_threads = -3 must not be negative"),
+        (["--validation.num-blocks", "-1"], "validation.num_blocks = -1 must not be negative"),
+        (["--data.context-length", "1"], "data.context_length = 1 must be at least 2"),
         (["--model.freeze", "True"], "model.freeze = True needs model.path"),
         (["--optimizer.rest-share-tempnet", "1"], "optimizer.rest_share_tempnet = 1 leaves the TempNet no steps"),
         (

@@ -98,6 +98,11 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(architecture: str, 
     assert torch.equal(module.logits(ids, positions), base(input_ids=ids).logits[..., :VOCABULARY])
 
 
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="'bert' sees later tokens: it is no causal language model"):
+        takes_document_mask(make_base("bert", "eager"))
+
+
 def test_finding_the_way_leaves_no_trace() -> None:
     base = make_base("mistral", sliding_window=4)
     config, state = base.config.to_dict(), torch.get_rng_state()
