@@ -110,7 +110,7 @@ def calibrate_rho(job: Rho) -> None:
             train=job.text,
             validation=job.text,
             tokenizer=job.tokenizer,
-            context_length=job.context_length or 2,
+            context_length=job.context_length or 2,  # until the model's is known
             attend_across_documents=job.attend_across_documents,
         ),
         model=ModelSection(path=job.model, trust_remote_code=job.trust_remote_code),

@@ -26,7 +26,7 @@ _LIMITS = {
     r"experts": 16,
 }
 _MAX_NUM_PARAMETERS = 200_000_000
-# Of the largest logit: rounding is 1e-6, a leak or a lost window .1 and more.
+# Of the largest logit: far above rounding in float32, far below a leak or a lost window.
 _TOLERANCE = 1e-3
 
 

@@ -327,6 +327,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(export: str, tmp_path: Pa
         ({"wikitext": ""}, "nothing to evaluate on"),
         ({"models": ("runs/nothing",)}, "models: 'runs/nothing' is no Transformers model"),
         ({"models": (bare,), "temperatures": ("tempnet",)}, "temperature 'tempnet' needs a TempNet, and .*bare has none"),
+        ({"temperatures": ()}, "temperatures is empty: name one"),
         ({"temperatures": ("fixed:0",)}, "temperature 'fixed:0' is none of"),
         ({"temperatures": ("tempnet:0.0001",)}, r"tau_max_eval = 0\.0001 is not above tau_min"),
         ({"temperatures": ("fixed:0.5", "fixed:0.50")}, "names something twice"),
