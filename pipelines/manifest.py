@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -165,7 +165,7 @@ def read_json(uri: str) -> dict[str, Any] | None:
         return json.loads(stream.read())
 
 
-def write_json(uri: str, content: dict[str, Any]) -> None:
+def write_json(uri: str, content: Mapping[str, Any]) -> None:
     """Write a JSON object; a reader sees all of it or none."""
     filesystem, path = resolve(uri)
     with filesystem.open_output_stream(f"{path}.partial") as stream:

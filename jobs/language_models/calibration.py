@@ -20,7 +20,7 @@ from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.models import autocast_dtype, build_base
 from jobs.language_models.validation import to_tensors
 from pipelines.blocks import read_range
-from pipelines.manifest import Manifest, read_json, write_json
+from pipelines.manifest import Manifest, read_json
 from pipelines.packing import IGNORE_INDEX, PackingConfig
 from pipelines.stream import Batch
 from pipelines.tokenization import load_tokenizer
@@ -28,22 +28,21 @@ from tempnet.calibration import Calibration, calibrate_rho
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
 
+CALIBRATION_FILE = "calibration.json"
+
 # Logits that are in memory at a time while the oracle is solved (float32: 256 MiB, and a few copies).
 _NUM_LOGITS_AT_A_TIME = 1 << 26
 
 
 def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """The calibration of a run as plain values: read from its directory, or made and written there. Needs Ray.
+    """The calibration of a run as plain values: read from its directory, or made now, which needs Ray.
+
+    It writes nothing: the directory is not there before the run's name is claimed, and a calibration that fails claims none.
 
     Raises:
         CalibrationError: if no ρ gives the wanted mean temperature.
     """
-    record = f"{config.run.directory}/calibration.json"
-    found = read_json(record)
-    if found is None:
-        found = calibration_of(config, manifest)
-        write_json(record, found)
-    return found
+    return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibration_of(config, manifest)
 
 
 def calibration_of(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from jobs.language_models.calibration import calibrated, describe_calibration
+from jobs.language_models.calibration import CALIBRATION_FILE, calibrated, describe_calibration
 from jobs.language_models.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.language_models.data import prepared
 from jobs.language_models.models import base_shapes, resolved_rho
@@ -113,8 +113,9 @@ class LanguageModelPlan:
         train_data = prepared(config, "train")
         validation_data = prepared(config, "validation")
         rho = self.rho
+        records = {}
         if rho is None:
-            calibration = calibrated(config, train_data)
+            calibration = records[CALIBRATION_FILE] = calibrated(config, train_data)
             rho = float(calibration["rho"])
             print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
         config = with_rho(config, rho)
@@ -148,6 +149,7 @@ class LanguageModelPlan:
                 "num_blocks_train": train_data.num_rows,
                 "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_rows,
             },
+            records=records,
         )
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:

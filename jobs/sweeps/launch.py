@@ -195,8 +195,9 @@ def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
     temperature = dataclasses.replace(
         base.temperature, rho=None, target_entropy=None, calibrated_tau=math.sqrt(band[0] * band[1])
     )
-    rho = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare().outcome["rho"]
-    return float(rho)
+    prepared = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare()
+    prepared.write_records(config.run.directory)  # continued, the search begins with the same ρ
+    return float(prepared.outcome["rho"])
 
 
 def _tell(halving: Any, name: str, outcome: Mapping[str, Any], band: tuple[float, float]) -> None:

@@ -103,6 +103,7 @@ def train(
     )
     prepared = plan.prepare()
     claim_directory(config)  # not before: what cannot start should not hold a name
+    prepared.write_records(config.run.directory)
     tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
     with mark_if_ended(tracked), _recorded_if_failed(plan, tracked):
         with Console(config.run.num_steps) if with_progress else nullcontext() as console:

@@ -6,7 +6,7 @@ The driver holds a `Plan`; after the data are prepared it sends a `TaskSpec` to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jobs.training.config import TrainingConfig
 from jobs.training.tracking import TrackedRun
+from pipelines.manifest import write_json
 from pipelines.stream import Batch, RankStream
 
 if TYPE_CHECKING:  # the driver has no use for it
@@ -138,6 +139,13 @@ class PreparedTask:
     """Context → (name, digest, source URI), for MLflow."""
     outcome: Mapping[str, Any]
     """What the outcome of the run says beside the worker's results."""
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """File name → JSON object. Kept in the run's directory, so that a run that is continued finds them there."""
+
+    def write_records(self, directory: str) -> None:
+        """Write the records into a directory that exists: that of a run whose name has been claimed."""
+        for name, values in self.records.items():
+            write_json(f"{directory}/{name}", values)
 
 
 class Plan(Protocol):

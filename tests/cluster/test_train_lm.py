@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from jobs.training.identity import flatten
 from jobs.training.job import FatalTrainingError
 from jobs.training.launch import train as run_plan
 from jobs.training.tracking import TrackedRun, metric_history
+from pipelines.manifest import write_json
 from tempnet import TempNet
+from tempnet.calibration import CalibrationError
 from tempnet.loading import load_tempnet
 from tempnet.models.packing import document_mask
 
@@ -284,7 +287,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluste
     assert [run.info.status for run in client.search_runs(["1"])] == ["FAILED"]
 
 
-@pytest.mark.long
 def test_frozen_base_in_bf16_trains_the_tempnet_alone(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:
@@ -296,12 +298,18 @@ def test_frozen_base_in_bf16_trains_the_tempnet_alone(
         workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1, "offload_optimizer": True},
         run={"num_steps": 10},
     )
+    with pytest.raises(CalibrationError):
+        train(replace(config, temperature=replace(config.temperature, calibrated_tau=1.9999)))
+    assert not Path(config.run.directory).exists()  # what cannot start holds no name
     outcome = train(config)
     losses = history(outcome, "train/loss")
     assert losses[10] < losses[1]
     calibration = json.loads((Path(config.run.directory) / "calibration.json").read_text())
     assert calibration["tau_mean"] == pytest.approx(0.9, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
+    # A run that is continued takes the ρ that it began with, whatever a calibration would find now.
+    write_json(f"{config.run.directory}/calibration.json", calibration | {"rho": 1.25})
+    assert make_plan(config).prepare().outcome["rho"] == 1.25
     before = AutoModelForCausalLM.from_pretrained(reference["export"], dtype=torch.bfloat16).state_dict()
     after = AutoModelForCausalLM.from_pretrained(outcome["export"], dtype=torch.bfloat16).state_dict()
     assert before.keys() == after.keys()
