@@ -28,7 +28,7 @@ from transformers.generation import GenerationMode
 
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
-from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.fold import FoldCache, folds
 
 
 class TemperatureLogitsProcessor(LogitsProcessor):
@@ -101,8 +101,8 @@ def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel 
 
 
 def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
-    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a transform to fold into."""
-    head = find_output_head(base) if tempnet.transform is not None else None
+    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a network that folds into W."""
+    head = find_output_head(base) if folds(tempnet) else None
     return head is not None and head.is_product(base)
 
 
@@ -154,21 +154,27 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 class CachedFold:
     """τ from the hidden state, with W1·W and WᵀW made once: for a model whose weights no longer change.
 
-    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (method §3). Built in float32 from weights of any dtype.
+    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (method §3), with the rows of W centred for the input shift `mean`.
+    Built in float32 from weights of any dtype.
 
     Raises:
-        ValueError: if the TempNet has no transform. That the model's logits are W h is the caller's to know (`can_fold`).
+        ValueError: if the TempNet has no transform, or reads L − max L. That the model's logits are W h is the caller's to
+            know (`can_fold`).
     """
 
     def __init__(self, weight: Tensor, tempnet: TempNet) -> None:
         """`weight` (V or more, d) is the output weight; rows beyond the effective vocabulary are left out."""
-        if tempnet.transform is None:
-            raise ValueError("this TempNet has no transform layer, so nothing folds: use TemperatureLogitsProcessor")
+        if not folds(tempnet):
+            raise ValueError(
+                "this TempNet has no transform layer, or input_shift = 'max': nothing folds, use TemperatureLogitsProcessor"
+            )
         self.tempnet = tempnet.eval()
-        folds, weight = FoldCache(), weight[: tempnet.config.input_size]
-        first = folds.first(tempnet.first_layer.weight, weight)
+        cache, weight = FoldCache(), weight[: tempnet.config.input_size]
+        centred = tempnet.config.input_shift == "mean"
+        first = cache.first(tempnet.first_layer.weight, weight, centred=centred)
         # One below the other: a step is one product.
-        self.weight = torch.cat([first, folds.gram(weight)]) if tempnet.config.normalize_input else first
+        normalizes = tempnet.config.normalize_input
+        self.weight = torch.cat([first, cache.gram(weight, centred=centred)]) if normalizes else first
         self.num_first = len(first)
 
     @torch.no_grad()
@@ -192,7 +198,8 @@ class CachedFold:
         if not can_fold(base, tempnet):
             raise ValueError(
                 "τ cannot be had from the hidden state: the logits of this model are not W h (an output bias, a soft-cap, a "
-                "scale), or the TempNet has no transform. Use TemperatureLogitsProcessor, or attach(base, tempnet)"
+                "scale), or the TempNet has no transform or input_shift = 'max'. Use TemperatureLogitsProcessor, or "
+                "attach(base, tempnet)"
             )
         return cls(base.get_output_embeddings().weight, tempnet)
 

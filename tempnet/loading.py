@@ -1,7 +1,8 @@
 """Loading what temperatures are used with: a causal language model, and the TempNet that goes with it.
 
 A TempNet is found in a directory of its own, beside an exported model (`<model>/tempnet`), or in the files of the published
-LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose head is the `released` variant.
+LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose head is the `released` variant. The authors'
+LLaMA-1 and GPT-2 networks have the same tensors under the same names, but another range of τ and another input.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet, TempNetConfig
+from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, PublishedHead, TempNet, TempNetConfig
 
 # Where the published networks may lie: a file of their own, or among the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
@@ -37,24 +38,27 @@ _RELEASED_KEYS = {
     "last.weight": "pool_weight",
     "last.bias": "pool_bias",
 }
+_LLAMA_VOCABULARY = 32_000
+_GPT2_VOCABULARIES = (50_257, 50_304)  # the second one is padded, as in the paper's Table 13
 
 
-def load_tempnet(source: str | Path) -> TempNet:
+def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> TempNet:
     """The network in eval mode.
 
     Args:
         source: a directory that `TempNet.save_pretrained` wrote; an exported model with `tempnet/` in it; a published
             file, a directory with published files, or the hub name of a published network.
+        head: which of the authors' heads published files hold (see :func:`released_tempnet`). Default: what they show.
 
     Raises:
         FileNotFoundError: if nothing of the kind is there.
-        ValueError: if the files hold something else.
+        ValueError: if the files hold something else, or do not show which head they hold.
     """
     path = Path(source)
     if (directory := find_tempnet(source)) is not None:
         return TempNet.from_pretrained(directory)
     if path.is_file():
-        return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path))
+        return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path), head=head)
     if path.is_dir():
         state = _released_state(lambda name: path / name if (path / name).is_file() else None)
     elif not _HUB_NAME.fullmatch(str(source)):
@@ -71,7 +75,7 @@ def load_tempnet(source: str | Path) -> TempNet:
             f"{source} holds no TempNet: neither {CONFIG_FILE} with {WEIGHTS_FILE}, nor {PAIRED_DIRECTORY}/, "
             "nor a published one"
         )
-    return released_tempnet(state)
+    return released_tempnet(state, head=head)
 
 
 def find_tempnet(source: str | Path) -> Path | None:
@@ -82,20 +86,26 @@ def find_tempnet(source: str | Path) -> Path | None:
     return None
 
 
-def released_tempnet(state: Mapping[str, Tensor]) -> TempNet:
+def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None = None) -> TempNet:
     """The `released` variant from the tensors of a published file; sizes are read off the shapes.
 
+    Args:
+        state: the tensors by name, with or without the prefix `tempnet.`.
+        head: llama2, llama1 or gpt2: they differ in the range of τ and in what the network reads
+            (`TempNetConfig.released`). Default: GPT-2 for its vocabulary; LLaMA-2 for a vocabulary of 32 000 whose `scaler`
+            has one dimension, as only the export of the LLaMA-2 networks writes it.
+
     Raises:
-        ValueError: if a key is missing or unknown.
+        ValueError: if a key is missing or unknown, or the tensors do not show which head they are of.
     """
     state = {name.removeprefix(_RELEASED_PREFIX): value for name, value in state.items()}
     if set(state) != set(_RELEASED_KEYS):
         missing, unknown = sorted(set(_RELEASED_KEYS) - set(state)), sorted(set(state) - set(_RELEASED_KEYS))
         raise ValueError(f"no published TempNet: missing keys {missing}, unknown keys {unknown[:8]}")
     hidden_size, vocab_size = state["proj.0.weight"].shape
-    network = TempNet(
-        TempNetConfig.released(vocab_size, hidden_size=hidden_size, num_prototypes=len(state["proj.3.weight"]))
-    )
+    sizes = {"hidden_size": hidden_size, "num_prototypes": len(state["proj.3.weight"])}
+    config = TempNetConfig.released(vocab_size, head=head or _published_head(state, vocab_size), **sizes)
+    network = TempNet(config)
     ours = {ours: state[theirs].float() for theirs, ours in _RELEASED_KEYS.items()}
     ours["pool_weight"] = ours["pool_weight"].flatten()
     ours["pool_bias"] = -ours["pool_bias"].flatten()
@@ -105,6 +115,24 @@ def released_tempnet(state: Mapping[str, Tensor]) -> TempNet:
     except RuntimeError as error:  # what PyTorch raises for sizes that do not belong together
         raise ValueError(f"no published TempNet: {error}") from error
     return network.eval()
+
+
+def _published_head(state: Mapping[str, Tensor], vocab_size: int) -> PublishedHead:
+    """Which head published tensors are of.
+
+    Raises:
+        ValueError: if they do not show it.
+    """
+    if vocab_size in _GPT2_VOCABULARIES:
+        return "gpt2"
+    if vocab_size == _LLAMA_VOCABULARY and state["scaler"].ndim == 1:
+        return "llama2"
+    raise ValueError(
+        f"a published TempNet for a vocabulary of {vocab_size} whose files do not show which head it has: name it by "
+        "head='llama2' (τ in (0.01, 1.2), reads logits less their maximum), 'llama1' (τ in (0.01, 2), raw logits) or 'gpt2' "
+        "(τ in (0.5, 5), raw logits). For the commands, save it once: "
+        "tempnet.loading.load_tempnet(source, head=…).save_pretrained(directory)"
+    )
 
 
 def load_causal_lm(

@@ -1,5 +1,6 @@
 """TempNet: the small network that predicts a temperature from logits or from an embedding (TempNet §5, Appendix D.1).
 
+    shift       x ← x, x − mean x or x − max x      (logits only; a softmax cannot see the difference)
     normalise   x ← x/‖x‖₂
     transform   v = sigmoid(W1 x + b1)                                W1 (d1, d0)
     project     u = W2 v                (logits)                      W2 (d2, d1)
@@ -29,6 +30,14 @@ from torch import Tensor, nn
 
 from tempnet.dro import check_rho
 
+PublishedHead = Literal["llama2", "llama1", "gpt2"]
+# Of the networks that the paper's authors trained: τ₀, τ_max and what they subtract from the logits. The LLaMA-2 code feeds
+# logits less their maximum in training (`vocab_parallel_cross_entropy_temp`) and in generation, the others raw logits.
+_PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
+    "llama2": {"tau_min": 0.01, "tau_max": 1.2, "input_shift": "max"},
+    "llama1": {"tau_min": 0.01, "tau_max": 2.0, "input_shift": "none"},
+    "gpt2": {"tau_min": 0.5, "tau_max": 5.0, "input_shift": "none"},
+}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Where a TempNet lies inside the directory of the base model that it was trained with.
@@ -58,6 +67,10 @@ class TempNetConfig:
     """d2, the width of the projection."""
     phi_init: float
     """The initial temperature φ inside the pooling; φ stays positive because its logarithm is what is stored."""
+    input_shift: Literal["none", "mean", "max"] = "none"
+    """What is subtracted from the logits before anything else: nothing, as in the paper; the mean of the row, which makes τ
+    independent of a constant added to all logits and costs nothing, as it folds into the output weight; or the maximum of
+    the row, which the published LLaMA-2-Chat networks were trained on."""
     normalize_input: bool = True
     """Divide the input by its L2 norm (ablation: Table 20)."""
     transform: bool = True
@@ -84,6 +97,12 @@ class TempNetConfig:
                 raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)} must be at least 1")
         if self.kind not in ("logits", "embeddings"):
             raise ValueError(f"TempNetConfig.kind = {self.kind!r} is neither 'logits' nor 'embeddings'")
+        if self.input_shift not in ("none", "mean", "max"):
+            raise ValueError(f"TempNetConfig.input_shift = {self.input_shift!r} is none of 'none', 'mean', 'max'")
+        if self.input_shift != "none" and self.kind == "embeddings":
+            raise ValueError(
+                f"TempNetConfig.input_shift = {self.input_shift!r} shifts logits; a network on embeddings takes 'none' only"
+            )
         if self.pooling not in ("parametric", "linear"):
             raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
         if self.depth not in (3, 4):
@@ -104,7 +123,7 @@ class TempNetConfig:
             raise ValueError("TempNetConfig.projection_bias = True needs the projection of a network on logits")
         if not (self.rho >= 0.0 and math.isfinite(self.rho)):
             raise ValueError(f"TempNetConfig.rho = {self.rho:g} must be finite and not negative")
-        if self.kind == "logits":
+        if self.kind == "logits" and self.pool_by_rho:
             check_rho(self.rho, self.input_size)
 
     @classmethod
@@ -113,17 +132,22 @@ class TempNetConfig:
         return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
 
     @classmethod
-    def released(cls, vocab_size: int, *, hidden_size: int = 256, num_prototypes: int = 256) -> TempNetConfig:
-        """The head of the published LLaMA-2-Chat networks: projection with bias, dropout, no 1/ρ, τ in (0.01, 1.2)."""
+    def released(
+        cls, vocab_size: int, *, head: PublishedHead = "llama2", hidden_size: int = 256, num_prototypes: int = 256
+    ) -> TempNetConfig:
+        """The head of the networks in the authors' code: projection with bias, dropout, no 1/ρ (so ρ is not read).
+
+        `llama2` is that of the published LLaMA-2-Chat networks: τ in (0.01, 1.2), on logits less their maximum. `llama1` has
+        τ in (0.01, 2) and `gpt2` τ in (0.5, 5), both on raw logits.
+        """
         return cls.for_logits(
             vocab_size,
             hidden_size=hidden_size,
             num_prototypes=num_prototypes,
-            tau_min=0.01,
-            tau_max=1.2,
             projection_bias=True,
             pool_by_rho=False,
             dropout=0.5,
+            **_PUBLISHED_HEADS[head],
         )
 
     @classmethod
@@ -178,9 +202,17 @@ class TempNet(nn.Module):
             )
         with torch.autocast(inputs.device.type, enabled=False):
             x = (inputs.detach() if self.config.stop_gradient else inputs).to(self._dtype)
+            if (offset := self.input_offset(x)) is not None:
+                x = x - offset
             if self.config.normalize_input:
                 x = F.normalize(x, dim=-1)
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
+
+    def input_offset(self, logits: Tensor) -> Tensor | None:
+        """What `input_shift` subtracts from logits (..., V) → (..., 1), or None for nothing."""
+        if self.config.input_shift == "none":
+            return None
+        return logits.mean(-1, keepdim=True) if self.config.input_shift == "mean" else logits.amax(-1, keepdim=True)
 
     @property
     def first_layer(self) -> nn.Linear:

@@ -211,6 +211,9 @@ class TempNetSection:
     """d2 of a TempNet."""
     phi_init: float = 1.0
     """Initial φ of the pooling."""
+    input_shift: Literal["none", "mean", "max"] = "none"
+    """What is subtracted from the logits that a TempNet reads: nothing, the mean of the row or its maximum. A TempNet on
+    embeddings takes none only."""
     normalize_input: bool = True
     """Ablation (Table 20)."""
     transform: bool = True

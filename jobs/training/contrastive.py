@@ -39,6 +39,10 @@ class ContrastiveSection(SteeredTempNetSection):
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
             raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        if self.input_shift != "none":
+            raise ValueError(
+                f"temperature.input_shift = {self.input_shift} shifts logits, but here TempNets read embeddings: choose none"
+            )
         try:
             loss = self.loss_config
         except ValueError as error:

@@ -89,7 +89,9 @@ class ChunkSums:
             # The other parameters, in their order: the first layer's weight has a path of its own.
             self.tail = [parameter for parameter in parameters if parameter is not self.first.weight]
             if settings.fold is not None:
-                self.folded = settings.fold.first(self.first.weight, weight[vocabulary]).to(self.exact)
+                self.is_centred = self.tempnet.config.input_shift == "mean"
+                folded = settings.fold.first(self.first.weight, weight[vocabulary], centred=self.is_centred)
+                self.folded = folded.to(self.exact)
                 self.folded_grad = torch.zeros_like(self.folded)
 
     def add(self, targets: Tensor, row_weights: Tensor | None = None) -> None:
@@ -107,6 +109,8 @@ class ChunkSums:
                 torch.mm(self.folded_grad, weight.T, out=total)
             else:
                 total.copy_(self.folded_grad @ weight.T)
+            if self.is_centred:
+                total.sub_(total.mean(-1, keepdim=True))
         weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
         bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.dtypes[1])
         parameter_grads = self.parameter_grads if self.needs_network_grad else [None] * len(self.parameters)
@@ -201,12 +205,14 @@ class ChunkSums:
                 total += gradient.T @ hidden
 
     def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, NetworkGraph | None]:
-        """τ (c,), and where a TempNet predicts it, the small graph behind it."""
+        """τ (c,), and where a TempNet predicts it, the small graph behind it; the logits may be shifted, each row as one."""
         source, config = self.config.kind.temperature, self.config
         if source == "oracle":
             return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
         if self.tempnet is None:
             return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
+        if (offset := self.tempnet.input_offset(logits)) is not None:
+            logits.sub_(offset)  # which the softmax does not see
         inverse_norm = torch.ones_like(logits[:, 0])
         if self.tempnet.config.normalize_input:
             inverse_norm = 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)

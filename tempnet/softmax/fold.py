@@ -7,6 +7,10 @@ With logits L = W h,
 
 both built in float32 whatever the dtype of the weights. An output bias or a soft-cap makes L something else: no fold then.
 
+A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V centres the rows of W. C is symmetric, so that
+W1 (C W) = (W1 C) W: it is the smaller W1 whose rows are centred, and the rows of its gradient. The maximum of a row is not
+linear in h: a network that reads L − max L does not fold.
+
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
 """
 
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tempnet.network import TempNet
 
 
 class FoldCache:
@@ -29,15 +35,20 @@ class FoldCache:
         self._first: Tensor | None = None
         self._gram: Tensor | None = None
 
-    def first(self, first_weight: Tensor, weight: Tensor) -> Tensor:
-        """W1·W (d1, d) from W1 (d1, V) and W (V, d), in float32 at least."""
+    def first(self, first_weight: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
+        """W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if centred, in float32 at least."""
         if self._first is None:
+            first_weight = _exact(first_weight)
+            first_weight = first_weight - first_weight.mean(-1, keepdim=True) if centred else first_weight
             self._first = _product(first_weight, weight)
         return self._first
 
-    def gram(self, weight: Tensor) -> Tensor:
-        """WᵀW (d, d) from W (V, d), in float32 at least."""
+    def gram(self, weight: Tensor, *, centred: bool) -> Tensor:
+        """WᵀW (d, d) from W (V, d), or WᵀC·W if centred, in float32 at least."""
         if self._gram is None:
+            weight = _exact(weight)
+            # Centred before the product: WᵀW less the part of the mean would cancel where all logits share a large one.
+            weight = weight - weight.mean(0) if centred else weight
             self._gram = _product(weight.T, weight)
         return self._gram
 
@@ -62,8 +73,16 @@ def fold_pays(
     return folded < directions * num_tokens * vocab_size * num_first
 
 
+def folds(tempnet: TempNet) -> bool:
+    """Whether a network's input is linear in the hidden state, up to its norm."""
+    return tempnet.transform is not None and tempnet.config.input_shift != "max"
+
+
+def _exact(matrix: Tensor) -> Tensor:
+    return matrix.detach().to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
+
+
 @torch.no_grad()
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    exact = torch.float64 if left.dtype == torch.float64 else torch.float32
     with torch.autocast(left.device.type, enabled=False):
-        return left.detach().to(exact) @ right.detach().to(exact)
+        return left @ right.to(left.dtype)

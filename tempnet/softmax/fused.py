@@ -83,7 +83,7 @@ class FusedSums(ChunkSums):
         hidden = self.hidden.to(self.exact)
         inverse_norm = torch.ones_like(self.tau)
         if self.tempnet.config.normalize_input:
-            gram = self.settings.fold.gram(self.weight)
+            gram = self.settings.fold.gram(self.weight, centred=self.is_centred)
             inverse_norm = (
                 torch.linalg.vecdot(hidden @ gram, hidden).clamp(min=0.0).sqrt().clamp(min=1e-12).reciprocal()
             )

@@ -22,7 +22,7 @@ from torch import Tensor
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import ChunkSettings, ChunkSums
-from tempnet.softmax.fold import FoldCache, fold_pays
+from tempnet.softmax.fold import FoldCache, fold_pays, folds
 from tempnet.softmax.fused import FusedSums, can_fuse
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
@@ -80,7 +80,7 @@ def linear_language_model_loss(
         reduction: `mean` divides by `num_targets`; `none` returns the loss of every token.
         with_values: also return what the statistics of `tempnet.statistics` are made of; one more pass over a chunk.
         matmul_dtype: the dtype of the products with the output weight, as autocast would have it. Default: the inputs'.
-        fold: use W1·W (True), the chunk's logits (False), or whichever needs fewer FLOPs (None).
+        fold: use W1·W (True), the chunk's logits (False), or whichever is possible and needs fewer FLOPs (None).
         fold_cache: keeps W1·W between calls; its owner clears it when the weights change. Default: made in every call.
         chunk_size: tokens a chunk. Default: about 8 million logits.
 
@@ -88,7 +88,8 @@ def linear_language_model_loss(
         The loss with gradients for hidden, weight, bias and every parameter of the TempNet; τ; and the values.
 
     Raises:
-        ValueError: for an infeasible ρ, a TempNet that this path cannot take, or a fold that a bias or cap forbids.
+        ValueError: for an infeasible ρ, a TempNet that this path cannot take, or a fold that a bias, a cap or the input shift
+            `max` forbids.
     """
     vocab_size = vocab_size or len(weight)
     if config.kind.objective == "robust":
@@ -101,9 +102,12 @@ def linear_language_model_loss(
         parameters = whole_parameters(tempnet)
     else:
         tempnet = None
-    breaks_fold = bias is not None or soft_cap is not None
+    breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not folds(tempnet))
     if fold and breaks_fold:
-        raise ValueError("fold = True is impossible with an output bias or a soft-cap: L is then not W h")
+        raise ValueError(
+            "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
+            "then not linear in h"
+        )
     if fold is None:
         num_first = tempnet.config.hidden_size if tempnet is not None else 1
         fold = not breaks_fold and fold_pays(

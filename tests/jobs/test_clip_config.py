@@ -58,6 +58,7 @@ def test_the_presets_cover_every_loss() -> None:
         (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
         (["--temperature.loss", "simclr"], "temperature.loss = 'simclr' is unknown: choose one of clip"),
         (["--temperature.loss", "sogclr_given"], "the loss sogclr_given needs a table"),
+        (["--temperature.input-shift", "mean"], "temperature.input_shift = mean shifts logits"),
         (["--temperature.tau-min", "0.1"], "0 < tau_min < tau_max does not hold"),
         (["--temperature.gamma", "0"], "gamma = 0 must lie in (0, 1]"),
         (["--model.freeze"], "model.freeze = True needs model.path"),

@@ -100,6 +100,7 @@ def test_the_longest_span_of_a_full_preset_fits_roberta(name: str, roberta: str)
         (["--data.mask-share", "1.2"], "data.mask_share = 1.2 must lie in [0, 1]"),
         (["--temperature.loss", "cyclip"], "temperature.loss = 'cyclip' is for images with captions"),
         (["--temperature.loss", "sogclr_given"], "temperature.loss = 'sogclr_given' is for images with captions"),
+        (["--temperature.input-shift", "max"], "temperature.input_shift = max shifts logits"),
         (["--temperature.loss", "nt_xent"], "temperature.loss = 'nt_xent' is unknown: choose one of clip"),
         (["--objective.contrastive-weight", "0", "--objective.mlm-weight", "0"], "leaves nothing to learn"),
         (["--objective.mlm-weight", "-1"], "objective.mlm_weight = -1.0 must not be negative"),

@@ -108,7 +108,11 @@ def test_one_tau_for_one_context(architecture: str) -> None:
             torch.testing.assert_close(made.temperatures[row], of_training, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"normalize_input": False}, {"depth": 4}, {"projection": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"normalize_input": False}, {"input_shift": "mean"}, {"depth": 4}, {"projection": False}],
+    ids=str,
+)
 def test_the_fold_equals_the_network_on_the_logits(changes: dict) -> None:
     network = make_tempnet(**changes)
     torch.manual_seed(4)
@@ -174,8 +178,10 @@ def test_an_output_bias_and_a_missing_transform_do_not_fold() -> None:
     assert not can_fold(base, make_tempnet())
     assert can_fold(make_base("gpt2"), make_tempnet())
     assert not can_fold(make_base("gpt2"), make_tempnet(transform=False))
-    with pytest.raises(ValueError, match="no transform layer"):
-        CachedFold(torch.randn(64, 32), make_tempnet(transform=False))
+    assert not can_fold(make_base("gpt2"), make_tempnet(input_shift="max"))
+    for changes in ({"transform": False}, {"input_shift": "max"}):
+        with pytest.raises(ValueError, match="no transform layer, or input_shift = 'max'"):
+            CachedFold(torch.randn(64, 32), make_tempnet(**changes))
 
 
 def test_padding_of_the_vocabulary_is_never_drawn() -> None:

@@ -27,22 +27,25 @@ def published_state() -> dict[str, Tensor]:
         "proj.0.bias": torch.randn(WIDTH),
         "proj.3.weight": torch.randn(PROTOTYPES, WIDTH),
         "proj.3.bias": torch.randn(PROTOTYPES),
-        "scaler": torch.tensor(math.log(0.6)),
+        "scaler": torch.tensor([math.log(0.6)]),
         "last.weight": torch.randn(1, PROTOTYPES) * 2,
-        "last.bias": torch.tensor([0.4]),
+        "last.bias": torch.tensor([-3.0]),  # τ in the middle of its range
     }
 
 
-def published_tau(state: dict[str, Tensor], logits: Tensor) -> Tensor:
-    """The published formula (method §2), in float64: τ = (τ_max − τ₀)·σ(last((softmax(u/φ) − 1/d2) ∘ u)) + τ₀."""
+def published_tau(state: dict[str, Tensor], logits: Tensor, head: str = "llama2") -> Tensor:
+    """The authors' formula, in float64: τ = (τ_max − τ₀)·σ(last((softmax(u/φ) − 1/d2) ∘ u)) + τ₀."""
+    low, high, shifts = {"llama2": (0.01, 1.2, True), "llama1": (0.01, 2.0, False), "gpt2": (0.5, 5.0, False)}[head]
     state = {name: value.double() for name, value in state.items()}
-    x = logits.double() / logits.double().norm(dim=-1, keepdim=True)
+    x = logits.double()
+    x = x - x.max(dim=-1, keepdim=True).values if shifts else x
+    x = x / x.norm(dim=-1, keepdim=True)
     v = 1 / (1 + torch.exp(-(x @ state["proj.0.weight"].T + state["proj.0.bias"])))
     u = v @ state["proj.3.weight"].T + state["proj.3.bias"]
     phi = state["scaler"].exp()
     weights = (u / phi).exp() / (u / phi).exp().sum(-1, keepdim=True) - 1 / PROTOTYPES
     score = ((weights * u) @ state["last.weight"].T + state["last.bias"]).squeeze(-1)
-    return (1.2 - 0.01) / (1 + torch.exp(-score)) + 0.01
+    return (high - low) / (1 + torch.exp(-score)) + low
 
 
 def prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +108,8 @@ def test_the_published_head_gives_the_published_tau(layout: str, tmp_path: Path)
     assert not network.training
     assert (network.config.input_size, network.config.hidden_size) == (VOCABULARY, WIDTH)
     assert (network.config.tau_min, network.config.tau_max) == (0.01, 1.2)
-    logits = torch.randn(7, VOCABULARY) * torch.tensor([0.1, 1, 2, 3, 4, 5, 6]).unsqueeze(-1)
+    # Rows whose maximum is nearer to or further from the rest: their direction is another once the maximum is subtracted.
+    logits = torch.randn(7, VOCABULARY).abs() ** torch.tensor([0.1, 1, 2, 3, 4, 5, 6]).unsqueeze(-1)
     expected = published_tau(published_state(), logits).float()
     assert expected.std() > 0.01
     with torch.no_grad():
@@ -129,6 +133,38 @@ def test_a_released_network_survives_our_own_format(tmp_path: Path) -> None:
     logits = torch.randn(3, VOCABULARY)
     for source in (tmp_path, tmp_path / "tempnet", str(tmp_path)):
         torch.testing.assert_close(load_tempnet(source)(logits), network(logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head", ["llama2", "llama1", "gpt2"])
+def test_the_heads_of_the_authors_differ_in_range_and_input(head: str) -> None:
+    state = published_state()
+    network = released_tempnet(state, head=head)
+    logits = torch.randn(5, VOCABULARY) * 2 + 3
+    expected = published_tau(state, logits, head)
+    torch.testing.assert_close(network(logits).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_files_show_decides_which_head_it_is(tmp_path: Path) -> None:
+    state = published_state()
+    assert released_tempnet(state).config == TempNetConfig.released(
+        VOCABULARY, head="llama2", hidden_size=WIDTH, num_prototypes=PROTOTYPES
+    )
+    for vocabulary in (50_257, 50_304):
+        gpt2 = state | {"proj.0.weight": torch.randn(WIDTH, vocabulary), "scaler": torch.tensor(0.1)}
+        network = released_tempnet(gpt2)
+        logits = torch.randn(3, vocabulary)
+        torch.testing.assert_close(network(logits).double(), published_tau(gpt2, logits, "gpt2"), rtol=1e-5, atol=1e-6)
+    # The networks of LLaMA-1 have a scaler without a dimension, but so has a LLaMA-2 checkpoint that was never exported.
+    unclear = {
+        "V 32 000": state | {"scaler": torch.tensor(0.1)},
+        "V 100": state | {"proj.0.weight": torch.randn(WIDTH, 100)},
+    }
+    for tensors in unclear.values():
+        save_file(tensors, tmp_path / "tempnet.safetensors")
+        with pytest.raises(ValueError, match=r"do not show which head it has: name it by head='llama2'"):
+            load_tempnet(tmp_path)
+        assert load_tempnet(tmp_path, head="llama1").config.tau_max == 2.0
+        assert load_tempnet(tmp_path, head="llama2").config.input_shift == "max"
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,22 @@ def test_parameter_counts_are_those_of_table_13() -> None:
     assert round(2 * count / 1e6, 2) == 0.26
 
 
-@pytest.mark.parametrize("kind", ["logits", "embeddings"])
-def test_forward_equals_the_formula(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shift"), [("logits", "none"), ("logits", "mean"), ("logits", "max"), ("embeddings", "none")]
+)
+def test_forward_equals_the_formula(kind: str, shift: str) -> None:
     torch.manual_seed(0)
     make = TempNetConfig.for_logits if kind == "logits" else TempNetConfig.for_embeddings
-    config = make(40, rho=2.0, hidden_size=16, num_prototypes=12)
+    config = make(40, rho=2.0, hidden_size=16, num_prototypes=12, input_shift=shift)
     network = TempNet(config).double()
     with torch.no_grad():
         network.pool_weight.uniform_(0.5, 1.5)
         network.pool_bias.fill_(0.3)
     x = torch.randn(9, 40)
     w1, b1 = network.transform[0].weight, network.transform[0].bias
-    unit = (x / x.norm(dim=-1, keepdim=True)).double()
+    offset = {"none": 0.0, "mean": x.double().sum(-1, keepdim=True) / 40, "max": x.double().sort(-1).values[:, -1:]}
+    shifted = x.double() - offset[shift]
+    unit = shifted / shifted.norm(dim=-1, keepdim=True)
     v = 1 / (1 + torch.exp(-(unit @ w1.T + b1)))
     w2 = network.projection
     u = v @ w2.T if kind == "logits" else v @ (w2 / w2.norm(dim=0))
@@ -87,6 +91,8 @@ ABLATIONS = [
     {"transform": False, "projection": False},
     {"pooling": "linear"},
     {"normalize_input": False},
+    {"input_shift": "mean"},
+    {"input_shift": "max"},
     {"depth": 4},
     {"hidden_size": 64, "num_prototypes": 64},
     {"stop_gradient": False},
@@ -98,6 +104,10 @@ ABLATIONS = [
 def test_every_ablation_runs_learns_and_is_saved(kind: str, changes: dict, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make = TempNetConfig.for_logits if kind == "logits" else TempNetConfig.for_embeddings
+    if kind == "embeddings" and "input_shift" in changes:
+        with pytest.raises(ValueError, match=r"TempNetConfig\.input_shift = 'm\w+' shifts logits"):
+            make(48, rho=2.0, **changes)
+        return
     network = TempNet(make(48, rho=2.0, **changes))
     x = torch.randn(6, 48)
     tau = network(x)
@@ -174,3 +184,25 @@ def test_a_wrong_vocabulary_and_broken_files_are_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(values | {"new_field": 1}))
     with pytest.raises(ValueError, match="unknown fields \\['new_field'\\]"):
         TempNet.from_pretrained(tmp_path)
+
+
+def test_a_constant_added_to_all_logits_is_seen_only_without_a_shift() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 48, dtype=torch.float64)
+    for shift in ("none", "mean", "max"):
+        network = TempNet(TempNetConfig.for_logits(48, rho=2.0, input_shift=shift)).double()
+        moved = (network(x + 3.0) - network(x)).abs().max().item()
+        assert moved > 1e-3 if shift == "none" else moved < 1e-12
+
+
+def test_networks_saved_before_there_was_a_shift_have_none(tmp_path: Path) -> None:
+    TempNet(TempNetConfig.for_logits(48, rho=2.0)).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["input_shift"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert TempNet.from_pretrained(tmp_path).config.input_shift == "none"
+
+
+def test_an_unknown_shift_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"input_shift = 'median' is none of 'none', 'mean', 'max'"):
+        TempNetConfig.for_logits(48, rho=2.0, input_shift="median")

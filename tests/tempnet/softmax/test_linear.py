@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.inference import CachedFold
 from tempnet.softmax.fold import FoldCache, fold_pays
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import (
@@ -74,7 +77,7 @@ def compare(
         vocab_size=vocabulary,
         bias=offset,
         soft_cap=soft_cap,
-        fold=fold and not (bias or soft_cap),
+        fold=fold and not (bias or soft_cap or switches.get("input_shift") == "max"),
         chunk_size=chunk_size,
         reduction=reduction,
         matmul_dtype=matmul_dtype,
@@ -175,12 +178,33 @@ def test_lower_precisions_stay_near(
     projection=st.booleans(),
     pooling=st.sampled_from(["parametric", "linear"]),
     normalize_input=st.booleans(),
+    input_shift=st.sampled_from(["none", "mean", "max"]),
     seed=st.integers(0, 1000),
 )
 def test_any_shape_and_switch(name: str, num_tokens: int, share: float, **options: object) -> None:
     errors = compare(name, num_tokens=num_tokens, num_ignored=int(share * num_tokens), **options)
     tolerance = 1e-4 if name == "dro_newton" else 1e-7
     assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_what_is_centred_keeps_its_digits_beside_a_large_mean(fold: bool) -> None:
+    """Logits of GPT-2 lie near −100 and differ by a few: the mean must go before the squares."""
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(40, 24), torch.randn(500, 24), torch.randint(500, (40,))
+    hidden[:, 0], weight[:, 0] = 10.0, -10.0
+    network = TempNet(TempNetConfig.for_logits(500, rho=RHO, hidden_size=7, input_shift="mean"))
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    loss, tau, *_ = linear_language_model_loss(hidden, weight, targets, config, network, fold=fold)
+    ours = torch.autograd.grad(loss, list(network.parameters()))
+    exact = copy.deepcopy(network).double()
+    expected, expected_tau = language_model_loss(hidden.double() @ weight.double().T, targets, config, exact)
+    assert expected_tau.std() > 1e-3
+    for value, reference in zip(ours, torch.autograd.grad(expected, list(exact.parameters())), strict=True):
+        assert relative_error(value, reference) < 3e-5
+    of_fold = CachedFold(weight, network.eval()).temperatures(hidden)
+    for value in (tau, of_fold):
+        assert (value.double() - expected_tau).abs().max().item() < 1e-6
 
 
 def test_all_targets_ignored() -> None:
@@ -219,6 +243,9 @@ def test_what_this_path_cannot_do_is_refused() -> None:
     network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
     with pytest.raises(ValueError, match="fold = True is impossible"):
         linear_language_model_loss(hidden, weight, targets, config, network, soft_cap=2.0, fold=True)
+    shifted = TempNet(TempNetConfig.for_logits(9, rho=RHO, input_shift="max"))
+    with pytest.raises(ValueError, match=r"fold = True is impossible .* input_shift = 'max'"):
+        linear_language_model_loss(hidden, weight, targets, config, shifted, fold=True)
     with pytest.raises(ValueError, match="rho = 10"):
         linear_language_model_loss(hidden, weight, targets, TemperatureLossConfig(name="dro", rho=10.0), network)
 
@@ -241,10 +268,10 @@ def test_a_kept_fold_gives_the_same_and_is_made_anew_once_cleared() -> None:
         return linear_language_model_loss(hidden, weight, targets, config, network, fold=True, fold_cache=cache).tau
 
     torch.testing.assert_close(tau(cache), tau(None))
-    kept = cache.first(network.first_layer.weight, weight)
+    kept = cache.first(network.first_layer.weight, weight, centred=False)
     with torch.no_grad():
         network.first_layer.weight.mul_(1.5)
-    assert cache.first(network.first_layer.weight, weight) is kept
+    assert cache.first(network.first_layer.weight, weight, centred=False) is kept
     cache.clear(keep_gram=True)
     torch.testing.assert_close(tau(cache), tau(None))
 
