@@ -98,7 +98,7 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
         else:
             archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
     if not archives:
-        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {seen(others)}")
+        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {seen(others, len(others))}")
     return sorted(archives, key=lambda archive: archive.path)
 
 
@@ -113,9 +113,9 @@ def relative(path: str, root: str) -> str:
     return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
 
 
-def seen(names: list[str]) -> str:
-    """A few of the names, for a message."""
+def seen(names: list[str], num_names: int) -> str:
+    """A few of so many names, for a message."""
     if not names:
         return "there is no other file either"
-    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+    more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""
     return f"seen: {', '.join(sorted(names)[:NUM_NAMES_SHOWN])}{more}"

@@ -1,4 +1,11 @@
-"""Tar archives as a stream: the members in order, nothing extracted, and damage reported instead of passed over."""
+"""Tar archives as a stream: the members in order, nothing extracted, and damage reported instead of passed over.
+
+Headers are followed here and not by `tarfile.TarFile`, which holds an extended header of any size, searches it in
+quadratic time, recurses into chains of them and takes a broken one for the end of the archive. A header block itself is
+parsed by `tarfile.TarInfo.frombuf`.
+
+Memory holds one buffer and one extended header, whatever the archive says about its sizes.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +14,39 @@ from collections.abc import Iterator
 
 from pipelines.decompression import Readable
 
-_BUFFER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 2**16
+"""A longer extended header (a pax header, or a GNU header for a long name) is refused: the archive cannot be read further.
+A path has 4 KiB at most on Linux."""
+
+_BUFFER_BYTES = 2**20
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_PAX_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
+_TYPES_WITHOUT_DATA = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_SPARSE = "GNU.sparse."
+_MAX_DIGITS = 20  # of a record's length and of a member's size
 
 
 class TarMember:
-    """The bytes of one member, from the archive's stream.
+    """The bytes of one member, from the archive's stream: all there are, also of a member that is cut."""
 
-    `TarFile.extractfile` raises at the end of a truncated archive and drops what it had read; this gives all there is.
-    """
+    __slots__ = ("_num_left", "_source", "is_cut")
 
-    __slots__ = ("_num_left", "_stream", "is_cut")
-
-    def __init__(self, stream: Readable, num_bytes: int) -> None:
-        self._stream = stream
+    def __init__(self, source: _Source, num_bytes: int) -> None:
+        self._source = source
         self._num_left = num_bytes
         self.is_cut = False
 
     def read(self, num_bytes: int, /) -> bytes:
         """Up to so many bytes; nothing at the end of the member, or of the archive."""
-        data = self._stream.read(min(num_bytes, self._num_left))
+        data = self._source.read(min(num_bytes, self._num_left))
         self._num_left -= len(data)
         self.is_cut = not data and self._num_left > 0
         return data
@@ -34,25 +55,140 @@ class TarMember:
 def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
     """The members of a tar, in order; each is to be read, if at all, before the next.
 
+    Of a header, `name` (always encodable as UTF-8), `type`, `size`, `offset_data` and `sparse` (not None for a sparse file,
+    whose bytes are not the file's) are what the archive says.
+
     Raises:
         tarfile.TarError: where the archive is cut or corrupt, after all members before.
     """
-    # "r|" reads forward only, which is all that a stream can do, and undoes no compression.
-    with tarfile.open(fileobj=stream, mode="r|", bufsize=_BUFFER_BYTES, tarinfo=_TarInfo) as tar:  # type: ignore[call-overload]
-        for info in tar:
-            yield info, TarMember(tar.fileobj, info.size)
-            tar.members.clear()  # else every header stays in memory
-        if not isinstance(tar.end, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
-            raise tarfile.ReadError(f"neither a member nor the end of the archive at byte {tar.offset}: {tar.end}")
-
-
-class _TarInfo(tarfile.TarInfo):
-    """Remembers, on the TarFile, why there was no next member: TarFile takes a broken header for the end, silently."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:  # type: ignore[override]
+    source = _Source(stream)
+    for_all: dict[str, str] = {}  # fields of global pax headers
+    for_next: dict[str, str] = {}  # fields of the extended headers before a member; the first of a name counts
+    while True:
+        position = source.position
+        block = source.read(_BLOCK_BYTES)
+        if not block:
+            what = (
+                "the archive is empty (0 bytes)" if position == 0 else f"it ends at byte {position} without an end mark"
+            )
+            raise tarfile.ReadError(what)
         try:
-            return super().fromtarfile(tar)
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            tar.end = error  # type: ignore[attr-defined]
-            raise
+            if not block.strip(b"\0") and len(block) == _BLOCK_BYTES:
+                return  # the end mark
+            raise tarfile.ReadError(
+                f"neither a member nor the end of the archive at byte {position}: {error}"
+            ) from error
+        if info.type in _PAX_HEADERS:
+            fields = _pax_fields(_extended_header(info, source, position), position)
+            if info.type == tarfile.XGLTYPE:
+                for_all |= fields
+            else:
+                for_next = fields | for_next
+        elif info.type in _LONG_NAMES:
+            name = _extended_header(info, source, position).split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+            if info.type == tarfile.GNUTYPE_LONGNAME:
+                for_next = {"path": name} | for_next
+        else:
+            num_stored = _complete(info, for_all | for_next, block, source, position)
+            for_next = {}
+            yield info, TarMember(source, num_stored)
+            end = info.offset_data + _whole_blocks(num_stored)
+            if source.skip(end - source.position):
+                raise tarfile.ReadError(f"it ends within {info.name}")
+
+
+def _complete(info: tarfile.TarInfo, fields: dict[str, str], block: bytes, source: _Source, position: int) -> int:
+    """Fill in what extended headers say of a member. Returns the bytes it has in the archive."""
+    if info.type == tarfile.GNUTYPE_SPARSE:
+        info.sparse = []
+        is_extended = block[482]
+        while is_extended:
+            block = source.read(_BLOCK_BYTES)
+            is_extended = len(block) == _BLOCK_BYTES and block[504]
+    elif _SPARSE in fields:
+        info.sparse = []
+    name = fields.get("path", info.name)
+    info.name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if "size" in fields:
+        info.size = _number(fields["size"], position)
+    if info.size < 0:
+        raise tarfile.ReadError(f"the header at byte {position} gives a size of {info.size} bytes")
+    info.offset_data = source.position
+    return 0 if info.type in _TYPES_WITHOUT_DATA else info.size
+
+
+def _extended_header(info: tarfile.TarInfo, source: _Source, position: int) -> bytes:
+    if not 0 <= info.size <= MAX_HEADER_BYTES:
+        raise tarfile.ReadError(
+            f"the extended header at byte {position} says that it has {info.size} bytes; the limit is {MAX_HEADER_BYTES}"
+        )
+    content = source.read(_whole_blocks(info.size))
+    if len(content) < _whole_blocks(info.size):
+        raise tarfile.ReadError(f"it ends within the extended header at byte {position}")
+    return content[: info.size]
+
+
+def _pax_fields(content: bytes, position: int) -> dict[str, str]:
+    """The fields of a pax header that matter here, from records `<length> <field>=<value>\\n` (POSIX.1-2008, pax).
+
+    Takes time that is linear in the content.
+    """
+    fields: dict[str, str] = {}
+    at = 0
+    while at < len(content):
+        digits, space, _ = content[at : at + _MAX_DIGITS + 1].partition(b" ")
+        length = _number(digits.decode("latin-1"), position) if space else 0
+        record = content[at + len(digits) + 1 : at + length]
+        field, equals, value = record[:-1].partition(b"=")
+        if at + length > len(content) or not (equals and record.endswith(b"\n")):
+            raise tarfile.ReadError(f"the pax header at byte {position} holds something that is no record")
+        if field in (b"path", b"size"):
+            fields[field.decode()] = value.decode("utf-8", "surrogateescape")
+        elif field.startswith(_SPARSE.encode()):
+            fields[_SPARSE] = ""
+        at += length
+    return fields
+
+
+def _number(digits: str, position: int) -> int:
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
+        raise tarfile.ReadError(f"{digits[:_MAX_DIGITS]!r} in the pax header at byte {position} is no number")
+    return int(digits)
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+class _Source:
+    """Reads a stream in large pieces and gives small ones, and knows where it is."""
+
+    __slots__ = ("_at", "_buffer", "_stream", "position")
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._buffer, self._at = b"", 0
+        self.position = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        """So many bytes; fewer only at the end of the stream."""
+        parts = []
+        while num_bytes > 0:
+            if self._at == len(self._buffer):
+                self._buffer, self._at = self._stream.read(_BUFFER_BYTES), 0
+                if not self._buffer:
+                    break
+            part = self._buffer[self._at : self._at + num_bytes]
+            parts.append(part)
+            self._at += len(part)
+            self.position += len(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+    def skip(self, num_bytes: int) -> int:
+        """Pass over so many bytes. Returns how many of them the stream does not have."""
+        while num_bytes > 0 and (data := self.read(min(num_bytes, _BUFFER_BYTES))):
+            num_bytes -= len(data)
+        return num_bytes

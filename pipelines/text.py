@@ -15,22 +15,24 @@ import itertools
 import json
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.archives import Archive, ArchiveFormat, format_of, relative, resolve, seen
+from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, format_of, relative, resolve, seen
 from pipelines.decompression import DamagedError, Readable, decoded
 from pipelines.problems import Problem
 from pipelines.tars import tar_members
 
-MAX_RECORD_BYTES = 256 * 2**20
-"""A longer record is not a document but a decompression bomb, or a file without line ends."""
+MAX_RECORD_BYTES = 16 * 2**20
+"""A longer record is taken for a decompression bomb, or a file without line ends, and is lost. Before it is parsed, because
+JSON takes up to 35 times its size as Python objects (`{"":[{}]}` repeated), so that a reader stays below 1 GB."""
 
-PARQUET_ROWS_PER_BATCH = 64
+PARQUET_ROWS_PER_BATCH = 8  # each of them may have MAX_RECORD_BYTES; 64 are not twice as fast
+_NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
 # UnicodeDecodeError: a column's name may be corrupt too.
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
@@ -53,6 +55,8 @@ class ProblemKind(StrEnum):
     MISSING_TEXT = "missing_text"
     EMPTY_DOCUMENT = "empty_document"
     OVERSIZED_RECORD = "oversized_record"
+    IRREGULAR_MEMBER = "irregular_member"
+    """A link, a sparse file or a device under the name of a member that would be read."""
     EMPTY_ARCHIVE = "empty_archive"
     UNREADABLE_ARCHIVE = "unreadable_archive"
     """Nothing of the archive can be read."""
@@ -125,7 +129,7 @@ def _document_of_line(line: bytes | None, where: str, text_field: str) -> Docume
         detail = f"the record is a {type(record).__name__}; expected an object or a string"
         return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
     if text_field not in record:
-        detail = f"no field {text_field!r}; the record has {', '.join(map(repr, record)) or 'no fields'}"
+        detail = f"no field {text_field!r}; the record has {_some(record)}"
         return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
     return _document_of_value(record[text_field], where, f"field {text_field!r}")
 
@@ -143,6 +147,12 @@ def _document_of_value(value: object, where: str, label: str) -> Document | Prob
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, and no tokenizer takes it.
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
     return _oversized(where) if num_bytes > MAX_RECORD_BYTES else Document(key=where, text=value)
+
+
+def _some(names: Collection[str]) -> str:
+    """The first of the fields of a record or a file, each cut to a length that a message bears."""
+    shown = ", ".join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in itertools.islice(names, _NUM_FIELDS_SHOWN))
+    return f"{shown}{', …' * (len(names) > _NUM_FIELDS_SHOWN)}" if names else "no fields"
 
 
 def _oversized(where: str) -> Problem:
@@ -198,22 +208,29 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
 def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
     # Keys stay unique when a member's name occurs twice: its records are counted on.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-    others: list[str] = []
+    others: list[str] = []  # the first of them, for the message
+    num_others = 0
     try:
         for info, member in tar_members(stream):
-            member_format = format_of(info.name, MEMBER_SUFFIXES) if info.isreg() else None
-            if member_format is None:
-                others.append(info.name)
+            member_format = format_of(info.name, MEMBER_SUFFIXES)
+            if member_format is None or info.isdir():
+                num_others += 1
+                if len(others) < NUM_NAMES_SHOWN:
+                    others.append(info.name)
                 continue
-            where = f"{name}/{info.name}"
-            yield from _read_lines(member, info.size, member_format, where, text_field, indices[info.name])
+            where, index = f"{name}/{info.name}", indices[info.name]
+            if not info.isreg() or info.sparse is not None:
+                detail = "a link, a sparse file or a device, not a plain file"
+                yield Problem(kind=ProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
+                continue
+            yield from _read_lines(member, info.size, member_format, where, text_field, index)
             if member.is_cut:  # Reported as the member's damage; the tar cannot go on.
                 return
     except tarfile.TarError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:
         if not indices:
-            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {seen(others)}"
+            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {seen(others, num_others)}"
             yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
 
 
@@ -229,7 +246,7 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[D
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
         return
     if text_field not in columns:
-        detail = f"no column {text_field!r}; the file has {', '.join(map(repr, columns)) or 'no columns'}"
+        detail = f"no column {text_field!r}; the file has {_some(columns)}"
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
         return
     indices = itertools.count()
