@@ -19,10 +19,14 @@ import pyarrow as pa
 
 from pipelines.archives import relative, resolve
 from pipelines.caption_files import CaptionFile
-from pipelines.image_archives import ImageArchive, SampleProblemKind, read_samples
+from pipelines.image_archives import ImageArchive, read_samples
 from pipelines.image_decoding import ImageError, check_image
 from pipelines.image_manifest import INDEX_SCHEMA, CaptionReading, ImageManifest, ImageShard, open_index
+from pipelines.image_samples import TAR_BLOCK_BYTES, LeftOut, SampleProblemKind, TruncatedArchive
 from pipelines.problems import Problem, note
+
+# Kinds of members that are left out, counted apart; names are free, and a hostile tar has as many kinds as members.
+_NUM_KINDS_LEFT_OUT = 32
 
 
 def index_name(number: int) -> str:
@@ -40,9 +44,12 @@ def index_archive(
         index: URI of the file to write.
 
     Returns:
-        The archive's ImageShard as JSON, and `lost`, the keys of its bad images.
+        The archive's ImageShard as JSON; `lost`, the keys of its bad images; and `num_bytes_read`, how far a tar that is
+        cut or corrupt could be read, else None.
     """
     problems: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    num_bytes_read: int | None = None
     examples: list[str] = []
     columns: dict[str, list[Any]] = {name: [] for name in INDEX_SCHEMA.names}
     lost: list[str] = []
@@ -50,8 +57,12 @@ def index_archive(
     digest = hashlib.blake2b(digest_size=8)
     name = relative(archive.path, resolve(source)[1])
     for item in read_samples(source, archive, captions):
+        if isinstance(item, LeftOut):
+            left_out[item.kind if item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else "other"] += 1
+            continue
         if isinstance(item, Problem):
             note(item, problems, examples)
+            num_bytes_read = item.num_bytes_read if isinstance(item, TruncatedArchive) else num_bytes_read
             continue
         try:
             check_image(item.data, max_pixels)
@@ -82,9 +93,10 @@ def index_archive(
         digest=digest.hexdigest(),
         problems=dict(problems),
         examples=examples,
+        left_out=dict(left_out),
         dropped=[],
     )
-    return asdict(shard) | {"lost": lost}
+    return asdict(shard) | {"lost": lost, "num_bytes_read": num_bytes_read}
 
 
 def assemble(
@@ -99,10 +111,14 @@ def assemble(
     """The manifest of indexed archives, given in order.
 
     Of images with one key the first stays, in the order of archives and in each archive; every other is a problem. So is
-    an image that the captions name and no archive holds.
+    an image that the captions name and no archive holds. Samples behind the place where a tar cannot be read further are
+    estimated; with a json of captions they are known, for it names them.
     """
     lost = {key for entry in entries for key in entry["lost"]}
-    shards = [ImageShard(**{name: value for name, value in entry.items() if name != "lost"}) for entry in entries]
+    fields = set(ImageShard.__dataclass_fields__)
+    shards = [ImageShard(**{name: value for name, value in entry.items() if name in fields}) for entry in entries]
+    if captions is None:
+        shards = _with_unread(shards, [entry["num_bytes_read"] for entry in entries])
     tables = [_image_rows(open_index(directory, shard.file)) for shard in shards]
     is_first, distinct = _first_occurrences(pa.concat_tables(tables).column("key"))
     bounds = np.cumsum([0, *(table.num_rows for table in tables)])
@@ -117,6 +133,51 @@ def assemble(
         shards=kept,
         captions=None if captions is None else _absent(captions, captions_uri, lost.union(distinct.to_pylist())),
     )
+
+
+def _with_unread(shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None]) -> list[ImageShard]:
+    """The shards, with the number of samples that were not reached in each estimated from bytes.
+
+    Of a tar that is corrupt before its end, the bytes that are left are known. Of one that ends early, those are taken to be
+    missing that it lacks of the median size of whole tars. Where there are none nothing is known, and as much is taken to be
+    missing as was read, which is what a cut at a random place costs on average.
+
+    Args:
+        num_bytes_read: of each tar that is cut or corrupt, else None.
+    """
+    whole = [
+        shard
+        for shard, read in zip(shards, num_bytes_read, strict=True)
+        if read is None and shard.num_images and shard.num_bytes
+    ]
+    median = float(np.median([shard.num_bytes for shard in whole])) if whole else 0.0
+    images_per_byte = sum(shard.num_images for shard in whole) / median / len(whole) if whole else 0.0
+    estimated = []
+    for shard, read in zip(shards, num_bytes_read, strict=True):
+        if read is None:
+            estimated.append(shard)
+            continue
+        num_bytes = shard.num_bytes or 0  # some filesystems do not say
+        if read + TAR_BLOCK_BYTES <= num_bytes:
+            missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
+        elif whole:
+            missing, basis = max(0, round(median) - read), f"the {median:.0f} bytes of a whole tar"
+        else:
+            missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
+        num_unread = round(missing * (shard.num_images / read if shard.num_images else images_per_byte))
+        estimated.append(_with_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}"))
+    return estimated
+
+
+def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str) -> ImageShard:
+    """The shard with so many more problems of a kind, in the whole archive, and an example that says how many."""
+    if number == 0:
+        return shard
+    problems, examples = Counter(shard.problems), list(shard.examples)
+    name = shard.archive.rsplit("/", 1)[-1]
+    note(Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}"), problems, examples)
+    problems[kind] += number - 1
+    return replace(shard, problems=dict(problems), examples=examples)
 
 
 def _image_rows(table: pa.Table) -> pa.Table:

@@ -20,7 +20,7 @@ from pipelines.archives import resolve
 from pipelines.manifest import MANIFEST_FILE, read_json, write_json
 from pipelines.problems import Reading
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 INDEX_SCHEMA = pa.schema(
     {
@@ -53,6 +53,8 @@ class ImageShard:
     """blake2b of keys, captions and image bytes."""
     problems: dict[str, int]
     """Problem kind → samples that it cost."""
+    left_out: dict[str, int]
+    """Suffix, or other kind → members and files that are no part of a sample, and no problem."""
     examples: list[str]
     """Where the first few problems are."""
     dropped: list[int]
@@ -133,6 +135,11 @@ class ImageManifest:
     def problems(self) -> Counter[str]:
         """Problem kind → number, over all archives."""
         return sum((Counter(reading.problems) for reading in self.readings), Counter())
+
+    @cached_property
+    def left_out(self) -> Counter[str]:
+        """Kind → number of members and files that are no part of a sample, over all archives."""
+        return sum((Counter(shard.left_out) for shard in self.shards), Counter())
 
     @cached_property
     def digest(self) -> str:

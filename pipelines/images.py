@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from pipelines.image_decoding import MAX_PIXELS, open_image, shrink_on_load, to_rgb
+from pipelines.image_decoding import MAX_PIXELS, open_image, shrink_on_load, to_rgb, upright_size
 from pipelines.rand_augment import MAX_MAGNITUDE, rand_augment
 
 Box = tuple[float, float, float, float]
@@ -72,14 +72,15 @@ def training_view(
         ImageError: if the bytes are no usable image.
     """
     image = open_image(data, max_pixels)
-    width, height = image.size
+    width, height = upright_size(image)
     left, top, right, bottom = random_crop(width, height, augmentation, rng)
     is_flipped = rng.random() < augmentation.flip_probability
     # What of the image is left when the crop is exactly S × S.
     shrink_on_load(image, (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))))
-    x, y = image.width / width, image.height / height
+    upright = to_rgb(image)
+    x, y = upright.width / width, upright.height / height
     box = (left * x, top * y, right * x, bottom * y)
-    view = to_rgb(image).resize((size, size), Image.Resampling.BICUBIC, box=box)
+    view = upright.resize((size, size), Image.Resampling.BICUBIC, box=box)
     if is_flipped:
         view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.num_operations:
@@ -118,9 +119,9 @@ def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> 
     """
     image = to_rgb(open_image(data, max_pixels))
     shorter = min(image.size)
-    resized = image.resize(
-        (max(size, round(image.width * size / shorter)), max(size, round(image.height * size / shorter))),
-        Image.Resampling.BICUBIC,
-    )
-    left, top = (resized.width - size) // 2, (resized.height - size) // 2
-    return np.asarray(resized.crop((left, top, left + size, top + size)))
+    width, height = (max(size, round(side * size / shorter)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    # Only what lies in the centre is resized: a strip one pixel wide would become `size` times as long.
+    x, y = image.width / width, image.height / height
+    box = (left * x, top * y, (left + size) * x, (top + size) * y)
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))

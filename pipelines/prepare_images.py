@@ -117,8 +117,10 @@ def _content_name(config: PrepareImagesConfig, archives: list[ImageArchive], cap
 def describe(manifest: ImageManifest, seconds: float | None = None) -> str:
     """Counts of a prepared data set, for a person."""
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.left_out.items()))
+    left_out = f"; left out: {kinds}" if kinds else ""
     took = "" if seconds is None else f" in {seconds:.0f} s"
     return (
         f"{manifest.num_pairs} pairs of {manifest.num_images} images ({len(manifest.shards)} shards, digest "
-        f"{manifest.digest}){took}; unreadable: {lost}"
+        f"{manifest.digest}){took}; unreadable: {lost}{left_out}"
     )

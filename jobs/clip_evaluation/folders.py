@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from jobs.training.config import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
-from pipelines.image_archives import IMAGE_SUFFIXES
+from pipelines.image_samples import IMAGE_SUFFIXES
 from pipelines.ranges import ByteRange, range_reader
 from pipelines.tars import tar_members
 

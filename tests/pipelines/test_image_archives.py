@@ -11,13 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from pipelines.caption_files import CaptionFile
-from pipelines.image_archives import ImageSample, SampleProblemKind, list_image_archives, read_samples
+from pipelines.image_archives import list_image_archives, read_samples
+from pipelines.image_decoding import check_image
+from pipelines.image_samples import ImageSample, LeftOut, SampleProblemKind
 from pipelines.problems import Problem
 
 Members = Iterable[tuple[str, bytes]]
+Names = list[tuple[str, str]]
+
+SUFFIXES = ["jpg", "txt", "cls"]
 
 
 def jpeg(seed: int = 0, size: tuple[int, int] = (20, 16)) -> bytes:
@@ -173,6 +180,80 @@ def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tm
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
 
+def read_all(path: Path, members: Members) -> tuple[dict[str, str], list[str], list[str]]:
+    """Key → caption, the kinds of the problems, and the kinds of what is left out."""
+    path.write_bytes(tar(members))
+    (archive,) = list_image_archives(str(path))
+    items = list(read_samples(str(path), archive))
+    return (
+        {item.key: item.captions[0] for item in items if isinstance(item, ImageSample)},
+        [item.kind for item in items if isinstance(item, Problem)],
+        [item.kind for item in items if isinstance(item, LeftOut)],
+    )
+
+
+def pair(key: str) -> list[tuple[str, bytes]]:
+    return [(f"{key}.jpg", jpeg()), (f"{key}.txt", key.encode())]
+
+
+def test_a_key_is_everything_before_the_last_dot(tmp_path: Path) -> None:
+    keys = ["photo.v1.2", "photo.v1.3", "photo", "dir.x/photo.v1", "photo.v2", "last"]
+    found, problems, left_out = read_all(tmp_path / "a.tar", [member for key in keys for member in pair(key)])
+    assert found == {key: key for key in keys}
+    assert (problems, left_out) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["a.jpg", "a.seg.png", "a.txt"],
+        ["a.seg.png", "a.jpg", "a.txt"],
+        ["a.depth.png", "a.jpg", "a.seg.png", "a.txt"],
+        ["a.depth.png", "a.jpg", "a.meta.json", "a.seg.png", "a.seg.x.png", "a.txt"],
+    ],
+)
+def test_compound_extensions_beside_a_sample_are_left_out_and_counted(tmp_path: Path, order: list[str]) -> None:
+    members = [(name, b"a" if name.endswith("txt") else b"{}" if name.endswith("json") else jpeg()) for name in order]
+    found, problems, left_out = read_all(tmp_path / "a.tar", [*pair("0"), *members, *pair("b")])
+    assert found == {"0": "0", "a": "a", "b": "b"}
+    assert problems == []
+    assert sorted(left_out) == sorted(name.removeprefix("a") for name in order if name.count(".") > 1)
+
+
+def test_every_member_is_a_sample_a_problem_or_left_out(tmp_path: Path) -> None:
+    bad = [("p.v1.jpg", jpeg()), ("p.v2.txt", b"alone"), ("q.jpg", jpeg())]
+    other = [("0.cls", b"1"), ("0.npy", b"1"), ("README", b"x"), (".hidden.jpg", b"x"), ("._0.jpg", b"x")]
+    found, problems, left_out = read_all(tmp_path / "a.tar", [*pair("0"), *other, *bad, *pair("1")])
+    assert found == {"0": "0", "1": "1"}
+    assert sorted(problems) == ["missing_caption", "missing_caption", "missing_image"]
+    assert left_out == [".cls", ".npy", "no suffix", "no suffix", "no suffix"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["a", "a.b", "a.b.c", "b", "b.x"]), st.sampled_from(SUFFIXES)), max_size=14))
+def test_nothing_is_lost_in_silence_in_any_order(tmp_path_factory: pytest.TempPathFactory, names: Names) -> None:
+    members = [(f"{key}.{suffix}", b"text" if suffix == "txt" else jpeg()) for key, suffix in names]
+    path = tmp_path_factory.mktemp("any") / "a.tar"
+    path.write_bytes(tar(members))
+    (archive,) = list_image_archives(str(path))
+    items = list(read_samples(str(path), archive))
+    counted = sum(2 if isinstance(item, ImageSample) else 1 for item in items)
+    is_empty = any(isinstance(item, Problem) and item.kind == "empty_archive" for item in items)
+    assert counted - is_empty == len(members)
+
+
+@pytest.mark.parametrize("form", ["GIF", "BMP", "TIFF", "WEBP", "PNG"])
+def test_members_of_every_image_format_are_read(tmp_path: Path, form: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(buffer, form)
+    suffixes = {"TIFF": ["tif", "tiff", "TIF"]}.get(form, [form.lower()])
+    members = [(f"{suffix}.{suffix}", buffer.getvalue()) for suffix in suffixes]
+    captions = [(f"{suffix}.txt", b"red") for suffix in suffixes]
+    pairs = [member for both in zip(members, captions, strict=True) for member in both]
+    assert read_all(tmp_path / "a.tar", pairs) == (dict.fromkeys(suffixes, "red"), [], [])
+    check_image(buffer.getvalue())
+
+
 # ---- captions in a json ----------------------------------------------------------------------------------------------
 
 
@@ -239,7 +320,9 @@ def test_only_named_images_of_a_tar_or_a_directory_are_read(tmp_path: Path) -> N
     for number in range(5):
         (directory / f"{number}.jpg").write_bytes(jpeg(number))
     (archive,) = list_image_archives(str(tmp_path / "files"))
-    of_files = list(read_samples(str(tmp_path / "files"), archive, file))
+    items = list(read_samples(str(tmp_path / "files"), archive, file))
+    of_files = [item for item in items if not isinstance(item, LeftOut)]
+    assert len(items) - len(of_files) == 3
     assert not problems
     for sample, other in zip(found, of_files, strict=True):
         assert isinstance(other, ImageSample)
@@ -247,3 +330,15 @@ def test_only_named_images_of_a_tar_or_a_directory_are_read(tmp_path: Path) -> N
         assert other.offset == 0
         assert (directory.parent / other.member).read_bytes() == other.data
     assert [sample.key for sample in found] == ["1.jpg", "3.jpg"]
+
+
+def test_a_file_that_is_gone_costs_itself(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    (archive,) = list_image_archives(str(tmp_path))
+    (tmp_path / "1.jpg").unlink()
+    file = captions(tmp_path, [{"image": f"{number}.jpg", "caption": "c"} for number in range(3)])
+    items = list(read_samples(str(tmp_path), archive, file))
+    assert [getattr(item, "key", None) or getattr(item, "kind", None) for item in items] == [
+        "0.jpg", "unreadable_file", "2.jpg"
+    ]  # fmt: skip

@@ -22,6 +22,7 @@ from pipelines.image_manifest import ImageManifest, read_index
 from pipelines.images import AugmentationConfig, evaluation_view
 from pipelines.manifest import write_json
 from pipelines.pairs import PairSource
+from pipelines.problems import TooManyProblemsError, check_problems
 from pipelines.ranges import ByteRange, RangeReader
 from pipelines.tokenization import train_bpe
 
@@ -112,6 +113,39 @@ def test_a_key_that_occurs_again_is_dropped_wherever_it_is(tmp_path: Path) -> No
     views = source(manifest).read_images([0, 1, 2, 3])
     for number, seed in enumerate([0, 2, 4, 5]):
         assert np.array_equal(views[number], evaluation_view(jpeg(seed), 16))
+
+
+@pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (1, 0.5), (3, 0.5), (3, 0.9), (3, 0.02)])
+def test_the_rest_of_a_tar_that_is_cut_is_estimated_from_bytes(
+    num_whole: int, cut_share: float, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(num_whole + 1):
+        samples = [(f"{number}-{n}", jpeg(n), [f"text {n}"]) for n in range(200)]
+        write_tar(tmp_path / "data" / f"{number}.tar", samples)
+    path = tmp_path / "data" / "0.tar"
+    path.write_bytes(path.read_bytes()[: int(cut_share * path.stat().st_size)])
+    manifest = prepare(tmp_path / "data", tmp_path / "prepared")
+    lost = 200 - manifest.shards[0].num_images
+    assert abs(sum(manifest.problems.values()) - lost) <= 5
+    assert manifest.problems["truncated_archive"] == 1
+    total = 200 * (num_whole + 1)
+    with pytest.raises(TooManyProblemsError, match=r"records of data are unreadable .*unread_sample"):
+        check_problems("data", manifest.readings, 0.9 * lost / total)
+    check_problems("data", manifest.readings, 1.1 * lost / total + 0.01)
+
+
+def test_what_lies_behind_a_broken_header_is_estimated_from_the_bytes_that_are_left(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [(f"{n:03}", jpeg(n), ["text"]) for n in range(100)])
+    with tarfile.open(tmp_path / "0.tar") as file:
+        broken = file.getmember("030.jpg").offset
+    data = bytearray((tmp_path / "0.tar").read_bytes())
+    data[broken : broken + 512] = b"\xff" * 512
+    (tmp_path / "0.tar").write_bytes(data)
+    manifest = prepare(tmp_path / "0.tar", tmp_path / "prepared")
+    assert manifest.num_images == 30
+    assert manifest.problems["truncated_archive"] == 1
+    assert abs(manifest.problems["unread_sample"] - 70) <= 3
 
 
 def test_the_manifest_is_saved_and_loaded_and_other_directories_are_refused(
