@@ -16,7 +16,7 @@ from jobs.clip.config import ClipConfig
 from jobs.clip.data import pair_source, random_pairs
 from jobs.clip.export import export_encoder
 from jobs.clip.models import build_model
-from jobs.clip.validation import RetrievalSet, one_temperature, retrieval_scores
+from jobs.clip.validation import RetrievalSet, one_temperature, retrieval_scores, rivals
 from jobs.training.rho import ContrastiveSteering
 from jobs.training.task import ParameterGroup, StepResult, trainable
 from pipelines.image_manifest import ImageManifest
@@ -129,7 +129,7 @@ class ClipTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Recalls and cross-entropy; histograms of τ with the details."""
+        """Recalls and cross-entropy; with the details histograms of τ, and what TempNets are worth beside constants."""
         image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
         predicted = None
         if self.module.loss.image_tempnet is not None:
@@ -138,7 +138,13 @@ class ClipTask:
         scores = self._temperature_scores(predicted)
         tau = predicted or one_temperature(self.loss_config, scores)
         scores |= retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self.steering.scores()
-        details = {"histograms": self._histograms(predicted)} if with_details else None
+        if not with_details:
+            return scores, None
+        details: dict[str, Any] = {"histograms": self._histograms(predicted)}
+        if predicted and self.rank == 0:
+            loss = self.module.loss.config
+            details["rivals"] = rivals(image, text, self.retrieval.image_of_text, predicted, loss)
+            details["judged_by"] = loss.kind.objective
         return scores, details
 
     def _temperature_scores(self, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:

@@ -16,9 +16,14 @@ from torch import Tensor
 from jobs.clip.config import ClipConfig
 from pipelines.pairs import PairSource
 from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.held_out import held_out_losses
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
+from tempnet.rivals import compare_with_constants
+
+# Pairs on which predicted temperatures are compared with constants: every loss there looks at all pairs of them.
+_MAX_PAIRS_COMPARED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +101,29 @@ def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) 
         return None
     tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
     return tau, tau
+
+
+def rivals(
+    image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor], config: ContrastiveLossConfig
+) -> dict[str, float]:
+    """Predicted temperatures beside constants, on the first held-out pairs (at most 4 096) as one batch.
+
+    Args:
+        tau: of the images (n,) and of the texts (m,).
+        config: the loss of the training.
+
+    Returns:
+        The figures of :func:`tempnet.rivals.compare_with_constants` by the loss of
+        :func:`tempnet.contrastive.held_out.held_out_losses`, under `robust/` or `cross_entropy/` (`objective` of the loss);
+        both anchors of a pair and all captions of an image are one group. And `num_pairs`.
+    """
+    owner = torch.from_numpy(image_of_text)[:_MAX_PAIRS_COMPARED]
+    kept = len(owner)
+    figures = compare_with_constants(
+        held_out_losses(image[owner], text[:kept], owner, config),
+        torch.stack([tau[0][owner], tau[1][:kept]]),
+        owner.expand(2, -1),
+        tau_min=config.tau_min,
+        tau_max=config.tau_max,
+    )
+    return {"num_pairs": float(kept), **{f"{config.kind.objective}/{name}": value for name, value in figures.items()}}

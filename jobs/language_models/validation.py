@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipelines.blocks import read_range
 from pipelines.manifest import Manifest
 from pipelines.packing import IGNORE_INDEX
 from pipelines.stream import Batch
-from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
+from tempnet.dro import optimal_temperature, robust_loss
+from tempnet.rivals import compare_with_constants
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 
@@ -72,7 +74,9 @@ class ValidationDetails:
     passage: dict[str, list[Any]]
     """`token`, `tau` and `entropy` of a run of tokens; τ and entropy belong to the prediction *of* the token."""
     rivals: dict[str, float]
-    """Mean robust loss of the run's τ, of the best constant τ, of τ = 1 and of the oracle, on the same tokens."""
+    """See :func:`rivals`."""
+    judged_by: str | None
+    """The loss that the TempNet was trained on, a prefix of `rivals`; None where no TempNet predicts."""
 
 
 def validate(
@@ -91,8 +95,8 @@ def validate(
         with_details: whether to compute `ValidationDetails`.
     """
     statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
-    num_kept, first_outputs = 0, None
+    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    first_outputs = None
     pairs: list[Tensor] = []
     num_batches = -(-len(part.arrays["targets"]) // micro_batch_size)
     oracle_per_batch = -(-num_oracle_tokens // num_batches)
@@ -104,21 +108,23 @@ def validate(
         is_valid = batch["targets"] != IGNORE_INDEX
         pairs.append(torch.stack([output["tau"].float(), output["entropy"].float(), is_valid.float()]))
         if with_details and dist.get_rank() == 0:
-            logits = output["logits"][: max(0, _MAX_LOGITS_KEPT // output["logits"].shape[-1] - num_kept)]
-            kept.append((logits, batch["targets"][is_valid][: len(logits)], output["tau"][is_valid][: len(logits)]))
-            num_kept += len(logits)
+            logits = output["logits"][: max(1, _MAX_LOGITS_KEPT // output["logits"].shape[-1] // num_batches)]
+            blocks = at + is_valid.nonzero()[:, 0]
+            tokens = (batch["targets"][is_valid], output["tau"][is_valid], blocks)
+            kept.append((logits, *(values[: len(logits)] for values in tokens)))
             if first_outputs is None:
                 first_outputs = (batch["targets"], output["tau"], output["entropy"])
     dist.all_reduce(statistics.sums)
     summary = statistics.summary() | {"tau_entropy_spearman": _pooled_spearman(torch.cat(pairs, dim=1))}
     if not (with_details and dist.get_rank() == 0):
         return summary, None
-    logits, targets, tau = (torch.cat(column) for column in zip(*kept, strict=True))
+    logits, targets, tau, blocks = (torch.cat(column) for column in zip(*kept, strict=True))
     assert first_outputs is not None
     details = ValidationDetails(
         histogram=statistics.histogram.tolist(),
         passage=_passage(*first_outputs),
-        rivals=rivals(logits, targets, tau, loss_config),
+        rivals=rivals(logits, targets, tau, blocks, loss_config),
+        judged_by=_judged_by(loss_config),
     )
     return summary, details
 
@@ -134,23 +140,40 @@ def _pooled_spearman(own: Tensor) -> float:
     return float(spearman(tau[is_valid > 0], entropy[is_valid > 0]))
 
 
-def rivals(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> dict[str, float]:
-    """Mean robust loss of the given τ beside the best constant τ, τ = 1 and the oracle, all on the same rows."""
-    constant = best_constant_temperature(logits, config.rho, config.tau_min, config.tau_max)
+def rivals(
+    logits: Tensor, targets: Tensor, tau: Tensor, blocks: Tensor, config: TemperatureLossConfig
+) -> dict[str, float]:
+    """The given τ beside its rivals on the same rows: both constants by either loss, τ = 1 and the oracle by the robust one.
+
+    Args:
+        logits, targets, tau: (n, V), (n,), (n,).
+        blocks: (n,) the block of each token; tokens of one block are not independent.
+
+    Returns:
+        The figures of :func:`tempnet.rivals.compare_with_constants` under `robust/` and `cross_entropy/`, the latter that of
+        logits/τ in nats a token; `robust/tau_one_loss`, `robust/oracle_loss`, `oracle_tau_mean`, `num_tokens`.
+    """
+
+    def robust(temperature: Tensor) -> Tensor:
+        return robust_loss(logits, targets, temperature, config.rho)
+
+    def cross_entropy(temperature: Tensor) -> Tensor:
+        return F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
+
+    found = {"num_tokens": float(len(targets))}
+    for name, losses in (("robust", robust), ("cross_entropy", cross_entropy)):
+        figures = compare_with_constants(losses, tau, blocks, tau_min=config.tau_min, tau_max=config.tau_max)
+        found |= {f"{name}/{key}": value for key, value in figures.items()}
     oracle = optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
-
-    def mean_loss(temperature: Tensor | float) -> float:
-        return robust_loss(logits, targets, temperature, config.rho).double().mean().item()
-
-    return {
-        "num_tokens": float(len(targets)),
-        "robust_loss": mean_loss(tau),
-        "robust_loss_best_constant": mean_loss(constant),
-        "robust_loss_tau_one": mean_loss(1.0),
-        "robust_loss_oracle": mean_loss(oracle),
-        "best_constant_tau": constant,
+    return found | {
+        "robust/tau_one_loss": robust(torch.ones_like(tau)).double().mean().item(),
+        "robust/oracle_loss": robust(oracle).double().mean().item(),
         "oracle_tau_mean": oracle.double().mean().item(),
     }
+
+
+def _judged_by(config: TemperatureLossConfig) -> str | None:
+    return config.kind.objective if config.kind.temperature == "tempnet" else None
 
 
 def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:

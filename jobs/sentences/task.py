@@ -17,7 +17,7 @@ from jobs.sentences.config import SentenceConfig
 from jobs.sentences.data import read_documents, span_source
 from jobs.sentences.models import build_model
 from jobs.sentences.statistics import SpanStatistics
-from jobs.sentences.validation import SpanSet, validate
+from jobs.sentences.validation import SpanSet, rivals, validate
 from jobs.training.export import exported
 from jobs.training.task import ParameterGroup, StepResult, trainable
 from pipelines.manifest import Manifest
@@ -116,19 +116,27 @@ class SentenceTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Whether anchors find their positives, and the MLM loss; histograms of τ with the details."""
-        scores, tau = validate(self.module, self.held_out, engine.device)
+        """Whether anchors find their positives, and the MLM loss; with the details histograms of τ, and what a TempNet is
+        worth beside constants."""
+        scores, tau, sentences = validate(self.module, self.held_out, engine.device)
         loss = self.module.loss
         if loss is not None and loss.bimodal.learned is not None:
             scores["tau_mean"] = float(loss.bimodal.learned())
         if not with_details:
             return scores, None
         settings = self.config.temperature.loss_config
-        histograms = {}
+        histograms: dict[str, list[float]] = {}
+        details: dict[str, Any] = {"histograms": histograms}
         if tau is not None:
+            assert loss is not None
+            assert sentences is not None
             for name, part in zip(("anchor", "positive"), tau, strict=True):
                 histograms[name] = histogram_of(part, settings.tau_min, settings.tau_max).tolist()
-        return scores, {"histograms": histograms}
+            if self.rank == 0:
+                num_anchors = self.config.data.num_anchors
+                details["rivals"] = rivals(sentences, tau, loss.bimodal.config, num_anchors=num_anchors)
+                details["judged_by"] = settings.kind.objective
+        return scores, details
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Half a line."""

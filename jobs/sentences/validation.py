@@ -19,8 +19,14 @@ from jobs.sentences.config import SentenceConfig
 from jobs.sentences.data import VALIDATION_SEED, read_documents, span_source
 from pipelines.manifest import Manifest
 from pipelines.stream import Batch
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.held_out import held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, TemperatureSentenceEncoder
+from tempnet.rivals import compare_with_constants
+
+# Anchors on which predicted temperatures are compared with constants: every loss there looks at all pairs of spans.
+_MAX_PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +56,9 @@ class SpanSet:
 @torch.no_grad()
 def validate(
     module: TemperatureSentenceEncoder, held_out: SpanSet, device: torch.device
-) -> tuple[dict[str, float], Tensor | None]:
-    """Scores, and τ (2, n·A) of anchors and positives where a TempNet predicts them; all ranks must call it."""
+) -> tuple[dict[str, float], Tensor | None, Tensor | None]:
+    """Scores; τ (2, n·A) of anchors and positives where a TempNet predicts them; their unit vectors (2, n·A, d) where
+    sentences are compared. All ranks must call it."""
     module.eval()
     world = module.world
     sentences: list[Tensor] = []
@@ -81,7 +88,7 @@ def validate(
         count, total, right = world.sum(sums).tolist()
         scores |= {"mlm_loss": total / max(count, 1.0), "mlm_accuracy": right / max(count, 1.0)}
     if module.loss is None:
-        return scores, None
+        return scores, None, None
     gathered = world.gather(torch.cat(sentences))
     kept = _without_padding(gathered, held_out, world.size)
     anchors, positives = kept.unbind(1)
@@ -92,7 +99,35 @@ def validate(
     if module.loss.tempnet is not None:
         tau = torch.stack([module.loss.tempnet(part) for part in (anchors, positives)]).cpu()
         scores |= {"tau_mean": float(tau.double().mean()), "tau_std": float(tau.double().std())}
-    return scores, tau
+    return scores, tau, torch.stack([anchors, positives]).cpu()
+
+
+def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num_anchors: int) -> dict[str, float]:
+    """Predicted temperatures beside constants, on the first held-out anchors (at most 2 048) with their positives.
+
+    Args:
+        sentences: (2, n·A, d) unit vectors of anchors and positives, the A anchors of a document after one another.
+        tau: (2, n·A).
+        config: the loss of the training.
+
+    Returns:
+        The figures of :func:`tempnet.rivals.compare_with_constants` by the loss of
+        :func:`tempnet.contrastive.held_out.held_out_losses`, under `robust/` or `cross_entropy/` (`objective` of the loss);
+        all spans of a document are one group. And `num_pairs`.
+    """
+    anchors, positives = sentences[:, :_MAX_PAIRS_COMPARED]
+    pairs = torch.arange(len(anchors))
+    # As in training: each row meets every vector but itself (`tempnet.contrastive.unimodal`).
+    both = held_out_losses(torch.cat([anchors, positives]), torch.cat([positives, anchors]), pairs.repeat(2), config)
+    figures = compare_with_constants(
+        lambda temperatures: both(temperatures.expand(2, -1))[0],
+        tau[:, :_MAX_PAIRS_COMPARED].flatten(),
+        (pairs // num_anchors).repeat(2),
+        tau_min=config.tau_min,
+        tau_max=config.tau_max,
+    )
+    found = {f"{config.kind.objective}/{name}": value for name, value in figures.items()}
+    return {"num_pairs": float(len(pairs)), **found}
 
 
 def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Tensor:

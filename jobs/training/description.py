@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jobs.training import rivals
 from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash
 
@@ -48,8 +49,8 @@ def describe_plan(
 
 
 def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: str) -> str:
-    """The table of a finished run: its own rows, then speed, waiting, steps and epochs."""
-    rows = list(rows)
+    """The table of a finished run: its own rows, what its TempNet is worth, then speed, waiting, steps and epochs."""
+    rows = [*rows, *rivals.rows(outcome)]
     if speed := outcome[f"{unit}_per_second"]:
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
         rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))

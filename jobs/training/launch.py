@@ -28,6 +28,7 @@ from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
 from jobs.training.recording import keep_end, record_end, record_models
+from jobs.training.rivals import verdict
 from jobs.training.task import Plan, PreparedTask
 from jobs.training.tracking import (
     TrackedRun,
@@ -129,6 +130,7 @@ def train(
         "tracking_uri": plan.tracking_uri,
         **prepared.outcome,
         "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
+        "temperature_verdict": verdict(result),
     }
     _publish(plan, outcome, tracked)
     if tracked:

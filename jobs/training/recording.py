@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.fs
 
+from jobs.training import rivals
 from jobs.training.config import TrainingConfig
 from jobs.training.tracking import TrackedRun, finish_run, send_metrics, survive_outage
 from pipelines.archives import resolve
@@ -33,8 +34,15 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any]) -> None:
         filesystem, path = resolve(f"{config.run.directory}/report")
         with tempfile.TemporaryDirectory() as local:
             pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
-            final = {f"final/{key}": value for key, value in outcome["validation"].items()}
-            finish_run(tracked, status="FINISHED", artifacts=local, metrics=final, note=kept["note"])
+            found = {**outcome["validation"], **rivals.metrics(outcome)}
+            finish_run(
+                tracked,
+                status="FINISHED",
+                artifacts=local,
+                metrics={f"final/{key}": value for key, value in found.items()},
+                tags=rivals.tags(outcome),
+                note=kept["note"],
+            )
         record_models(config, tracked, outcome)
         filesystem, path = resolve(_file(config))
         filesystem.delete_file(path)

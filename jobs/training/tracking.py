@@ -321,7 +321,13 @@ def send_metrics(run: TrackedRun, metrics: Sequence[Sequence[Any]]) -> None:
 
 
 def finish_run(
-    run: TrackedRun, *, status: str, artifacts: Path | str | None, metrics: Mapping[str, float], note: str = ""
+    run: TrackedRun,
+    *,
+    status: str,
+    artifacts: Path | str | None,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str] | None = None,
+    note: str = "",
 ) -> None:
     """Close the run: final metrics, a directory of artifacts, and its status (FINISHED or FAILED).
 
@@ -335,7 +341,10 @@ def finish_run(
         metrics=[
             Metric(metric_name(key), float(value), now, 0) for key, value in metrics.items() if math.isfinite(value)
         ],
-        tags=[RunTag("mlflow.note.content", note)] if note else [],
+        tags=[
+            RunTag(key, value)
+            for key, value in {**(tags or {}), **({"mlflow.note.content": note} if note else {})}.items()
+        ],
     )
     if artifacts is not None:
         client.log_artifacts(run.run_id, str(artifacts))

@@ -34,6 +34,11 @@ class LossKind:
         """ρ pulls the temperatures of the robust loss; a cross-entropy and a τ that nothing learns do without."""
         return self.normaliser == "global" and self.temperature in ("per_sample", "tempnet")
 
+    @property
+    def objective(self) -> Literal["cross_entropy", "robust"]:
+        """What a temperature is learned by: the cross-entropy of a batch, or the robust loss at the global estimate."""
+        return "cross_entropy" if self.normaliser == "in_batch" else "robust"
+
 
 LOSS_KINDS: dict[str, LossKind] = {
     "clip": LossKind("learned", "in_batch"),

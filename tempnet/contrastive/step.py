@@ -83,7 +83,7 @@ def compute(
     partial[0, 0, part], partial[0, 1] = tiles.logsumexp(scale[0, part], scale[1])
     log_sums = world.gather(partial).logsumexp(0) - positives * scale  # ℓ
 
-    normalised = _normalise(log_sums, tau, batch, config, gamma)
+    normalised = normalise(log_sums, tau, batch, config, gamma)
     result = StepResult(loss=normalised.losses.sum() / (2 * num_pairs), log_u=normalised.log_u)
     if needs.image or needs.text or needs.tau:
         log_scale = normalised.log_scale + math.log(2 * num_pairs)  # c
@@ -116,9 +116,10 @@ def compute(
     return result
 
 
-def _normalise(
+def normalise(
     log_sums: Tensor, tau: Tensor, batch: GatheredBatch, config: ContrastiveLossConfig, gamma: float
 ) -> Normalised:
+    """The losses of all anchors from ℓ and τ, each (2, B), with the normaliser that `config` names."""
     num_negatives = batch.pairs.num_negatives
     if config.kind.normaliser == "in_batch":
         return in_batch(log_sums, tau, num_negatives > 0)

@@ -94,6 +94,9 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
     assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
     run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
+    assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
+    rivals = reference["rivals"]
+    assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
     assert run.data.params["temperature.loss"] == "tempnet"
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}
     for key in ("train/tau_mean", "train/tau_q95", "train/log_u_mean", "train/dual_gradient_mean",

@@ -61,7 +61,11 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     assert losses[40] < losses[1] - 0.3
     assert reference["resumed_from_step"] == 0
     assert reference["validation"]["cross_entropy"] < math.log(512)
-    assert reference["rivals"]["robust_loss_oracle"] <= reference["rivals"]["robust_loss_best_constant"]
+    rivals = reference["rivals"]
+    assert (
+        rivals["robust/oracle_loss"] <= rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
+    )
+    assert reference["temperature_verdict"]
     report = Path(reference["directory"]) / "report"
     names = {path.name for path in report.iterdir()}
     assert names == {"tokens.html", "histogram.png", "curves.png", "summary.txt", "outcome.json", "configuration.json"}
@@ -72,6 +76,9 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     run = client.get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.params["temperature.target_entropy"] == "3.0"
+    assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
+    assert run.data.metrics["final/rivals/robust/mean_shift_loss"] == rivals["robust/mean_shift_loss"]
+    assert reference["temperature_verdict"] in (report / "summary.txt").read_text()
     assert float(run.data.params["resolved.rho"]) == pytest.approx(math.log(512) - 3.0)
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}
     assert {artifact.path for artifact in client.list_artifacts(run.info.run_id)} == names

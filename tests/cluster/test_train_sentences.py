@@ -127,6 +127,9 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any]) -> No
     assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
     run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
+    assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
+    rivals = reference["rivals"]
+    assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
     assert int(run.data.params["num_documents"]) == reference["num_documents_train"] > 100
     assert reference["num_documents_too_short"]["train"] == 360 - reference["num_documents_train"] > 0
     for key in ("train/mlm_loss", "train/tau_mean_anchor", "train/log_u_mean", "train/share_crowded",

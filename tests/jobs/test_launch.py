@@ -17,7 +17,8 @@ from jobs import cluster, train_lm
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan
 from jobs.presets.language_models import PRESETS
-from jobs.training import launch
+from jobs.training import launch, rivals
+from jobs.training.launch import claim_directory
 from pipelines.tokenization import train_bpe
 
 Change = Callable[..., LanguageModelConfig]
@@ -153,3 +154,30 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
             cluster.start_ray()
     # Nothing of the starts that failed goes on.
     assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
+
+
+def test_a_constant_tempnet_is_a_warning_and_no_failure(change: Change, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run is shown again by the same command, so that its exit status needs no training."""
+    config = change(temperature={"target_entropy": 2.0}, tracking={"preset": "gpt2-scratch-small"})
+    scores = dict.fromkeys(
+        ("tau_mean", "tau_q05", "tau_q95", "tau_share_lower_bound", "tau_share_upper_bound", "tau_entropy_spearman",
+         "cross_entropy", "cross_entropy_tau"), 1.0
+    )  # fmt: skip
+    of_constant = {"tau": 1.0, "loss": 0.5, "gain": 0.0, "gain_half_width": 0.0}
+    figures = {
+        f"robust/{name}_{key}": value for name in ("best_constant", "mean_shift") for key, value in of_constant.items()
+    }
+    outcome = {
+        "run": config.run.name, "directory": config.run.directory, "export": "", "tracking_uri": "", "loss": "dro",
+        "validation": scores | {"tau_std": 0.001}, "rho": 3.0, "target_entropy": 2.0, "judged_by": "robust",
+        "rivals": figures | {"robust/loss": 0.5, "robust/oracle_loss": 0.4, "oracle_tau_mean": 0.7},
+        "tokens_per_second": 1000.0, "data_wait_share": 0.01, "num_steps": 10, "num_epochs": 0.5,
+    }  # fmt: skip
+    claim_directory(config)
+    verdict = rivals.verdict(outcome)
+    Path(config.run.directory, "outcome.json").write_text(json.dumps(outcome | {"temperature_verdict": verdict}))
+    arguments = ["--run.storage", config.run.storage, "--temperature.target-entropy", "2"]
+    for name in ("train", "validation", "tokenizer"):
+        arguments += [f"--data.{name}", getattr(config.data, name)]
+    assert train_lm.main(["gpt2-scratch-small", *arguments]) == 0
+    assert "the TempNet is constant" in capsys.readouterr().out

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.language_models.validation import ValidationPart, validate
+from jobs.language_models.validation import ValidationDetails, ValidationPart, validate
 from pipelines.packing import IGNORE_INDEX
 from tempnet import TempNet, TempNetConfig
+from tempnet.dro import robust_loss
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.rivals import half_width
 from tempnet.softmax.reference import TemperatureLossConfig
 
 LOSS = TemperatureLossConfig(name="dro", rho=1.5)
@@ -43,7 +45,9 @@ def blocks() -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
-def spearman_of(arrays: dict[str, np.ndarray], micro_batch_size: int) -> float:
+def validated(
+    arrays: dict[str, np.ndarray], micro_batch_size: int, *, num_oracle_tokens: int = 8, with_details: bool = False
+) -> tuple[dict[str, float], ValidationDetails | None]:
     module = make_module()
 
     class Engine(SimpleNamespace):
@@ -52,13 +56,12 @@ def spearman_of(arrays: dict[str, np.ndarray], micro_batch_size: int) -> float:
         def __call__(self, **batch: Any) -> Any:
             return module(**batch)
 
-    part, options = (
-        ValidationPart(arrays=arrays, num_blocks=NUM_BLOCKS),
-        {"num_oracle_tokens": 8, "with_details": False},
-    )
+    part = ValidationPart(arrays=arrays, num_blocks=NUM_BLOCKS)
     engine: Any = Engine()
-    scores, _ = validate(engine, part, loss_config=LOSS, micro_batch_size=micro_batch_size, **options)
-    return scores["tau_entropy_spearman"]
+    return validate(
+        engine, part, loss_config=LOSS, micro_batch_size=micro_batch_size, num_oracle_tokens=num_oracle_tokens,
+        with_details=with_details,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -81,4 +84,33 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("micro_batch_size", [1, 3, NUM_BLOCKS])
 def test_the_rank_correlation_is_that_of_all_tokens(micro_batch_size: int) -> None:
-    assert spearman_of(blocks(), micro_batch_size) == pytest.approx(expected_spearman(), abs=1e-4)
+    scores, _ = validated(blocks(), micro_batch_size)
+    assert scores["tau_entropy_spearman"] == pytest.approx(expected_spearman(), abs=1e-4)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
+    """With an oracle for every token, rivals do not depend on micro-batches either."""
+    arrays = blocks()
+    scores, details = validated(
+        arrays, micro_batch_size, num_oracle_tokens=micro_batch_size * NUM_BLOCKS * LENGTH, with_details=True
+    )
+    assert details is not None
+    assert details.judged_by == "robust"
+    found, is_valid = details.rivals, arrays["targets"] != IGNORE_INDEX
+    assert found["num_tokens"] == is_valid.sum()
+    assert found["robust/loss"] == pytest.approx(scores["robust_loss"], abs=1e-5)
+    assert found["cross_entropy/loss"] == pytest.approx(scores["cross_entropy_tau"], abs=1e-5)
+    assert found["robust/mean_shift_tau"] == pytest.approx(scores["tau_mean"], abs=1e-6)
+    module = make_module()
+    with torch.no_grad():
+        logits = module.logits(torch.from_numpy(arrays["input_ids"]), torch.from_numpy(arrays["position_ids"]))
+        logits, targets = logits[torch.from_numpy(is_valid)], torch.from_numpy(arrays["targets"][is_valid])
+        assert module.tempnet is not None
+        tau = module.tempnet(logits)
+        constant = robust_loss(logits, targets, float(tau.mean()), LOSS.rho)
+        gain = (constant - robust_loss(logits, targets, tau, LOSS.rho)).double()
+    assert found["robust/mean_shift_gain"] == pytest.approx(gain.mean().item(), abs=1e-6)
+    block_of = torch.from_numpy(is_valid.nonzero()[0])
+    assert found["robust/mean_shift_gain_half_width"] == pytest.approx(half_width(gain, block_of), rel=1e-3)
