@@ -221,7 +221,9 @@ class CrossValidationConfig(TrainingConfig):
         TrainingConfig.__post_init__(self)
         if self.run.seed:
             raise ValueError(f"run.seed = {self.run.seed}: the seeds of a cross-validation are grid.seeds")
-        _ = self.cell("", self.grid.settings[0], self.grid.seeds[0], 0)  # refuses what no cell can have
+        # Refuses what no cell can have. It has no place of its own: the storage of a preset may not be usable until the
+        # command line has named another.
+        _ = self._cell(self.run, "", self.grid.settings[0], 0)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -250,9 +252,13 @@ class CrossValidationConfig(TrainingConfig):
     def cell(self, task: str, setting: SettingSection, seed: int, fold: int) -> ClassifierConfig:
         """One cell, in a directory within that of the cross-validation, with absolute paths."""
         name = "-".join(filter(None, (task, setting.name, f"seed{seed}", f"fold{fold}")))
+        run = dataclasses.replace(self.run, name=name, storage=self.run.directory, seed=seed)
+        return self._cell(run, task, setting, fold)
+
+    def _cell(self, run: RunSection, task: str, setting: SettingSection, fold: int) -> ClassifierConfig:
         return ClassifierConfig(
             data=with_absolute_fields(self.data, "directory", "file", "tokenizer"),
-            run=dataclasses.replace(self.run, name=name, storage=self.run.directory, seed=seed),
+            run=run,
             fold=FoldSection(task=task, num_folds=self.grid.num_folds, fold=fold, keep_model=self.grid.keep_models),
             setting=setting,
             model=with_absolute_fields(self.model, "path"),

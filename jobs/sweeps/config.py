@@ -99,9 +99,9 @@ class SweepConfig(Generic[Base]):
     def __post_init__(self) -> None:
         # First the ends, which a person has typed: what lies between is refused where one of them is.
         for point in [*search.corners(self.sweep.values), *next(self.start())]:
-            trial = self.trial(point)
+            setting = self._setting(point)
             if self.sweep.search == "band":
-                self._check_band(trial)
+                self._check_band(setting)
 
     def _check_band(self, trial: Base) -> None:
         temperature: Any = trial.temperature  # type: ignore[attr-defined]  # of both kinds that are swept
@@ -138,18 +138,28 @@ class SweepConfig(Generic[Base]):
         """The run that a point makes, in a directory within that of the sweep; prepared data are shared.
 
         Raises:
-            ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused.
+            ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused; or a
+                storage that cannot be used.
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
-        values = _checked(self.base, point)
-        try:
-            config = with_fields(self.base, values)
-        except ValueError as error:
-            raise ValueError(f"sweep.axes: {error}") from error
+        config = self._setting(point)
         run = dataclasses.replace(
             config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
         )
         return dataclasses.replace(config, run=run)
+
+    def _setting(self, point: Point) -> Base:
+        """The base with the values of a point, without a place of its own: where runs go is only asked for when they are
+        made, since the storage of a preset may not be usable until the command line has named another.
+
+        Raises:
+            ValueError: as :meth:`trial`.
+        """
+        values = _checked(self.base, point)
+        try:
+            return with_fields(self.base, values)
+        except ValueError as error:
+            raise ValueError(f"sweep.axes: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
