@@ -92,7 +92,8 @@ def _device(config: LanguageModelConfig) -> torch.device:
 
 def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
     """Forward, backward, clipping and AdamW, always of the same batch."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+    # As `jobs.training.engine` has it.
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=None if ids.is_cuda else True)
 
     def step() -> None:
         module(ids, positions, targets)["loss"].backward()

@@ -25,6 +25,11 @@ from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 
+# A product that is not in its total's dtype is made so many values at a time, 1 MiB in bfloat16, which stay in the cache;
+# but of no fewer rows, as products of a few rows are slow.
+_NUM_VALUES_AT_A_TIME = 1 << 19
+_MIN_NUM_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings:
@@ -80,7 +85,11 @@ class ChunkSums:
         self.needs_logits_grad = any(needs[:3])
         self.needs_network_grad = any(needs[5:])
         self.parameters = parameters
-        self.parameter_grads = [torch.zeros_like(parameter) for parameter in parameters]
+        written = self.tempnet.first_layer.weight if self.tempnet is not None and settings.fold is not None else None
+        self.parameter_grads = [
+            torch.empty_like(parameter) if parameter is written else torch.zeros_like(parameter)
+            for parameter in parameters
+        ]
         self.buffers: Tensor | None = None
         self.folded: Tensor | None = None
         self.folded_grad: Tensor | None = None
@@ -90,7 +99,9 @@ class ChunkSums:
             self.tail = [parameter for parameter in parameters if parameter is not self.first.weight]
             if settings.fold is not None:
                 self.is_centred = self.tempnet.config.input_shift == "mean"
-                folded = settings.fold.first(self.first.weight, weight[vocabulary], centred=self.is_centred)
+                folded = settings.fold.first(
+                    self.first.weight, self.weight, centred=self.is_centred, matmul_dtype=matmul_dtype
+                )
                 self.folded = folded.to(self.exact)
                 self.folded_grad = torch.zeros_like(self.folded)
 
@@ -103,12 +114,10 @@ class ChunkSums:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """For hidden, weight, bias and the parameters of the TempNet."""
         if self.folded_grad is not None and self.needs_network_grad:
-            # Nothing else has a part in this gradient: it is written, not added.
-            total, weight = self._first_weight_grad(), self.weight.to(self.exact)
-            if total.dtype == weight.dtype:
-                torch.mm(self.folded_grad, weight.T, out=total)
-            else:
-                total.copy_(self.folded_grad @ weight.T)
+            # Nothing else has a part in this gradient: it is written, not added. The product runs in the dtype of the
+            # others with the output weight: under autocast the gradient of W1 is as precise as that of any other matrix.
+            total = self._first_weight_grad()
+            _matmul_into(total, self.folded_grad.to(self.weight.dtype), self.weight.T)
             if self.is_centred:
                 total.sub_(total.mean(-1, keepdim=True))
         weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
@@ -190,19 +199,10 @@ class ChunkSums:
             self.bias_grad[: self.settings.vocab_size] += gradient.sum(0)
         gradient = gradient.to(hidden.dtype)
         if self.hidden_grad is not None:
-            if self.hidden_grad.dtype == gradient.dtype:
-                torch.mm(gradient, self.weight, out=self.hidden_grad[part])
-            else:
-                self.hidden_grad[part] = gradient @ self.weight
+            _matmul_into(self.hidden_grad[part], gradient, self.weight)
         if self.weight_grad is not None:
             total = self.weight_grad[: self.settings.vocab_size]
-            is_first = part.start == 0
-            if gradient.dtype == total.dtype:
-                total.addmm_(gradient.T, hidden, beta=0.0 if is_first else 1.0)
-            elif is_first:
-                total.copy_(gradient.T @ hidden)
-            else:
-                total += gradient.T @ hidden
+            _matmul_into(total, gradient.T, hidden, add=part.start > 0)
 
     def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, NetworkGraph | None]:
         """τ (c,), and where a TempNet predicts it, the small graph behind it; the logits may be shifted, each row as one."""
@@ -264,6 +264,25 @@ def _softmax(scores: Tensor, targets: Tensor, out: Tensor) -> tuple[Tensor, Tens
     log_partition = -weights.amax(-1).log()
     mean = scores.mul_(weights).sum(-1)
     return log_partition - positive, log_partition - mean, weights
+
+
+def _matmul_into(total: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
+    """Write left·right to `total`, or add it: (m, k)·(k, n) → (m, n).
+
+    A product in another dtype than the total's goes some rows at a time through one small buffer: a copy of a matrix as large
+    as the output weight, made for every chunk, would cost more than the product.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=1.0 if add else 0.0)
+        return
+    num_rows = max(_MIN_NUM_ROWS, _NUM_VALUES_AT_A_TIME // total.shape[1])
+    product = left.new_empty(min(num_rows, len(total)), total.shape[1])
+    for rows, some in zip(total.split(num_rows), left.split(num_rows), strict=True):
+        part = torch.mm(some, right, out=product[: len(rows)])
+        if add:
+            rows.add_(part)
+        else:
+            rows.copy_(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ With logits L = W h,
     W1 L = (W1 W) h                 (d1, d) in place of V·d1 products a token
     ‖L‖² = hᵀ (WᵀW) h               (d, d) in place of the logits
 
-both built in float32 whatever the dtype of the weights. An output bias or a soft-cap makes L something else: no fold then.
+WᵀW is built in float32 whatever the dtype of the weights: a norm is what is left of large terms. So is W1·W, except under
+autocast, where the logits themselves are products in bfloat16: there τ from a W1·W in bfloat16 has the error of τ from those
+logits (docs/log.md). An output bias or a soft-cap makes L something else: no fold then.
 
 A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V centres the rows of W. C is symmetric, so that
 W1 (C W) = (W1 C) W: it is the smaller W1 whose rows are centred, and the rows of its gradient. The maximum of a row is not
@@ -35,12 +37,17 @@ class FoldCache:
         self._first: Tensor | None = None
         self._gram: Tensor | None = None
 
-    def first(self, first_weight: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
-        """W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if centred, in float32 at least."""
+    def first(
+        self, first_weight: Tensor, weight: Tensor, *, centred: bool, matmul_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if centred, in float32 at least.
+
+        It is multiplied in `matmul_dtype`; default: float32, float64 for float64.
+        """
         if self._first is None:
             first_weight = _exact(first_weight)
             first_weight = first_weight - first_weight.mean(-1, keepdim=True) if centred else first_weight
-            self._first = _product(first_weight, weight)
+            self._first = _product(first_weight, weight, matmul_dtype)
         return self._first
 
     def gram(self, weight: Tensor, *, centred: bool) -> Tensor:
@@ -83,6 +90,7 @@ def _exact(matrix: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor, matmul_dtype: torch.dtype | None = None) -> Tensor:
+    dtype = matmul_dtype or left.dtype
     with torch.autocast(left.device.type, enabled=False):
-        return left @ right.to(left.dtype)
+        return (left.to(dtype) @ right.to(dtype)).to(left.dtype)
