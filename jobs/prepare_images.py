@@ -1,7 +1,7 @@
 """Index image–text archives and check every image once, ahead of training (which otherwise does it itself).
 
 python -m jobs.prepare_images --source s3://bucket/cc3m
-python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --split test
+python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --splits train restval
 """
 
 from __future__ import annotations

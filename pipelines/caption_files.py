@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,18 +19,18 @@ class CaptionFile:
     """Path as the file gives it → its captions, in order."""
 
     @classmethod
-    def load(cls, uri: str, split: str = "") -> CaptionFile:
+    def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
         """Read a json in either form.
 
-        * Karpathy's: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`; `split` selects, and is
-          needed where there are several.
+        * Karpathy's: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`; only the images of
+          `splits`, or all of them if it is empty.
         * a list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it has another form, or the split is missing, unknown or not applicable.
+            ValueError: if it has another form, or a split is unknown or not applicable.
         """
-        return _load(uri, split)
+        return _load(uri, tuple(filter(None, splits)))  # `--splits ""` names none
 
     def find(self, path: str) -> str | None:
         """The image of this file that a path names, or None: either path must end in the other, part by part.
@@ -56,13 +57,15 @@ class CaptionFile:
 
 
 @lru_cache(maxsize=2)
-def _load(uri: str, split: str) -> CaptionFile:
+def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
     filesystem, path = resolve(uri)
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()
     try:
         content = json.loads(data)
-        pairs = _karpathy(content["images"], uri, split) if isinstance(content, dict) else _listed(content, uri, split)
+        pairs = (
+            _karpathy(content["images"], uri, splits) if isinstance(content, dict) else _listed(content, uri, splits)
+        )
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"captions = {uri!r} is not understood ({type(error).__name__}: {error}); expected Karpathy's form, or a list "
@@ -76,23 +79,26 @@ def _load(uri: str, split: str) -> CaptionFile:
     return CaptionFile(captions=captions)
 
 
-def _karpathy(images: list[dict[str, Any]], uri: str, split: str) -> list[tuple[str, tuple[str, ...]]]:
-    splits = sorted({image["split"] for image in images})
-    if split not in splits and (split or len(splits) > 1):
-        raise ValueError(f"split = {split!r} is not in captions = {uri!r}; there are {', '.join(splits) or 'none'}")
+def _karpathy(images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    present = {image["split"] for image in images} if splits else set()
+    if unknown := sorted(set(splits) - present):
+        there = ", ".join(sorted(present)) or "none"
+        raise ValueError(f"splits: {unknown[0]!r} is not in captions = {uri!r}; there are {there}")
     return [
         (
             "/".join(part for part in (image.get("filepath", ""), image["filename"]) if part),
             tuple(sentence["raw"] for sentence in image["sentences"]),
         )
         for image in images
-        if not split or image["split"] == split
+        if not splits or image["split"] in splits
     ]
 
 
-def _listed(records: list[dict[str, Any]], uri: str, split: str) -> list[tuple[str, tuple[str, ...]]]:
-    if split:
-        raise ValueError(f"split = {split!r}, but captions = {uri!r} is a list without splits: leave it empty")
+def _listed(records: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    if splits:
+        raise ValueError(
+            f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"
+        )
     return [
         (record["image"], (record["caption"],) if isinstance(record["caption"], str) else tuple(record["caption"]))
         for record in records

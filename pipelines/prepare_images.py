@@ -29,8 +29,8 @@ class PrepareImagesConfig:
     """A WebDataset tar as img2dataset writes it, a directory of such, or a directory of images; path or pyarrow URI."""
     captions: str = ""
     """A json with the captions, for images that come without: Karpathy's form, or a list of {"image", "caption"}."""
-    split: str = ""
-    """Which split of a Karpathy json."""
+    splits: tuple[str, ...] = ()
+    """Which splits of a Karpathy json. Empty: all of them."""
     max_bad_share: float = 0.01
     """Share of samples that may be unreadable before preparing fails."""
     max_pixels: int = MAX_PIXELS
@@ -41,8 +41,10 @@ class PrepareImagesConfig:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
         if not 1 <= self.max_pixels <= LARGEST_MAX_PIXELS:
             raise ValueError(f"max_pixels = {self.max_pixels} must lie in 1 … {LARGEST_MAX_PIXELS}")
-        if self.split and not self.captions:
-            raise ValueError(f"split = {self.split!r} selects from captions, which is empty: give a Karpathy json")
+        if any(self.splits) and not self.captions:
+            raise ValueError(
+                f"splits = {' '.join(self.splits)} selects from captions, which is empty: give a Karpathy json"
+            )
 
 
 def prepare_images(
@@ -69,7 +71,7 @@ def prepare_images(
 
         def prepare(number: int) -> dict[str, Any]:
             # Read again where it is needed: a worker reads it once, however many archives it is given.
-            named = CaptionFile.load(config.captions, config.split) if config.captions else None
+            named = CaptionFile.load(config.captions, config.splits) if config.captions else None
             return index_archive(
                 config.source,
                 archives[number],
@@ -99,7 +101,7 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
         ValueError: the captions are not understood, or needed and not given.
     """
     archives = list_image_archives(config.source)
-    captions = CaptionFile.load(config.captions, config.split) if config.captions else None
+    captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
     if captions is None and any(archive.files for archive in archives):
         raise ValueError(f"source = {config.source!r} holds images in files of their own: captions must name a json")
     return archives, captions

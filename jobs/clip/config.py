@@ -31,11 +31,11 @@ class PairDataSection:
     train_captions: str = ""
     """JSON with captions for `train`, in Karpathy's form or a list of {"image", "caption"}. Empty: those in the tars."""
     validation_captions: str = ""
-    """Likewise for `validation`."""
-    train_split: str = ""
-    """The split of Karpathy's form to take. Empty: everything."""
-    validation_split: str = ""
-    """Likewise for `validation`."""
+    """The same for `validation`."""
+    train_splits: tuple[str, ...] = ()
+    """The splits of Karpathy's form to take. Empty: everything."""
+    validation_splits: tuple[str, ...] = ()
+    """The splits to take for `validation`. Empty: everything."""
     tokenizer: str = ""
     """A Transformers fast tokenizer: directory or hub name. Empty: that of the text encoder."""
     num_text_tokens: int = 30

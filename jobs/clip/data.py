@@ -19,7 +19,7 @@ def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
     return PrepareImagesConfig(
         source=getattr(data, split),
         captions=getattr(data, f"{split}_captions"),
-        split=getattr(data, f"{split}_split"),
+        splits=getattr(data, f"{split}_splits"),
         max_bad_share=data.max_bad_share,
     )
 

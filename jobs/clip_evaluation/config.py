@@ -22,7 +22,7 @@ class EvaluateClipConfig:
     captions: tuple[str, ...] = ()
     """NAME=FILE: a json with the captions of a retrieval set (Karpathy's, or a list). Default: beside the images."""
     splits: tuple[str, ...] = ()
-    """NAME=SPLIT: of a Karpathy json, only the images of this split."""
+    """NAME=SPLIT,SPLIT: of a Karpathy json, only the images of these splits. Default: all of them."""
     zero_shot: tuple[str, ...] = ()
     """NAME=URI: a folder of images a class; a tar, a directory of tars, or a directory of folders."""
     templates: tuple[str, ...] = ("imagenet",)

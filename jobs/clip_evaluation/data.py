@@ -39,6 +39,21 @@ class DataSet(Protocol):
         """Shares from 0 to 1, and `num_…`."""
 
 
+def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
+    """What to prepare for every retrieval set, by name."""
+    captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
+    return {
+        name: PrepareImagesConfig(
+            source=uri,
+            captions=captions.get(name, ""),
+            splits=tuple(splits.get(name, "").split(",")),
+            max_bad_share=config.max_bad_share,
+            max_pixels=config.max_pixels,
+        )
+        for name, uri in named_values("retrieval", config.retrieval).items()
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrieval:
     """Images and their captions."""
@@ -60,17 +75,7 @@ class Retrieval:
             ValueError, OSError: for whatever is wrong with the images or the captions.
             TooManyProblemsError: if too much is unreadable.
         """
-        captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
-        sources = {
-            name: PrepareImagesConfig(
-                source=uri,
-                captions=captions.get(name, ""),
-                split=splits.get(name, ""),
-                max_bad_share=config.max_bad_share,
-                max_pixels=config.max_pixels,
-            )
-            for name, uri in named_values("retrieval", config.retrieval).items()
-        }
+        sources = retrieval_sources(config)
         for source in sources.values():
             check_source(source)
         if sources:

@@ -21,7 +21,7 @@ from pipelines.archives import resolve
 from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 # Goes up whenever this program would compute other embeddings from the same input.
-_VERSION = 1
+_VERSION = 2
 NUM_IMAGES_PER_UNIT = 256
 NUM_TEXTS_PER_UNIT = 4096
 

@@ -20,8 +20,8 @@ class PredictPairTemperaturesConfig:
     """A WebDataset tar as img2dataset writes it, a directory of such, or a directory of images; path or pyarrow URI."""
     captions: str = ""
     """A json with the captions, for images that come without: Karpathy's form, or a list of {"image", "caption"}."""
-    split: str = ""
-    """Which split of a Karpathy json."""
+    splits: tuple[str, ...] = ()
+    """Which splits of a Karpathy json. Empty: all of them."""
     output: str
     """Directory (or URI) of the table, one Parquet file a part; a second start goes on with the parts that are missing.
     Several machines need one that all of them reach."""

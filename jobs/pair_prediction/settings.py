@@ -55,7 +55,7 @@ class PairPredictionSettings:
             "tempnet_image": self.tempnet_digests[0],
             "tempnet_text": self.tempnet_digests[1],
             "num_captioned_images": None if captions is None else len(captions.captions),
-            "split": self.images.split,
+            "splits": list(self.images.splits),
             **{
                 f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
                 for archive in archives
@@ -73,7 +73,7 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
     images = PrepareImagesConfig(
         source=_absolute(config.images),
         captions=_absolute(config.captions) if config.captions else "",
-        split=config.split,
+        splits=config.splits,
         max_bad_share=config.max_bad_share,
     )
     check_source(images)

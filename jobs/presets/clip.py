@@ -37,7 +37,7 @@ def _cc3m(loss: str, paper: str, *, rho: float = 8.0, num_epochs: int = 30, num_
             train="data/cc3m/train",
             validation="data/coco/val2014",
             validation_captions="data/coco/dataset_coco.json",
-            validation_split="val",
+            validation_splits=("val",),
             num_readers=8,
         ),
         model=DualEncoderSection(image_path="microsoft/resnet-50", text_path="distilbert/distilbert-base-uncased"),

@@ -107,7 +107,7 @@ def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(
         ("--source", str(tmp_path / "nowhere")): "nowhere",
         ("--source", str(shards), "--captions", str(shards / "00000_stats.json")): "is not understood",
         ("--source", str(shards)): "more than max_bad_share = 1.00%",
-        ("--source", str(shards), "--split", "test"): "captions, which is empty",
+        ("--source", str(shards), "--splits", "test"): "captions, which is empty",
         ("--source", str(shards), "--max-pixels", "0"): "max_pixels = 0",
     }.items():
         with pytest.raises(SystemExit) as caught:

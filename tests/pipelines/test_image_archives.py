@@ -257,10 +257,10 @@ def test_members_of_every_image_format_are_read(tmp_path: Path, form: str) -> No
 # ---- captions in a json ----------------------------------------------------------------------------------------------
 
 
-def captions(tmp_path: Path, content: object, split: str = "") -> CaptionFile:
+def captions(tmp_path: Path, content: object, *splits: str) -> CaptionFile:
     path = tmp_path / f"captions{len(list(tmp_path.iterdir()))}.json"
     path.write_text(json.dumps(content))
-    return CaptionFile.load(str(path), split)
+    return CaptionFile.load(str(path), splits)
 
 
 def karpathy(*images: tuple[str, str, str, list[str]]) -> dict[str, object]:
@@ -277,9 +277,11 @@ def test_both_forms_of_captions_are_read_and_a_split_is_selected(tmp_path: Path)
         ("val", "1.jpg", "test", ["a", "b"]), ("val", "2.jpg", "val", ["c"]), ("", "3.jpg", "test", ["d"])
     )
     assert captions(tmp_path, content, "test").captions == {"val/1.jpg": ("a", "b"), "3.jpg": ("d",)}
-    for split in ("", "training"):
-        with pytest.raises(ValueError, match="there are test, val"):
-            captions(tmp_path, content, split)
+    everything = {"val/1.jpg": ("a", "b"), "val/2.jpg": ("c",), "3.jpg": ("d",)}
+    assert captions(tmp_path, content).captions == captions(tmp_path, content, "").captions == everything
+    assert captions(tmp_path, content, "val", "test").captions == everything
+    with pytest.raises(ValueError, match=r"'training' is not in .* there are test, val"):
+        captions(tmp_path, content, "test", "training")
     listed = [{"image": "i/1.jpg", "caption": "a"}, {"image": "2.jpg", "caption": ["b", "c"]}]
     assert captions(tmp_path, [*listed, {"image": "i/1.jpg", "caption": "d"}]).captions == {
         "i/1.jpg": ("a", "d"),

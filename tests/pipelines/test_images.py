@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from pipelines.image_decoding import ImageError, ImageProblemKind, check_image, open_image, to_rgb
 from pipelines.images import AugmentationConfig, evaluation_view, random_crop, training_view
@@ -66,7 +66,8 @@ def test_a_transparent_colour_becomes_white() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "form"), [("L", "JPEG"), ("CMYK", "JPEG"), ("1", "PNG"), ("L", "WEBP"), ("RGB", "BMP")]
+    ("mode", "form"),
+    [("L", "TIFF"), ("CMYK", "TIFF"), ("L", "JPEG"), ("CMYK", "JPEG"), ("1", "PNG"), ("L", "WEBP"), ("RGB", "BMP")],
 )
 def test_other_modes_are_what_pillow_makes_of_them(mode: str, form: str) -> None:
     data = encode(smooth(32, 24).convert(mode), form)
@@ -81,6 +82,59 @@ def test_an_animation_is_its_first_frame(form: str) -> None:
     data = encode(frames[0], form, save_all=True, append_images=frames[1:], **options)
     assert Image.open(io.BytesIO(data)).n_frames == 3
     assert decode(data)[4, 4].tolist() == [255, 0, 0]
+
+
+# ---- orientation -----------------------------------------------------------------------------------------------------
+
+# What EXIF's table says of row 0 and column 0, for stored pixels (rows, columns, 3) → upright ones.
+ORIENTATIONS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: pixels[::-1].transpose(1, 0, 2),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: pixels[:, ::-1].transpose(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_an_image_is_turned_upright_before_it_is_cropped(orientation: int, form: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    options = {"lossless": True} if form == "WEBP" else {}
+    data = encode(Image.fromarray(noise), form, exif=exif, **options)
+    stored = np.asarray(Image.open(io.BytesIO(encode(Image.fromarray(noise), form, **options))).convert("RGB"))
+    upright = encode(Image.fromarray(np.ascontiguousarray(ORIENTATIONS[orientation](stored))))
+    check_image(data)
+    assert np.array_equal(decode(data), decode(upright))
+    assert np.array_equal(evaluation_view(data, 24), evaluation_view(upright, 24))
+    for seed in range(4):  # so large that a JPEG is not shrunk while it is decoded
+        views = (training_view(file, 64, AugmentationConfig(), np.random.default_rng(seed)) for file in (data, upright))
+        assert np.array_equal(*views)
+
+
+def test_a_jpeg_that_is_turned_is_shrunk_while_decoding_all_the_same() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    data = encode(smooth(1024, 512), "JPEG", quality=95, exif=exif)
+    upright = encode(smooth(1024, 512).transpose(Image.Transpose.ROTATE_270), "JPEG", quality=95)
+    for seed in range(4):
+        views = [training_view(file, 32, AugmentationConfig(), np.random.default_rng(seed)) for file in (data, upright)]
+        assert np.abs(views[0].astype(int) - views[1]).max() <= 6
+
+
+def test_broken_or_senseless_orientations_are_passed_over() -> None:
+    image = smooth(32, 24)
+    senseless = Image.Exif()
+    senseless[ExifTags.Base.Orientation] = 9
+    for exif in (senseless.tobytes(), b"Exif\0\0" + b"\xff" * 20):
+        for form in ("JPEG", "PNG"):
+            data = encode(image, form, exif=exif)
+            assert np.array_equal(decode(data), decode(encode(image, form)))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -111,7 +165,8 @@ REFUSED: dict[str, tuple[Callable[[], bytes], ImageProblemKind]] = {
     "cut PNG": (lambda: PNG[: len(PNG) // 2], ImageProblemKind.CORRUPT_IMAGE),
     "a bit of a PNG": (lambda: PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:], ImageProblemKind.CORRUPT_IMAGE),
     "bomb": (bomb, ImageProblemKind.TOO_MANY_PIXELS),
-    "TIFF": (lambda: encode(smooth(4, 4), "TIFF"), ImageProblemKind.CORRUPT_IMAGE),
+    "PPM": (lambda: encode(smooth(4, 4), "PPM"), ImageProblemKind.CORRUPT_IMAGE),
+    "TIFF of floats": (lambda: encode(Image.new("F", (4, 4), 0.5), "TIFF"), ImageProblemKind.CORRUPT_IMAGE),
 }
 
 
