@@ -46,6 +46,8 @@ class ChunkSettings:
     chunk_size: int
     matmul_dtype: torch.dtype | None
     with_values: bool
+    with_gradients: bool
+    """False where autograd is off: `ctx.needs_input_grad` only says what the tensors are, and stays true under no_grad."""
 
 
 class ChunkSums:
@@ -86,10 +88,14 @@ class ChunkSums:
         self.needs_network_grad = any(needs[5:])
         self.parameters = parameters
         written = self.tempnet.first_layer.weight if self.tempnet is not None and settings.fold is not None else None
-        self.parameter_grads = [
-            torch.empty_like(parameter) if parameter is written else torch.zeros_like(parameter)
-            for parameter in parameters
-        ]
+        self.parameter_grads = (
+            [
+                torch.empty_like(parameter) if parameter is written else torch.zeros_like(parameter)
+                for parameter in parameters
+            ]
+            if self.needs_network_grad
+            else []
+        )
         self.buffers: Tensor | None = None
         self.folded: Tensor | None = None
         self.folded_grad: Tensor | None = None
@@ -103,7 +109,7 @@ class ChunkSums:
                     self.first.weight, self.weight, centred=self.is_centred, matmul_dtype=matmul_dtype
                 )
                 self.folded = folded.to(self.exact)
-                self.folded_grad = torch.zeros_like(self.folded)
+                self.folded_grad = torch.zeros_like(self.folded) if self.needs_network_grad else None
 
     def add(self, targets: Tensor, row_weights: Tensor | None = None) -> None:
         """All tokens; the gradients become those of Σ row_weights·loss (default: weights 1)."""
@@ -113,7 +119,7 @@ class ChunkSums:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """For hidden, weight, bias and the parameters of the TempNet."""
-        if self.folded_grad is not None and self.needs_network_grad:
+        if self.folded_grad is not None:
             # Nothing else has a part in this gradient: it is written, not added. The product runs in the dtype of the
             # others with the output weight: under autocast the gradient of W1 is as precise as that of any other matrix.
             total = self._first_weight_grad()
@@ -122,8 +128,7 @@ class ChunkSums:
                 total.sub_(total.mean(-1, keepdim=True))
         weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
         bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.dtypes[1])
-        parameter_grads = self.parameter_grads if self.needs_network_grad else [None] * len(self.parameters)
-        return self.hidden_grad, weight_grad, bias_grad, *parameter_grads
+        return self.hidden_grad, weight_grad, bias_grad, *(self.parameter_grads or [None] * len(self.parameters))
 
     def _add_chunk(self, part: slice, targets: Tensor, row_weights: Tensor | None) -> None:
         hidden = self.hidden[part]
@@ -227,7 +232,8 @@ class ChunkSums:
     def _network_graph(self, product: Tensor, inverse_norm: Tensor, unit: Tensor | None) -> tuple[Tensor, NetworkGraph]:
         """τ (c,) from W1 x, with the graph from there."""
         assert self.tempnet is not None
-        with torch.enable_grad(), torch.autocast(product.device.type, enabled=False):
+        grad = torch.set_grad_enabled(self.needs_network_grad)
+        with grad, torch.autocast(product.device.type, enabled=False):
             product = product.to(self.first.weight.dtype).detach().requires_grad_()
             tau = self.tempnet.from_first_product(product)
         return tau.detach().to(self.exact), NetworkGraph(product, tau, inverse_norm, unit)

@@ -129,6 +129,7 @@ def linear_language_model_loss(
         chunk_size=chunk_size or max(1, _NUM_LOGITS_PER_CHUNK // vocab_size),
         matmul_dtype=matmul_dtype,
         with_values=with_values,
+        with_gradients=torch.is_grad_enabled(),
     )
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
@@ -180,7 +181,8 @@ class _LossSum(torch.autograd.Function):
         settings: ChunkSettings,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        sums = make_sums(hidden, weight, bias, settings, parameters, ctx.needs_input_grad)
+        needs = [needed and settings.with_gradients for needed in ctx.needs_input_grad]
+        sums = make_sums(hidden, weight, bias, settings, parameters, needs)
         sums.add(targets)
         ctx.gradients = sums.gradients()
         outputs = (sums.losses.sum(), sums.tau, sums.slopes, *sums.values)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold
 from tempnet.softmax.fold import FoldCache, fold_pays
-from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
 from tempnet.softmax.reference import (
     IGNORE_INDEX,
     LOSS_KINDS,
@@ -218,6 +219,46 @@ def test_all_targets_ignored() -> None:
     assert tau.shape == (6,)
     gradients = [hidden.grad, weight.grad, *(parameter.grad for parameter in network.parameters())]
     assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_autograd_only_the_forward_products_are_computed(fold: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    num_tokens, num_hidden, vocabulary, num_first, num_prototypes = 30, 8, 41, 7, 5
+    hidden, weight = torch.randn(num_tokens, num_hidden), torch.randn(vocabulary, num_hidden)
+    leaves = [hidden, weight] + ([torch.randn(vocabulary)] if bias else [])
+    targets = torch.randint(vocabulary, (num_tokens,))
+    network = TempNet(
+        TempNetConfig.for_logits(vocabulary, rho=RHO, hidden_size=num_first, num_prototypes=num_prototypes)
+    )
+    config = TemperatureLossConfig(name="dro", rho=RHO)
+    fold = fold and not bias
+
+    def count() -> tuple[int, LinearLoss]:
+        offset = leaves[2] if bias else None
+        with FlopCounterMode(display=False) as counter:
+            found = linear_language_model_loss(
+                hidden, weight, targets, config, network, bias=offset, fold=fold, chunk_size=7, with_values=True
+            )
+        return counter.get_total_flops(), found
+
+    for leaf in leaves:
+        leaf.requires_grad_()
+    num_trained, trained = count()
+    with torch.no_grad():
+        num_evaluated, evaluated = count()
+    with torch.inference_mode():
+        assert count()[0] == num_evaluated
+    first = num_tokens * num_hidden * num_first + vocabulary * num_hidden * num_first
+    first = first if fold else num_tokens * vocabulary * num_first
+    products = num_tokens * num_hidden * vocabulary + first + num_tokens * num_first * num_prototypes
+    assert num_evaluated == 2 * products
+    assert num_trained > 1.9 * num_evaluated
+    assert not evaluated.loss.requires_grad
+    for value, reference in zip(evaluated, trained, strict=True):
+        for part, expected in zip(value, reference, strict=True) if isinstance(value, tuple) else [(value, reference)]:
+            torch.testing.assert_close(part, expected.detach(), rtol=0, atol=0)
 
 
 def test_a_frozen_base_gets_no_gradients_and_the_network_the_same() -> None:
