@@ -54,9 +54,7 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
     def kernels(with_unit: bool) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             found = softmax_statistics(hidden, weight, targets, tau, with_unit=with_unit)
-            hidden_grad, weight_grad, _ = softmax_gradients(
-                hidden, weight, targets, tau, found.log_partition, 1 / (n * tau)
-            )
+            hidden_grad, weight_grad, _ = softmax_gradients(hidden, weight, targets, tau, found, 1 / (n * tau))
             assert hidden_grad is not None
             assert weight_grad is not None
             return found.cross_entropy.mean(), hidden_grad, weight_grad

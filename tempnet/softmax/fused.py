@@ -41,10 +41,10 @@ class FusedSums(ChunkSums):
             with_unit=with_values,
         )
         if with_values:
-            assert found.log_partition_unit is not None
-            assert found.mean_logit_unit is not None
-            self.values[0].copy_((found.log_partition_unit - found.positive).where(targets != IGNORE_INDEX, 0.0))
-            self.values[2].copy_(found.log_partition_unit - found.mean_logit_unit)
+            assert found.cross_entropy_unit is not None
+            assert found.entropy_unit is not None
+            self.values[0].copy_(found.cross_entropy_unit.where(targets != IGNORE_INDEX, 0.0))
+            self.values[2].copy_(found.entropy_unit)
         row_scale, tau_grad = self._finish(everything, targets, tau, found.cross_entropy, found.entropy, row_weights)
         if network is not None and self.needs_network_grad:
             self._add_network_grad(self.hidden, network, tau_grad)
@@ -54,7 +54,7 @@ class FusedSums(ChunkSums):
                 self.weight,
                 targets,
                 tau,
-                found.log_partition,
+                found,
                 row_scale,
                 bias=self.bias,
                 soft_cap=self.settings.soft_cap,

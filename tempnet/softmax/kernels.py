@@ -66,20 +66,21 @@ class Tile:
 class SoftmaxStatistics:
     """What the losses need of every token's softmax; all (N,) in float32, without a graph."""
 
-    log_partition: Tensor
-    """logsumexp(L/τ)."""
-    mean_logit: Tensor
-    """E_p[L]."""
+    maximum: Tensor
+    """max L."""
+    log_sum: Tensor
+    """log Σ exp((L − maximum)/τ). It and the maximum are kept apart: logsumexp(L/τ) = maximum/τ + log_sum is a large number
+    at small τ, and differences from it lose |L|/τ·10⁻⁷."""
     positive: Tensor
     """L at the target; 0 where the target is ignored."""
     entropy: Tensor
-    """H(p) = log_partition − mean_logit/τ, summed about the maximum: the difference itself loses |L|/τ·10⁻⁷."""
+    """H(p) = log_sum − E_p[L − maximum]/τ."""
     cross_entropy: Tensor
-    """log_partition − positive/τ, likewise; of no meaning where the target is ignored."""
-    log_partition_unit: Tensor | None
-    """logsumexp(L), with `with_unit`."""
-    mean_logit_unit: Tensor | None
-    """E_softmax(L)[L], with `with_unit`."""
+    """log_sum + (maximum − positive)/τ; of no meaning where the target is ignored."""
+    entropy_unit: Tensor | None
+    """The entropy at τ = 1, with `with_unit`."""
+    cross_entropy_unit: Tensor | None
+    """The cross-entropy at τ = 1, with `with_unit`."""
 
 
 def is_available(tensor: Tensor) -> bool:
@@ -106,7 +107,7 @@ def softmax_statistics(
     with_unit: bool = False,
     tile: Tile | None = None,
 ) -> SoftmaxStatistics:
-    """Log-partition, mean and positive logit of every token, in one pass over the vocabulary.
+    """Entropy, cross-entropy and what the gradients need of every token, in one pass over the vocabulary.
 
     Args:
         hidden: (N, d) in float32, bfloat16 or float16. Products are summed in float32; float32 inputs are multiplied as
@@ -159,7 +160,7 @@ def softmax_gradients(
     weight: Tensor,
     targets: Tensor,
     tau: Tensor,
-    log_partition: Tensor,
+    statistics: SoftmaxStatistics,
     row_scale: Tensor,
     *,
     bias: Tensor | None = None,
@@ -172,7 +173,7 @@ def softmax_gradients(
 
     Args:
         hidden, weight, targets, tau, bias, soft_cap, tile: as in `softmax_statistics`.
-        log_partition: (N,) from there.
+        statistics: from there.
         row_scale: (N,), 1 for the robust loss f(z, τ), 1/τ for the cross-entropy of L/τ; that of an ignored target counts
             as 0. With float16 inputs divide the gradients by the number of tokens, not the scale: small p would underflow.
         needs: which of the three to compute; without a bias its entry is ignored.
@@ -190,7 +191,6 @@ def softmax_gradients(
     inputs = _Inputs.of(hidden, weight, bias, soft_cap, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     row_scale = row_scale.float().where(targets != IGNORE_INDEX, 0.0)
-    log_partition = log_partition.float().contiguous()
     hidden_grad = torch.zeros_like(inputs.hidden, dtype=torch.float32) if needs[0] else None
     weight_grad = torch.empty_like(inputs.weight) if needs[1] else None
     bias_grad = torch.empty_like(inputs.bias) if inputs.bias is not None and needs[2] else None
@@ -215,7 +215,8 @@ def softmax_gradients(
                 inputs.soft_cap,
                 targets - start,
                 inputs.tau,
-                log_partition,
+                statistics.maximum,
+                statistics.log_sum,
                 row_scale,
                 gradient,
                 num_tokens,
@@ -287,13 +288,13 @@ def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
     log_sum, mean = at(tau, partition, moment)
     log_sum_unit, mean_unit = at(1.0, *unit) if unit else (None, None)
     return SoftmaxStatistics(
-        log_partition=maximum / tau + log_sum,
-        mean_logit=maximum + mean,
+        maximum=maximum,
+        log_sum=log_sum,
         positive=positive,
         entropy=log_sum - mean / tau,
         cross_entropy=log_sum + (maximum - positive) / tau,
-        log_partition_unit=None if log_sum_unit is None else maximum + log_sum_unit,
-        mean_logit_unit=None if mean_unit is None else maximum + mean_unit,
+        entropy_unit=None if log_sum_unit is None or mean_unit is None else log_sum_unit - mean_unit,
+        cross_entropy_unit=None if log_sum_unit is None else log_sum_unit + (maximum - positive),
     )
 
 

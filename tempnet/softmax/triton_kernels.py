@@ -163,7 +163,8 @@ def logits_gradient_kernel(
     soft_cap: tl.tensor,
     targets: tl.tensor,
     tau: tl.tensor,
-    log_partition: tl.tensor,
+    maximum: tl.tensor,
+    log_sum: tl.tensor,
     row_scale: tl.tensor,
     gradient: tl.tensor,
     num_tokens: tl.tensor,
@@ -180,6 +181,8 @@ def logits_gradient_kernel(
     """One tile of row_scale·(softmax(L/τ) − onehot)·slope, written in the precision of `gradient` (N, ≥ V).
 
     `weight` and `bias` are those of a stretch of the vocabulary, of vocab_size rows, and `targets` count from its start.
+    p = exp((L − maximum)/τ − log_sum): the maximum goes before the division, as L/τ alone has lost the digits of small
+    differences at small τ.
     """
     num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
     num_tiles = tl.cdiv(vocab_size, BLOCK_VOCAB)
@@ -205,9 +208,10 @@ def logits_gradient_kernel(
     in_rows = rows < num_tokens
     target = tl.load(targets + rows, mask=in_rows, other=-1)
     inverse_tau = 1.0 / tl.load(tau + rows, mask=in_rows, other=1.0)
-    offset = tl.load(log_partition + rows, mask=in_rows, other=0.0)
+    centred = logits - tl.load(maximum + rows, mask=in_rows, other=0.0)[:, None]
+    offset = tl.load(log_sum + rows, mask=in_rows, other=0.0)
     scale = tl.load(row_scale + rows, mask=in_rows, other=0.0)
-    values = tl.exp(logits * inverse_tau[:, None] - offset[:, None])
+    values = tl.exp(centred * inverse_tau[:, None] - offset[:, None])
     values -= tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
     values *= scale[:, None]
     if soft_cap is not None:

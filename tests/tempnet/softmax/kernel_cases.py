@@ -87,13 +87,13 @@ class Case:
             self.hidden, self.weight, self.targets, self.tau, bias=self.bias, soft_cap=self.soft_cap, **options
         )
 
-    def gradients(self, log_partition: Tensor, **options: object) -> tuple[Tensor | None, ...]:
+    def gradients(self, statistics: SoftmaxStatistics, **options: object) -> tuple[Tensor | None, ...]:
         return softmax_gradients(
             self.hidden,
             self.weight,
             self.targets,
             self.tau,
-            log_partition,
+            statistics,
             self.row_scale,
             bias=self.bias,
             soft_cap=self.soft_cap,
@@ -117,38 +117,42 @@ class Case:
         is_valid = self.targets != IGNORE_INDEX
         safe_targets = self.targets.where(is_valid, 0)
         log_partition, mean = exact_statistics(logits, tau)
+        log_partition_unit, mean_unit = exact_statistics(logits, torch.ones_like(tau))
         positive = logits.gather(1, safe_targets[:, None])[:, 0].where(is_valid, 0.0)
         statistics_tolerance, gradient_tolerance = TOLERANCES[self.hidden.dtype]
         # A float32 logit is off by 2⁻²⁴|L|, which p = exp(L/τ − …) sees divided by τ.
         rounding = (logits.abs().max() / tau.min()).item() * 2**-24
 
         statistics = self.statistics(tile=TILE, with_unit=True)
-        expected = {
-            "log_partition": log_partition,
-            "mean_logit": mean,
-            "positive": positive,
-            "log_partition_unit": logits.logsumexp(-1),
-            "mean_logit_unit": exact_statistics(logits, torch.ones_like(tau))[1],
-        }
+        assert statistics.entropy_unit is not None
+        assert statistics.cross_entropy_unit is not None
+        expected = {"maximum": logits.amax(-1), "positive": positive}
         errors = {name: relative_error(getattr(statistics, name), value) for name, value in expected.items()}
+        errors["log_sum"] = relative_error(log_partition_of(statistics, self.tau), log_partition)
         assert max(errors.values()) < statistics_tolerance, errors
         # Entropies near 0 are differences of large numbers: an absolute error is what can be asked of them.
         for value, reference in (
             (statistics.entropy, log_partition - mean / tau),
-            (statistics.log_partition - statistics.mean_logit / self.tau, log_partition - mean / tau),
             (statistics.cross_entropy[is_valid], (log_partition - positive / tau)[is_valid]),
+            (statistics.entropy_unit, log_partition_unit - mean_unit),
+            (statistics.cross_entropy_unit[is_valid], (log_partition_unit - positive)[is_valid]),
         ):
             assert (value.dtype, value.shape) == (torch.float32, reference.shape)
             torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=max(1e-5, 4 * rounding))
 
         losses = F.cross_entropy(logits / tau[:, None], safe_targets, reduction="none") * tau * self.row_scale
         theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
-        ours = self.gradients(statistics.log_partition, tile=TILE, **options)
+        ours = self.gradients(statistics, tile=TILE, **options)
         assert (ours[2] is None) == (self.bias is None)
         for name, value, reference in zip(("hidden", "weight", "bias"), ours, theirs, strict=False):
             assert value is not None
             assert (value.dtype, value.shape) == (self.hidden.dtype, reference.shape)
             assert relative_error(value, reference) < max(gradient_tolerance, rounding), name
+
+
+def log_partition_of(statistics: SoftmaxStatistics, tau: Tensor) -> Tensor:
+    """logsumexp(L/τ)."""
+    return statistics.maximum / tau + statistics.log_sum
 
 
 def exact_statistics(logits: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,10 +184,10 @@ def test_any_precision_and_temperature(dtype: torch.dtype, tau: tuple[float, flo
 def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
     case = Case.random(17, 48, 300, dtype=dtype, bias=True, soft_cap=1.5)
     statistics, reference = case.statistics(), case.statistics(tile=TILE)
-    torch.testing.assert_close(statistics.log_partition, reference.log_partition)
-    assert statistics.log_partition_unit is None
-    assert statistics.mean_logit_unit is None
-    ours, theirs = (case.gradients(statistics.log_partition, tile=tile) for tile in (None, TILE))
+    torch.testing.assert_close(log_partition_of(statistics, case.tau), log_partition_of(reference, case.tau))
+    assert statistics.entropy_unit is None
+    assert statistics.cross_entropy_unit is None
+    ours, theirs = (case.gradients(statistics, tile=tile) for tile in (None, TILE))
     for value, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(value, expected)
 
@@ -199,8 +203,8 @@ def test_all_targets_ignored() -> None:
     case = Case.random(7, 20, 50, bias=True, num_ignored=7)
     statistics = case.statistics(tile=TILE)
     assert statistics.positive.abs().sum() == 0
-    assert all(torch.isfinite(value).all() for value in (statistics.log_partition, statistics.mean_logit))
-    gradients = case.gradients(statistics.log_partition, tile=TILE)
+    assert all(torch.isfinite(value).all() for value in (statistics.log_sum, statistics.entropy))
+    gradients = case.gradients(statistics, tile=TILE)
     assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
 
 
@@ -211,14 +215,13 @@ def test_large_logits_overflow_nowhere() -> None:
     statistics = case.statistics(tile=TILE, with_unit=True)
     logits = case.exact_logits(*case.leaves())
     assert (logits.topk(2).values.diff().abs() > 1).all()  # certain to within e⁻²⁰⁰
-    log_partition, mean = exact_statistics(logits, case.tau.double())
-    assert relative_error(statistics.log_partition, log_partition) < 1e-6
-    assert relative_error(statistics.mean_logit, mean) < 1e-6
+    assert relative_error(statistics.maximum, logits.amax(-1)) < 1e-6
+    assert statistics.log_sum.tolist() == [0.0] * 3
     assert statistics.entropy.tolist() == [0.0] * 3
 
 
 def test_small_entropies_keep_their_digits() -> None:
-    """log_partition − mean_logit/τ would be a difference of two numbers near 6 000, whose last digit is 5·10⁻⁴."""
+    """logsumexp(L/τ) − E_p[L]/τ would be a difference of two numbers near 6 000, whose last digit is 5·10⁻⁴."""
     weight = torch.tensor([30.03, 29.98, 29.0, 1.0], device=DEVICE)[:, None]
     case = replace(Case.random(1, 1, 4, tau=(0.005, 0.005)), hidden=torch.ones(1, 1, device=DEVICE), weight=weight)
     case = replace(case, targets=torch.zeros_like(case.targets))
@@ -231,13 +234,41 @@ def test_small_entropies_keep_their_digits() -> None:
     torch.testing.assert_close(statistics.cross_entropy.double(), -log_probability[:, 0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("tau", [0.001, 0.003, 0.01, 0.1, 1.0, 2.0])
+def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> None:
+    """Of logits that float32 holds exactly, near 40 and some 10⁻³ apart, everything is right to 1e-5."""
+    case = Case.random(17, 16, 107, tau=(tau, tau), num_ignored=2)
+    weight = torch.zeros_like(case.weight)
+    weight[:, 0] = torch.arange(107, device=DEVICE) % 8 / 2**10  # a step of τ = .001 each
+    hidden = torch.zeros_like(case.hidden)
+    hidden[:, 0], hidden[:, 1] = 1.0, torch.arange(17, device=DEVICE) / 2**4
+    weight[:, 1] = torch.arange(107, device=DEVICE) % 5 / 2**8
+    case = replace(case, hidden=hidden, weight=weight, bias=torch.full((107,), 40.0, device=DEVICE))
+    leaves, is_valid = case.leaves(), case.targets != IGNORE_INDEX
+    logits, exact_tau = case.exact_logits(*leaves), case.tau.double()
+    assert torch.equal(logits.float().double(), logits)
+    statistics = case.statistics(tile=TILE, with_unit=True)
+    for temperature, entropy, cross_entropy in (
+        (exact_tau, statistics.entropy, statistics.cross_entropy),
+        (torch.ones_like(exact_tau), statistics.entropy_unit, statistics.cross_entropy_unit),
+    ):
+        log_p = (logits / temperature[:, None]).log_softmax(-1)
+        torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
+        expected = F.nll_loss(log_p, case.targets, reduction="none")
+        torch.testing.assert_close(cross_entropy[is_valid].double(), expected[is_valid], rtol=1e-5, atol=1e-6)
+    losses = F.cross_entropy(logits / exact_tau[:, None], case.targets, reduction="none") * exact_tau * case.row_scale
+    theirs = torch.autograd.grad(losses.sum(), leaves)
+    for value, reference in zip(case.gradients(statistics, tile=TILE), theirs, strict=False):
+        assert relative_error(value, reference) < 1e-5
+
+
 def test_only_what_is_needed() -> None:
     case = Case.random(7, 20, 50, bias=True)
-    log_partition = case.statistics(tile=TILE).log_partition
-    full = case.gradients(log_partition, tile=TILE)
+    statistics = case.statistics(tile=TILE)
+    full = case.gradients(statistics, tile=TILE)
     for index in range(3):
         needs = tuple(number == index for number in range(3))
-        gradients = case.gradients(log_partition, tile=TILE, needs=needs)
+        gradients = case.gradients(statistics, tile=TILE, needs=needs)
         assert [gradient is not None for gradient in gradients] == list(needs)
         assert torch.equal(gradients[index], full[index])
 
@@ -247,9 +278,9 @@ def test_views_are_read_right_and_bits_repeat() -> None:
     case = Case.random(14, 20, 50)
     padded = torch.cat([case.weight, torch.full_like(case.weight[:3], 1e4)])
     view = replace(case, hidden=case.hidden.T.contiguous().T, weight=padded[:50])
-    log_partition = case.statistics(tile=TILE).log_partition
-    assert torch.equal(log_partition, view.statistics(tile=TILE).log_partition)
-    ours, theirs = (one.gradients(log_partition, tile=TILE) for one in (case, view))
+    statistics = case.statistics(tile=TILE)
+    assert torch.equal(statistics.cross_entropy, view.statistics(tile=TILE).cross_entropy)
+    ours, theirs = (one.gradients(statistics, tile=TILE) for one in (case, view))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
 
@@ -264,10 +295,12 @@ def test_sizes_of_a_language_model() -> None:
     logits = case.exact_logits(*leaves)
     is_valid = case.targets != IGNORE_INDEX
     losses = F.cross_entropy(logits / case.tau[:, None], case.targets, reduction="none") * case.tau * case.row_scale
-    assert relative_error(statistics.log_partition, (logits / case.tau[:, None]).logsumexp(-1).double()) < 1e-5
-    assert relative_error(statistics.log_partition_unit, logits.logsumexp(-1).double()) < 1e-5
+    log_partition = (logits / case.tau[:, None]).logsumexp(-1).double()
+    assert relative_error(log_partition_of(statistics, case.tau), log_partition) < 1e-5
+    unit = F.cross_entropy(logits, case.targets, reduction="none").double()[is_valid]
+    assert relative_error(statistics.cross_entropy_unit[is_valid], unit) < 1e-5
     theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
-    ours = case.gradients(statistics.log_partition, scratch_bytes=64 << 20)
+    ours = case.gradients(statistics, scratch_bytes=64 << 20)
     for value, reference in zip(ours, theirs, strict=False):
         assert relative_error(value, reference.double()) < 1e-2
 

@@ -78,7 +78,7 @@ def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.M
     if name == "statistics_kernel":
         constants["WITH_UNIT"] = True
     types = dict.fromkeys(["hidden", "weight", "bias", "gradient"], "*bf16")
-    types |= dict.fromkeys(["tau", "partials", "log_partition", "row_scale"], "*fp32")
+    types |= dict.fromkeys(["tau", "partials", "maximum", "log_sum", "row_scale"], "*fp32")
     types |= {"targets": "*i64", "soft_cap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
