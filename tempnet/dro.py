@@ -10,6 +10,9 @@ so f is convex in τ, and at an interior minimum H(p) = log K − ρ: ρ is a ta
 with K. Everything here works in float32 at least (float64 stays float64) and on logits shifted by their maximum, so
 that L/τ never overflows and the entropy never cancels.
 
+A logit of −inf (a banned or padded token) is no contrast: it has weight 0, and K counts the others of its row. Every
+figure is then that of the row without it. NaN and +inf have no meaning here; what solves for a temperature refuses them.
+
 Shapes: N rows (tokens, images), K contrasts (the effective vocabulary of a language model).
 """
 
@@ -25,6 +28,8 @@ from torch import Tensor
 # Rows are solved in slices of about this many logits, which bounds the oracle's working memory (float32: 64 MiB a copy).
 _MAX_LOGITS_PER_SLICE = 1 << 24
 _MAX_NEWTON_STEPS = 100
+# Stands for −inf after the shift by the maximum: its weight is exactly 0 at any τ, and 0 times its square is 0, not NaN.
+_FLOOR = -1e12
 
 
 def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
@@ -76,7 +81,7 @@ def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float
     H(p) − log K + ρ (TempNet Eq. 5 and Appendix B).
 
     Args:
-        logits: (N, K).
+        logits: (N, K), or −inf for what is no contrast.
         targets: (N,) int64, the index of the positive logit of every row.
         tau: (N,) or a number, τ > 0.
         rho: the radius of the KL ball, in nats.
@@ -88,7 +93,8 @@ def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float
     tau = torch.as_tensor(tau, dtype=shifted.dtype, device=shifted.device).expand(shifted.shape[:-1])
     log_partition = torch.logsumexp(shifted / tau.unsqueeze(-1), dim=-1)
     positive = shifted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return tau * (log_partition - math.log(shifted.shape[-1]) + rho) - positive
+    positive = positive.masked_fill(positive <= _FLOOR, -math.inf)
+    return tau * (log_partition - _log_num_contrasts(logits, shifted.dtype) + rho) - positive
 
 
 def temperature_derivatives(logits: Tensor, tau: Tensor | float, rho: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +105,7 @@ def temperature_derivatives(logits: Tensor, tau: Tensor | float, rho: float) -> 
     shifted = _shift_by_maximum(logits)
     tau = torch.as_tensor(tau, dtype=shifted.dtype, device=shifted.device).expand(shifted.shape[:-1])
     entropy, variance = _scaled_moments(shifted, tau)
-    return entropy - math.log(shifted.shape[-1]) + rho, variance / tau
+    return entropy - _log_num_contrasts(logits, shifted.dtype) + rho, variance / tau
 
 
 def optimal_temperature(
@@ -113,8 +119,8 @@ def optimal_temperature(
     τ₀ for flat rows, τ_max for certain ones. No gradient flows: by the envelope theorem none is needed.
 
     Args:
-        logits: (..., K), finite.
-        rho: the radius of the KL ball, 0 ≤ ρ < log K.
+        logits: (..., K), or −inf for what is no contrast.
+        rho: the radius of the KL ball, 0 ≤ ρ < log K for every row.
         tau_min: τ₀ > 0.
         tau_max: τ_max > τ₀.
         tolerance: the residual |H(p) − log K + ρ| in nats at which a row is solved.
@@ -123,7 +129,7 @@ def optimal_temperature(
         (...,) in float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: for an infeasible ρ or an empty interval.
+        ValueError: for an infeasible ρ, an empty interval, or a row with NaN, +inf or nothing but −inf, which is named.
     """
     num_contrasts = logits.shape[-1]
     check_rho(rho, num_contrasts)
@@ -131,7 +137,10 @@ def optimal_temperature(
         raise ValueError(f"[tau_min, tau_max] = [{tau_min:g}, {tau_max:g}] is not an interval of positive temperatures")
     rows = logits.detach().reshape(-1, num_contrasts)
     num_rows_per_slice = max(1, _MAX_LOGITS_PER_SLICE // num_contrasts)
-    slices = [_solve(part, rho, tau_min, tau_max, tolerance) for part in rows.split(num_rows_per_slice)]
+    slices = [
+        _solve(part, rho, tau_min, tau_max, tolerance, first_row=index * num_rows_per_slice)
+        for index, part in enumerate(rows.split(num_rows_per_slice))
+    ]
     return torch.cat(slices).reshape(logits.shape[:-1]) if slices else _at_least_float32(rows).new_empty(0)
 
 
@@ -141,7 +150,7 @@ class TemperatureCurve:
 
     rho: tuple[float, ...]
     target_entropy: tuple[float, ...]
-    """log K − ρ, in nats."""
+    """log K − ρ, in nats; with log K the mean over the rows where they have different numbers of contrasts."""
     tau_mean: tuple[float, ...]
     tau_std: tuple[float, ...]
 
@@ -152,9 +161,10 @@ def temperature_curve(
     """Mean and spread of the oracle's τ* over the rows of `logits` (N, K) for every ρ; the mean falls strictly in ρ
     as long as some row has its optimum inside (τ₀, τ_max)."""
     solved = [optimal_temperature(logits, rho, tau_min, tau_max).double() for rho in rhos]
+    log_k = _log_num_contrasts(logits, torch.float64).mean().item()
     return TemperatureCurve(
         rho=tuple(rhos),
-        target_entropy=tuple(target_entropy_from_rho(rho, logits.shape[-1]) for rho in rhos),
+        target_entropy=tuple(log_k - rho for rho in rhos),
         tau_mean=tuple(tau.mean().item() for tau in solved),
         tau_std=tuple(tau.std(unbiased=False).item() for tau in solved),
     )
@@ -165,8 +175,8 @@ def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001
 
     The mean of convex functions is convex, so its derivative (mean entropy − log K + ρ) is bisected in log τ.
     """
-    shifted = _shift_by_maximum(logits.reshape(-1, logits.shape[-1]))
-    target = target_entropy_from_rho(rho, shifted.shape[-1])
+    shifted, targets = _checked(logits.reshape(-1, logits.shape[-1]), rho)
+    target = targets.double().mean().item()
 
     def mean_entropy(tau: float) -> float:
         return _scaled_moments(shifted, shifted.new_full(shifted.shape[:1], tau))[0].double().mean().item()
@@ -182,30 +192,29 @@ def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001
     return math.exp((low + high) / 2)
 
 
-def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance: float) -> Tensor:
+def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance: float, *, first_row: int) -> Tensor:
     """The oracle for one slice of rows (n, K) → (n,)."""
-    shifted = _shift_by_maximum(logits)
-    target = math.log(shifted.shape[-1]) - rho
+    shifted, targets = _checked(logits, rho, first_row)
 
-    def residual_and_slope(rows: Tensor, log_tau: Tensor) -> tuple[Tensor, Tensor]:
+    def residual_and_slope(rows: Tensor, targets: Tensor, log_tau: Tensor) -> tuple[Tensor, Tensor]:
         """f'(τ) and its derivative in log τ, which is Var_p[L/τ]."""
         entropy, variance = _scaled_moments(rows, log_tau.exp())
-        return entropy - target, variance
+        return entropy - targets, variance
 
     low = shifted.new_full(shifted.shape[:1], math.log(tau_min))
     high = torch.full_like(low, math.log(tau_max))
-    at_low = residual_and_slope(shifted, low)[0] >= 0
-    at_high = residual_and_slope(shifted, high)[0] <= 0
+    at_low = residual_and_slope(shifted, targets, low)[0] >= 0
+    at_high = residual_and_slope(shifted, targets, high)[0] <= 0
     tau = torch.where(at_low, tau_min, tau_max).to(shifted.dtype)
 
     open_rows = (~(at_low | at_high)).nonzero().squeeze(-1)
-    rows, low, high = shifted[open_rows], low[open_rows], high[open_rows]
+    rows, targets, low, high = shifted[open_rows], targets[open_rows], low[open_rows], high[open_rows]
     log_tau = low.clamp(min=0.0).clamp(max=math.log(tau_max))
     last_residual = torch.full_like(log_tau, math.inf)
     for _ in range(_MAX_NEWTON_STEPS):
         if open_rows.numel() == 0:
             break
-        residual, slope = residual_and_slope(rows, log_tau)
+        residual, slope = residual_and_slope(rows, targets, log_tau)
         tau[open_rows] = log_tau.exp()
         low = torch.where(residual < 0, log_tau, low)
         high = torch.where(residual < 0, high, log_tau)
@@ -216,7 +225,7 @@ def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance
         is_open = (last_residual > tolerance) & (high - low > 4 * torch.finfo(low.dtype).eps)
         if not is_open.all():
             keep = is_open.nonzero().squeeze(-1)
-            open_rows, rows, low, high = open_rows[keep], rows[keep], low[keep], high[keep]
+            open_rows, rows, targets, low, high = (value[keep] for value in (open_rows, rows, targets, low, high))
             log_tau, last_residual = log_tau[keep], last_residual[keep]
     return tau.clamp(tau_min, tau_max)
 
@@ -234,9 +243,37 @@ def _scaled_moments(shifted: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift_by_maximum(logits: Tensor) -> Tensor:
-    """L − max L per row, in float32 at least; the shift is a constant to autograd, as f is exactly covariant to it."""
+    """L − max L per row, in float32 at least, and _FLOOR for −inf; the shift is a constant to autograd, as f is exactly
+    covariant to it."""
     logits = _at_least_float32(logits)
-    return logits - logits.detach().amax(-1, keepdim=True)
+    return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=_FLOOR)
+
+
+def _log_num_contrasts(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """log K of every row (..., V) → (...,)."""
+    return (logits > -math.inf).sum(-1).to(dtype).log()
+
+
+def _checked(logits: Tensor, rho: float, first_row: int = 0) -> tuple[Tensor, Tensor]:
+    """Shifted rows (n, V) and their target entropies log K − ρ (n,); `first_row` is the number of the first, for messages.
+
+    Raises:
+        ValueError: for a row without a finite maximum, or a ρ that is infeasible for the K of a row.
+    """
+    is_bad = ~logits.amax(-1).isfinite()
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
+        values = logits[row]
+        kind = "NaN" if bool(values.isnan().any()) else "+inf" if bool(values.isposinf().any()) else "nothing but −inf"
+        raise ValueError(
+            f"row {first_row + row} of the logits holds {kind}: no temperature is optimal for it. Do the model's weights, or "
+            "its inputs, hold NaN?"
+        )
+    shifted = _shift_by_maximum(logits)
+    log_k = _log_num_contrasts(logits, shifted.dtype)
+    if len(log_k):
+        check_rho(rho, round(math.exp(log_k.min().item())))
+    return shifted, log_k - rho
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

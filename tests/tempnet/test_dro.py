@@ -184,3 +184,64 @@ def test_rho_and_entropy_are_inverse_and_refused_when_impossible() -> None:
         rho_from_target_entropy(9.0, 2048)
     with pytest.raises(ValueError, match="not an interval"):
         optimal_temperature(torch.zeros(1, 8), 1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
+def test_a_logit_of_minus_infinity_is_no_contrast(dtype: torch.dtype, scale: float) -> None:
+    """Everything equals that of the rows without these entries, of which every row has as many as the others."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows, num_kept, num_all, rho = 60, 31, 47, 1.2
+    kept = (scale * torch.randn(num_rows, num_kept, generator=generator, dtype=torch.float64)).to(dtype)
+    places = torch.stack([torch.randperm(num_all, generator=generator)[:num_kept].sort().values for _ in kept])
+    rows = torch.full((num_rows, num_all), -math.inf, dtype=dtype).scatter(-1, places, kept)
+    tolerances = {"rtol": 1e-4 if dtype == torch.float32 else 1e-9, "atol": 1e-6}
+    tau = optimal_temperature(rows, rho, TAU_MIN, TAU_MAX)
+    torch.testing.assert_close(tau, optimal_temperature(kept, rho, TAU_MIN, TAU_MAX), **tolerances)
+    assert best_constant_temperature(rows, rho) == pytest.approx(best_constant_temperature(kept, rho), rel=1e-4)
+    curve, expected_curve = (temperature_curve(value, [rho], TAU_MIN, TAU_MAX) for value in (rows, kept))
+    assert curve.tau_mean == pytest.approx(expected_curve.tau_mean, rel=1e-4)
+    assert curve.target_entropy == pytest.approx(expected_curve.target_entropy)
+    targets = torch.randint(num_kept, (num_rows,), generator=generator)
+    results = []
+    for logits, of_logits in ((rows, places.gather(-1, targets[:, None]).squeeze(-1)), (kept, targets)):
+        leaves = [logits.clone().requires_grad_(), torch.full((num_rows,), 0.3, dtype=dtype).requires_grad_()]
+        loss = robust_loss(leaves[0], of_logits, leaves[1], rho)
+        gradient, slope = torch.autograd.grad(loss.sum(), leaves)
+        first, second = temperature_derivatives(logits, 0.3, rho)
+        gradient = gradient.gather(-1, places) if logits is rows else gradient
+        results.append([loss, gradient, slope, first, second])
+    for value, reference in zip(*results, strict=True):
+        torch.testing.assert_close(value, reference, **tolerances)
+    impossible = robust_loss(rows, rows.argmin(-1), 0.3, rho)
+    assert bool((impossible == math.inf).all())
+
+
+def test_rows_may_have_different_numbers_of_contrasts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(8, 40, generator=generator, dtype=torch.float64)
+    alone = []
+    for index, row in enumerate(rows):
+        row[40 - 3 * index :] = -math.inf
+        alone.append(optimal_temperature(row[: 40 - 3 * index], 0.5))
+    torch.testing.assert_close(optimal_temperature(rows.view(2, 4, 40), 0.5).flatten(), torch.stack(alone))
+    rows[3, 2:] = -math.inf
+    with pytest.raises(ValueError, match=r"rho = 0\.9 is outside .* for K = 2 contrasts"):
+        optimal_temperature(rows, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(math.nan, "holds NaN"), (math.inf, r"holds \+inf"), (None, "holds nothing but −inf")]
+)
+def test_a_row_that_no_temperature_is_optimal_for_is_named(
+    value: float | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randn(9, 5)
+    rows[7] = -math.inf
+    if value is not None:
+        rows[7] = torch.tensor([0.0, 1.0, value, 2.0, -math.inf])
+    monkeypatch.setattr("tempnet.dro._MAX_LOGITS_PER_SLICE", 15)
+    with pytest.raises(ValueError, match=rf"row 7 of the logits {message}"):
+        optimal_temperature(rows, 0.5)
+    with pytest.raises(ValueError, match=rf"row 7 of the logits {message}"):
+        best_constant_temperature(rows, 0.5)
