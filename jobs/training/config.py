@@ -58,9 +58,13 @@ class RunSection:
     """Steps between progress lines and full statistics (losses are logged for every step)."""
     max_restarts: int = 3
     """How often a failed worker group is started again from the last checkpoint."""
+    max_wait_minutes: float = 60.0
+    """How long to wait for machines with room for all workers, at the start or after one was lost, before giving up."""
 
     def __post_init__(self) -> None:
-        check_positive("run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every")
+        check_positive(
+            "run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every", "max_wait_minutes"
+        )
         check_not_negative("run", self, "seed")
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
@@ -157,7 +161,7 @@ class WorkersSection:
     """Logical CPUs that Ray reserves for a worker; reading data needs some beside them."""
     num_threads: int = 0
     """PyTorch threads of a worker. 0: the cores of the machine shared among the workers; in trials side by side, as many as
-    `cpus_per_worker`."""
+    `cpus_per_worker`. What that is at the first start stays while the run has as many workers, as sums depend on it."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO stage."""
     precision: Literal["fp32", "bf16"] = "bf16"

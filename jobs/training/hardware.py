@@ -24,14 +24,22 @@ def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSe
     return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen
 
 
-def num_threads_per_worker(workers: WorkersSection, *, num_local_workers: int, shares_cores: bool) -> int:
+def num_threads_per_worker(
+    workers: WorkersSection, *, num_local_workers: int, shares_cores: bool, num_kept: int
+) -> int:
     """PyTorch threads of a worker that computes on CPUs, unless `workers.num_threads` says it.
 
     Alone a run has all cores of the machine. Beside others it has what Ray reserves for it: threads of several runs that
-    wait for one another on the same cores make all of them slower than one after the other.
+    wait for one another on the same cores make all of them slower than one after the other. How a sum is divided among
+    threads changes its last digits, so that a run which goes on keeps the number that it began with.
+
+    Args:
+        num_local_workers: workers of the run on this machine.
+        shares_cores: other runs go on beside this one.
+        num_kept: the number that the run began with; 0 if it begins now.
     """
-    if workers.num_threads:
-        return workers.num_threads
+    if workers.num_threads or num_kept:
+        return workers.num_threads or num_kept
     if shares_cores:
         return max(1, int(workers.cpus_per_worker))
     return max(1, (os.cpu_count() or 1) // num_local_workers)

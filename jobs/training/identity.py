@@ -21,6 +21,7 @@ _FREE_TO_CHANGE = {
     "run.num_checkpoints_kept",
     "run.log_every",
     "run.max_restarts",
+    "run.max_wait_minutes",
     "workers.num_workers",
     "workers.cpus_per_worker",
     "tracking.uri",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,17 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pyarrow.fs import FileSelector
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-from jobs.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
-from jobs.training.cleaner import ask_own_cluster
 from jobs.training.config import RunSection, TrainingConfig
+from jobs.training.failures import explain_end
 from jobs.training.identity import differences, fixed_values, flatten
 from jobs.training.job import FatalTrainingError, WorkerJob
+from jobs.training.lease import Lease
 from jobs.training.recording import keep_end, record_end, record_models
+from jobs.training.resumption import find_resumption, write_snapshot
 from jobs.training.rivals import verdict
 from jobs.training.task import Plan, PreparedTask
 from jobs.training.tracking import (
@@ -38,18 +37,10 @@ from jobs.training.tracking import (
     run_tags,
     survive_outage,
 )
+from jobs.training.trainer import make_trainer
 from jobs.training.watch import Watch
-from jobs.training.worker import packed, run_worker
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
-
-
-class Trainer(TorchTrainer):
-    """With a cleaner that asks its own cluster."""
-
-    def _create_default_callbacks(self) -> list[Any]:
-        # Of Train V2, which runs.
-        return ask_own_cluster(super()._create_default_callbacks())  # type: ignore[misc]
 
 
 def tracking_uri(config: TrainingConfig) -> str:
@@ -82,8 +73,10 @@ def train(
         ray_job: the Ray job that this is a part of; empty: that of this process.
 
     Raises:
-        ValueError and the like: before anything starts, for a taken run name, or too small a cluster.
-        FatalTrainingError: a loss that is not finite; the message names the step and what its batch held.
+        ValueError and the like: before anything starts, for a taken run name, another driver that trains this run, or too
+            small a cluster; and for a run of which no checkpoint is whole.
+        FatalTrainingError: a loss that is not finite (the message names the step and what its batch held), a disk that is
+            full, or no room for all workers within `run.max_wait_minutes`.
         TrainingFailedError: a worker group failed more often than `run.max_restarts`.
         KeyboardInterrupt: on Ctrl-C; what was trained since the last checkpoint is lost.
     """
@@ -94,20 +87,26 @@ def train(
         record_end(config, outcome)
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
-
-    start_ray()
-    check_resources(
-        num_workers=config.workers.num_workers,
-        cpus_per_worker=config.workers.cpus_per_worker,
-        use_gpu=config.workers.use_gpu,
-        data_cpus=plan.data_cpus,
-    )
-    prepared = plan.prepare()
-    claim_directory(config)  # not before: what cannot start should not hold a name
-    prepared.write_records(config.run.directory)
-    tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
-    with mark_if_ended(tracked), _recorded_if_failed(plan, tracked):
-        with Console(config.run.num_steps) if with_progress else nullcontext() as console:
+    with Lease(config.run.directory):
+        find_resumption(config.run.directory, {})  # refuses what cannot be continued
+        start_ray()
+        check_resources(
+            num_workers=config.workers.num_workers,
+            cpus_per_worker=config.workers.cpus_per_worker,
+            use_gpu=config.workers.use_gpu,
+            data_cpus=plan.data_cpus,
+        )
+        prepared = plan.prepare()
+        outcome = claim_directory(config)  # not before: what cannot start should not hold a name
+        if outcome is not None:
+            return outcome  # another driver had the lease until now
+        prepared.write_records(config.run.directory)
+        tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
+        with (
+            mark_if_ended(tracked),
+            _recorded_if_failed(plan, tracked),
+            Console(config.run.num_steps) if with_progress else nullcontext() as console,
+        ):
             job = WorkerJob(
                 config=prepared.config,
                 spec=prepared.spec,
@@ -117,9 +116,15 @@ def train(
                 watch=watch,
                 shares_cores=shares_cores,
             )
-            result = _fit(_trainer(config, job))
-        if "fatal" in result:
-            raise FatalTrainingError(result["fatal"])
+            result = _fit(config, job)
+        return _finish(plan, prepared, tracked, result, keep_checkpoints=keep_checkpoints)
+
+
+def _finish(
+    plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any], *, keep_checkpoints: bool
+) -> dict[str, Any]:
+    """Write the outcome and the report, and tell MLflow."""
+    config = plan.config
     unsent = result.pop("unsent_metrics", [])
     outcome = {
         **result,
@@ -142,16 +147,33 @@ def train(
     return outcome
 
 
-def _fit(trainer: Trainer) -> dict[str, Any]:
-    """What the first worker returns.
+def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
+    """Train from the newest checkpoint that is whole; what the first worker returns.
 
     Raises:
+        FatalTrainingError: where starting the workers again would end the same way.
+        ValueError: if the workers find that no checkpoint is whole.
         KeyboardInterrupt: on Ctrl-C, which Ray Train takes for itself: it ends the workers, then the process, without a word.
     """
-    try:
-        return trainer.fit().return_value  # type: ignore[attr-defined]
-    except SystemExit as error:
-        raise KeyboardInterrupt from error
+    damaged: dict[str, str] = {}
+    while True:
+        resumption = find_resumption(config.run.directory, damaged)
+        for note in resumption.notes:
+            print(f"{note}; going on from step {resumption.step}", flush=True)
+        write_snapshot(config.run.directory, resumption.checkpoints)
+        try:
+            result: dict[str, Any] = make_trainer(config, job).fit().return_value  # type: ignore[attr-defined]
+        except SystemExit as error:
+            raise KeyboardInterrupt from error
+        except TrainingFailedError as error:
+            if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
+                raise FatalTrainingError(message) from error
+            raise
+        if "fatal" in result:
+            raise FatalTrainingError(result["fatal"])
+        if "damaged" not in result:
+            return result
+        damaged |= result["damaged"]
 
 
 @contextmanager
@@ -229,33 +251,6 @@ def _delete_checkpoints(directory: str) -> None:
     for entry in filesystem.get_file_info(FileSelector(path)):
         if entry.base_name.startswith("checkpoint-"):
             filesystem.delete_dir(entry.path)
-
-
-def _trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
-    # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
-    workers = config.workers
-    # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
-    if not workers.use_gpu:
-        environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
-    filesystem, path = resolve(f"{config.run.resolved_storage}")
-    return Trainer(
-        run_worker,  # type: ignore[arg-type]
-        train_loop_config=packed(job),
-        scaling_config=ScalingConfig(
-            num_workers=workers.num_workers,
-            use_gpu=workers.use_gpu,
-            resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
-        ),
-        run_config=RunConfig(  # type: ignore[call-arg]
-            name=config.run.name,
-            storage_path=path,
-            storage_filesystem=filesystem,
-            failure_config=FailureConfig(max_failures=config.run.max_restarts),
-            checkpoint_config=CheckpointConfig(num_to_keep=config.run.num_checkpoints_kept),
-            worker_runtime_env={"env_vars": environment},
-        ),
-    )
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,20 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.console import Progress
-from jobs.training.checkpoint import FRESH_STATE, RunState, load_checkpoint, read_state, save_checkpoint
+from jobs.training.checkpoint import (
+    FRESH_STATE,
+    DamagedCheckpointError,
+    RunState,
+    check_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from jobs.training.engine import start_engine
+from jobs.training.failures import naming_full_disk
 from jobs.training.hardware import num_threads_per_worker, peak_flops_per_second
 from jobs.training.job import FatalTrainingError, WorkerJob
+from jobs.training.pace import Ahead, Pace
 from jobs.training.system_metrics import SystemMetrics
 from jobs.training.task import Statistics, Task
 from jobs.training.tracking import MetricLogger
@@ -36,9 +46,12 @@ _DIGEST_MODULUS = 1 << 48
 
 
 def train_worker(job: WorkerJob) -> dict[str, Any]:
-    """Train to the end; rank 0's return value is the outcome, `{"fatal": message}` if the run must not be restarted."""
+    """Train to the end; rank 0's return value is the outcome, `{"fatal": message}` if the run must not be restarted, or
+    `{"damaged": {checkpoint: message}}` if it must go on from an older checkpoint."""
+    checkpoint = ray.train.get_checkpoint()
     try:
-        loop = TrainingLoop(job)
+        with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
+            loop = TrainingLoop(job, Path(directory) if directory else None)
         try:
             outcome = loop.run()
         finally:
@@ -46,67 +59,30 @@ def train_worker(job: WorkerJob) -> dict[str, Any]:
         return {**outcome, "unsent_metrics": unsent}
     except FatalTrainingError as error:
         return {"fatal": str(error)}
-
-
-class Pace:
-    """Units (tokens, pairs) and seconds over some steps, and how much of the time went by waiting for data."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.seconds_waiting = 0.0
-        self.num_units = 0
-
-    def add(self, seconds: float, seconds_waiting: float, num_units: int) -> None:
-        """Count one step."""
-        self.seconds += seconds
-        self.seconds_waiting += seconds_waiting
-        self.num_units += num_units
-
-    @property
-    def units_per_second(self) -> float:
-        """Of the global batch."""
-        return self.num_units / self.seconds
-
-    @property
-    def data_wait_share(self) -> float:
-        """Of the time."""
-        return self.seconds_waiting / self.seconds
-
-
-class _Ahead:
-    """An iterator whose first item is fetched in the background from the moment it is made."""
-
-    def __init__(self, items: Iterator[Batch]) -> None:
-        self._items = items
-        self._pool = ThreadPoolExecutor(1)
-        self._first: Future[Batch] | None = self._pool.submit(next, items)
-
-    def __next__(self) -> Batch:
-        if self._first is None:
-            return next(self._items)
-        first, self._first = self._first.result(), None
-        self._pool.shutdown()
-        return first
+    except DamagedCheckpointError as error:
+        assert checkpoint is not None
+        return {"damaged": {Path(checkpoint.path).name: str(error)}}
 
 
 class TrainingLoop:
-    """One worker's state over a run."""
+    """One worker's state over a run.
 
-    def __init__(self, job: WorkerJob) -> None:
+    Args:
+        job: what to train.
+        directory: a copy of the checkpoint to go on from, which may be deleted afterwards; None: the run begins.
+    """
+
+    def __init__(self, job: WorkerJob, directory: Path | None) -> None:
         context = ray.train.get_context()
         self.config = config = job.config
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        if config.workers.num_threads or not config.workers.use_gpu:
-            num_local = context.get_local_world_size()
-            torch.set_num_threads(
-                num_threads_per_worker(config.workers, num_local_workers=num_local, shares_cores=job.shares_cores)
-            )
         # Counters cross the network on the host, so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
-        checkpoint = ray.train.get_checkpoint()
         state = FRESH_STATE
-        if checkpoint:
-            state = read_state(checkpoint, world_size=self.world_size, zero_stage=config.workers.zero_stage)
+        if directory:
+            check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
+            state = read_state(directory, world_size=self.world_size, zero_stage=config.workers.zero_stage)
+        self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
         self.best_rating = state.best_rating
@@ -115,12 +91,12 @@ class TrainingLoop:
         self.task: Task = job.spec.create(self.rank, self.world_size)
         # Reading starts before the model is built, so that the first step does not wait for it.
         size = config.optimizer.batch_size
-        self.batches = _Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
-        self.task.build(is_fresh=checkpoint is None)
+        self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+        self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
         self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
-        if checkpoint:
-            load_checkpoint(self.engine, checkpoint, self.task.load, num_writers=state.world_size)
+        if directory:
+            load_checkpoint(self.engine, directory, self.task.load, num_writers=state.world_size)
         self.is_first = self.rank == 0
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
@@ -191,6 +167,23 @@ class TrainingLoop:
             return []
         self.metrics.close()
         return self.metrics.unsent()
+
+    def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
+        """Give all workers equally many threads, those of the slowest layout; returns 0 where PyTorch decides."""
+        workers = self.config.workers
+        if workers.use_gpu and not workers.num_threads:
+            return 0
+        own = num_threads_per_worker(
+            workers,
+            num_local_workers=ray.train.get_context().get_local_world_size(),
+            shares_cores=shares_cores,
+            # Among another number of workers a batch is divided, and summed, in another way anyhow.
+            num_kept=state.num_threads if state.world_size == self.world_size else 0,
+        )
+        fewest = torch.tensor(own)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.host_group)
+        torch.set_num_threads(int(fewest))
+        return int(fewest)
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
         """Count this rank's part of one global batch, and train on it."""
@@ -274,7 +267,8 @@ class TrainingLoop:
         is_better = rating is not None and (self.best_rating is None or rating > self.best_rating)
         if is_better or (rating is None and with_details):
             self.best_rating = rating
-            self.task.export()
+            with naming_full_disk(self.config.run.export_directory):
+                self.task.export()
         return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
 
     def _look(self) -> None:
@@ -294,6 +288,7 @@ class TrainingLoop:
             seconds_trained=self.seconds_before + self.total.seconds,
             num_units=self.num_units,
             best_rating=self.best_rating,
+            num_threads=self.num_threads,
             unsent_metrics=self.metrics.unsent() if self.metrics else [],
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
         )

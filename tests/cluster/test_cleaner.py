@@ -12,7 +12,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.state.util import is_actor_alive
 
 from jobs.training.cleaner import OwnClusterCleaner, OwnClusterCleanerCallback
-from jobs.training.launch import Trainer
+from jobs.training.trainer import Trainer
 
 pytestmark = pytest.mark.cluster
 

@@ -55,11 +55,14 @@ def test_zero_stages_divide_optimizer_gradients_and_weights_in_turn() -> None:
 def test_runs_side_by_side_do_not_take_each_others_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 16)
 
-    def threads(num_local_workers: int, shares_cores: bool, **values: Any) -> int:
-        workers = WorkersSection(**values)
-        return num_threads_per_worker(workers, num_local_workers=num_local_workers, shares_cores=shares_cores)
+    def threads(num_local_workers: int, shares_cores: bool, num_kept: int = 0, **values: Any) -> int:
+        return num_threads_per_worker(
+            WorkersSection(**values), num_local_workers=num_local_workers, shares_cores=shares_cores, num_kept=num_kept
+        )
 
     assert [threads(number, False, cpus_per_worker=1.0) for number in (1, 2, 3, 32)] == [16, 8, 5, 1]
     # What all reserve together is what the machine has; so are their threads.
     assert [threads(1, True, cpus_per_worker=cpus) for cpus in (0.5, 1.0, 2.5, 8.0)] == [1, 1, 2, 8]
     assert threads(2, True, num_threads=3) == threads(2, False, num_threads=3) == 3
+    # A run that goes on keeps what it began with, wherever its workers lie now.
+    assert [threads(number, shared, num_kept=5) for number in (1, 4) for shared in (True, False)] == [5] * 4

@@ -1,0 +1,213 @@
+"""A run outlives damaged checkpoints, a full disk, a second driver, workers that die and nodes that are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support import ROOT, training_worker_pids, wait_for
+
+from jobs.language_models.config import LanguageModelConfig
+from jobs.language_models.plan import make_plan
+from jobs.training.checkpoint_files import find_changed_file, find_damage
+from jobs.training.identity import flatten
+from jobs.training.job import FatalTrainingError
+from jobs.training.launch import train
+from jobs.training.resumption import SNAPSHOT_FILE
+from jobs.training.tracking import TrackedRun, metric_history
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+Make = Callable[..., LanguageModelConfig]
+
+
+def losses(outcome: dict[str, Any]) -> dict[int, float]:
+    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), "train/loss")
+
+
+@contextmanager
+def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
+    """Whatever goes wrong in the action is raised when the block has ended."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for error in errors:
+            raise error
+
+
+def arguments(config: LanguageModelConfig) -> list[str]:
+    """The command line that gives this configuration."""
+    given = []
+    for name, value in flatten(config).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            section, _, field = flag.partition(".")
+            given.append(f"--{flag}" if value else f"--{section}.no-{field}")
+        elif value != "":
+            given += [f"--{flag}", str(value)]
+    return ["-m", "jobs.train_lm", "gpt2-scratch", *given]
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    ray_head: dict[str, str], cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("damaged", run={"num_steps": 20})
+    run = Path(config.run.directory)
+    second: list[subprocess.CompletedProcess[str]] = []
+
+    def start_a_second_driver() -> None:
+        wait_for(lambda: (run / "lease.json").exists())
+        command = [sys.executable, *arguments(config)]
+        second.append(subprocess.run(command, cwd=ROOT, env=ray_head, capture_output=True, text=True, timeout=300))
+
+    with at_the_same_time(start_a_second_driver):
+        first = train(make_plan(config))
+    assert second[0].returncode == 2, second
+    assert f"is being trained by process {os.getpid()} on" in second[0].stderr
+    expected = losses(first)
+    assert sorted(expected) == list(range(1, 21))
+    newest = run / "checkpoint-00000020"
+    assert find_damage(str(newest)) == ""
+    lists = [json.loads((newest / f"files-0000{rank}.json").read_text()) for rank in (0, 1)]
+    assert lists[0]["group"] == lists[1]["group"] != ""
+    assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
+
+    # One byte that only a reader of the whole file notices, and a snapshot that ends in the middle.
+    damaged = next(newest.glob("deepspeed/*rank_1_*"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (run / SNAPSHOT_FILE).write_text((run / SNAPSHOT_FILE).read_text()[:50])
+    (run / "outcome.json").unlink()
+    capsys.readouterr()
+    again = train(make_plan(config))
+    said = capsys.readouterr().out
+    assert f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide; going on from step 20" in said
+    assert f"checkpoint-00000020 cannot be used: deepspeed/{damaged.name} does not hold what was written; " in said
+    assert "going on from step 15\n" in said
+    assert again["resumed_from_step"] == 15
+    assert losses(again) == pytest.approx(expected, abs=1e-6)
+    assert again["validation"] == pytest.approx(first["validation"], abs=1e-6)
+    assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
+
+    # With none left, it stops before it starts any workers, and leaves everything as it is.
+    for checkpoint in run.glob("checkpoint-*"):
+        if checkpoint.is_dir():
+            (checkpoint / "state.json").unlink()
+    (run / "outcome.json").unlink()
+    with pytest.raises(ValueError, match=r"00000015 cannot be used: state.json is missing. checkpoint-00000020 cannot"):
+        train(make_plan(config))
+    assert not (run / "lease.json").exists()
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 megabytes."""
+    at = tmp_path / "disk"
+    at.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(at)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
+    cluster: dict[str, str], tiny: Make, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Threads are left to the layout: beside others a run has one, alone all cores.
+    config = tiny(
+        "full",
+        run={"storage": str(small_disk), "max_restarts": 3},
+        workers={"num_workers": 1, "num_threads": 0},
+        tracking={"enabled": False},
+    )
+    run = Path(config.run.directory)
+
+    def fill_the_disk() -> None:
+        wait_for((run / SNAPSHOT_FILE).exists)
+        fill(small_disk)
+
+    with at_the_same_time(fill_the_disk), pytest.raises(FatalTrainingError) as caught:
+        train(make_plan(config), shares_cores=True)
+    message = str(caught.value)
+    assert message.startswith(f"No space left on device: {run}"), message
+    assert "make room there: the same command then goes on from the checkpoint of step " in message
+    assert "\n" not in message
+    assert "restart" not in capsys.readouterr().out
+    step = int(message.split("checkpoint of step ")[1].split(",")[0])
+    (small_disk / "filler").unlink()
+    killed: list[int] = []
+
+    def kill_a_worker() -> None:
+        wait_for(lambda: (run / f"checkpoint-{step + 5:08d}" / "files-00000.json").exists())
+        killed.extend(training_worker_pids(cluster))
+        os.kill(killed[0], signal.SIGKILL)
+
+    with at_the_same_time(kill_a_worker):
+        outcome = train(make_plan(config))
+    said = capsys.readouterr().out
+    assert f"worker 0: its process {killed[0]} on " in said
+    assert "died: killed by a signal, such as 9" in said
+    assert f"; restart 1 of 3, from step {outcome['resumed_from_step']}\n" in said
+    assert f"continuing after step {step}\n" in said
+    assert step <= outcome["resumed_from_step"] < 40
+    # As many threads as at the first start.
+    assert json.loads((run / "checkpoint-00000040" / "state.json").read_text())["num_threads"] == 1
+
+
+def test_waiting_for_machines_says_so_and_ends(
+    cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "2")
+    config = tiny(
+        "waiting", run={"max_wait_minutes": 0.1}, workers={"cpus_per_worker": 1.5}, tracking={"enabled": False}
+    )
+    make_plan(config).prepare()
+
+    @ray.remote(num_cpus=2)
+    class Neighbour:
+        def is_there(self) -> bool:
+            return True
+
+    neighbour = Neighbour.remote()
+    ray.get(neighbour.is_there.remote())
+    try:
+        with pytest.raises(FatalTrainingError, match=r"no room for 2 workers, .*within run.max_wait_minutes = 0\.1"):
+            train(make_plan(config))
+    finally:
+        ray.kill(neighbour)
+    assert capsys.readouterr().out.count("no room for 2 workers, as nodes are lost or busy, since 0.0") >= 2
