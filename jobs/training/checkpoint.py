@@ -120,7 +120,7 @@ def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) ->
     """List this rank's files and copy them into the run's directory; Ray Train calls it in the background."""
     storage = ray.train.get_context().get_storage()
     # All workers that were started together share a placement group, and no others do.
-    group = ray.get_runtime_context().get_placement_group_id()
+    group = ray.get_runtime_context().get_placement_group_id() or ""
     try:
         with naming_full_disk(checkpoint.path):
             write_file_list(Path(checkpoint.path), rank=rank, world_size=world_size, group=group)
@@ -131,7 +131,7 @@ def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) ->
         raise
 
 
-def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup) -> None:
+def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
     """Compare the digests of all files, each worker those of its share. All ranks must call it.
 
     Raises:

@@ -145,7 +145,7 @@ class RestartPolicy(DefaultFailurePolicy):
     def __init__(
         self, failure_config: FailureConfig, *, directory: str, max_wait_minutes: float, mailbox: ActorHandle | None
     ) -> None:
-        super().__init__(failure_config)
+        super().__init__(failure_config)  # type: ignore[arg-type]  # annotated as that of Train V1
         self._directory = directory
         self._max_wait_seconds = 60.0 * max_wait_minutes
         self._mailbox = mailbox

@@ -2,7 +2,8 @@
 
 The lease is a file that names its owner and counts heartbeats. Who finds one that is not its own
 
-* goes on at once if the owner was a process of this machine that is gone, and refuses at once if that process lives;
+* goes on at once if the owner was a process of this machine that is gone. If that process lives, it gets some seconds to
+  end, as the processes of a job that was killed just now may need them; then the start is refused;
 * otherwise (the owner is on another machine, or in another container) watches the count: if it moves, the owner lives; if
   it rests for `seconds_to_expire`, the owner is dead. Nobody's clock is compared with another's.
 
@@ -34,6 +35,7 @@ from pipelines.manifest import read_json, write_json
 LEASE_FILE = "lease.json"
 
 _SECONDS_TO_SETTLE = 0.5
+_SECONDS_TO_END = 5.0
 _SECONDS_OF_CLOCK_ERROR = 2.0  # of a process's start, which is computed from the time of booting
 
 
@@ -97,21 +99,19 @@ class Lease:
                 filesystem.delete_file(path)
 
     def _wait_until_dead(self, held: dict[str, Any]) -> None:
-        if held.get("machine") == self._owner["machine"]:
-            raise self._taken(held)
-        print(
-            f"{self._directory} is held by {_name(held)}; if that gives no sign of life for {self._seconds_to_expire:g} s, "
-            "this start goes on",
-            flush=True,
-        )
-        deadline = time.monotonic() + self._seconds_to_expire
+        is_here = held.get("machine") == self._owner["machine"]
+        seconds = _SECONDS_TO_END if is_here else self._seconds_to_expire
+        print(f"{self._directory} is held by {_name(held)}: looking for {seconds:g} s whether that lives", flush=True)
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds_between_beats / 2))
             now = self._read()
-            if now is None:
+            if now is None or _is_ended_here(now):
                 return
-            if now != held:
+            if now != held and not is_here:
                 raise self._taken(now)
+        if is_here:
+            raise self._taken(held)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds_between_beats):
@@ -145,7 +145,7 @@ class Lease:
 
     def _taken(self, held: dict[str, Any]) -> RunIsTakenError:
         return RunIsTakenError(
-            f"the run in {self._directory} is being trained by {_name(held)}: wait until that has ended, or choose another "
+            f"the run in {self._directory} is in the hands of {_name(held)}: wait until that has ended, or choose another "
             "run.name"
         )
 

@@ -23,6 +23,7 @@ from ray.tune.search import Searcher
 from jobs.cluster import check_resources
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
+from jobs.training.lease import Lease
 from jobs.training.recording import record_end
 from jobs.training.task import Plan
 from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, ray_job_id, survive_outage
@@ -93,9 +94,10 @@ def run_trials(
         describe: an outcome in a few words.
 
     Raises:
-        ValueError: if the cluster has no room for so many, or another configuration holds a trial's directory.
+        ValueError: if the cluster has no room for so many, another configuration holds a trial's directory, or another
+            driver runs these trials.
     """
-    with mark_if_ended(parent):
+    with Lease(directory), mark_if_ended(parent):
         search = _RoundSearch(rounds)
         print(f"{len(search.finished)} trials finished before; {directory}", flush=True)
         if search.is_over:

@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     with at_the_same_time(start_a_second_driver):
         first = train(make_plan(config))
     assert second[0].returncode == 2, second
-    assert f"is being trained by process {os.getpid()} on" in second[0].stderr
+    assert f"in the hands of process {os.getpid()} on" in second[0].stderr
     expected = losses(first)
     assert sorted(expected) == list(range(1, 21))
     newest = run / "checkpoint-00000020"
