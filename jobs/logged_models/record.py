@@ -25,6 +25,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 from pyarrow.fs import FileSelector, FileType
 
 from jobs.logged_models.predictors import EXAMPLES, INPUTS, predictor_kind
+from jobs.training.resumption import whole_checkpoints
 from jobs.training.tracking import TrackedRun
 from pipelines.archives import relative, resolve
 from tempnet.network import PAIRED_DIRECTORY
@@ -49,13 +50,8 @@ _PACKAGES = (
 
 
 def record_checkpoints(run: TrackedRun, directory: str) -> None:
-    """Make the checkpoints in a run's directory its external models, and remove those whose checkpoint is gone."""
-    filesystem, path = resolve(directory)
-    steps = {
-        f"{directory}/{entry.base_name}": int(entry.base_name.removeprefix("checkpoint-"))
-        for entry in filesystem.get_file_info(FileSelector(path))
-        if entry.base_name.startswith("checkpoint-")
-    }
+    """Make the whole checkpoints in a run's directory its external models, and remove those whose checkpoint is gone."""
+    steps = {f"{directory}/{name}": step for name, step in whole_checkpoints(directory).items()}
     models = RunModels(run)
     recorded = {model.tags["uri"]: model for model in models.of_type(CHECKPOINT)}
     for uri in recorded.keys() - steps.keys():

@@ -45,6 +45,13 @@ class Resumption:
         return _step(self.checkpoints[-1]) if self.checkpoints else 0
 
 
+def whole_checkpoints(directory: str) -> dict[str, int]:
+    """Name → step of the checkpoints in a run's directory that are whole, oldest first."""
+    return {
+        name: _step(name) for name in sorted(_found(directory), key=_step) if not find_damage(f"{directory}/{name}")
+    }
+
+
 def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumption:
     """Which checkpoints of a run are whole.
 
@@ -58,13 +65,8 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
     Raises:
         ValueError: if the run had finished checkpoints and none is whole; all are named with what is wrong.
     """
-    filesystem, path = resolve(directory)
-    entries = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
-    found = {
-        entry.base_name for entry in entries if entry.type == FileType.Directory and _NAME.fullmatch(entry.base_name)
-    }
     registered, problem = _read_snapshot(directory)
-    names = sorted(found | registered, key=_step)
+    names = sorted(_found(directory) | registered, key=_step)
     damage = {name: known_damage.get(name) or find_damage(f"{directory}/{name}") for name in names}
     whole = [name for name in names if not damage[name]]
     # Older ones that are not registered are what Ray Train was about to delete when the run ended.
@@ -104,6 +106,15 @@ def write_snapshot(directory: str, checkpoints: list[str]) -> None:
 def registered_step(directory: str) -> int:
     """The step of the last checkpoint that Ray Train has registered, from which it starts workers again; 0 if none is."""
     return max(map(_step, _read_snapshot(directory)[0]), default=0)
+
+
+def _found(directory: str) -> set[str]:
+    """Names of the checkpoints' directories, whatever is left in them."""
+    filesystem, path = resolve(directory)
+    entries = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+    return {
+        entry.base_name for entry in entries if entry.type == FileType.Directory and _NAME.fullmatch(entry.base_name)
+    }
 
 
 def _step(name: str) -> int:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel
 
 from jobs.logged_models.predictors import EXAMPLES, CaptionTemperatures, SentenceTemperatures, predictor_kind
 from jobs.logged_models.record import record_checkpoints, record_export
+from jobs.training.checkpoint_files import write_file_list
 from jobs.training.tracking import MetricLogger, TrackedRun, open_run
 from pipelines.tokenization import load_tokenizer, train_wordpiece
 from tempnet.loading import load_causal_lm
@@ -58,8 +59,14 @@ def models(run: TrackedRun) -> dict[str, LoggedModel]:
 
 
 def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedRun, tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        checkpoint = tmp_path / f"checkpoint-{step:08d}"
+        checkpoint.mkdir()
+        write_file_list(checkpoint, rank=0, world_size=1, group="a")
+
     for step in (5, 10):
-        (tmp_path / f"checkpoint-{step:08d}").mkdir()
+        save(step)
+    (tmp_path / "checkpoint-00000012").mkdir()  # its upload was not finished
     (tmp_path / "export").mkdir()
     record_checkpoints(run, str(tmp_path))
     first = models(run)
@@ -77,7 +84,7 @@ def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedR
 
     # A run that goes on keeps what is there, and drops what is not.
     shutil.rmtree(tmp_path / "checkpoint-00000005")
-    (tmp_path / "checkpoint-00000015").mkdir()
+    save(15)
     record_checkpoints(run, str(tmp_path))
     later = models(run)
     assert sorted(later) == ["checkpoint-10", "checkpoint-15"]
