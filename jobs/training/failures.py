@@ -160,11 +160,13 @@ class RestartPolicy(DefaultFailurePolicy):
         if isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
             return self._wait(error.controller_failure)
         self._waiting_since = None
+        num_before = self._worker_group_failures
         decision = super().make_decision(error)
         if decision == FailureDecision.RETRY:
-            step = registered_step(self._directory)
-            count = f"restart {self._worker_group_failures} of {self.failure_config.max_failures}"
-            self._say(f"{describe_failure(error)}; {count}, from step {step}")
+            number = f"{self._worker_group_failures} of {self.failure_config.max_failures}"
+            if self._worker_group_failures == num_before:
+                number = "that does not count, as a node was taken away"
+            self._say(f"{describe_failure(error)}; restart {number}, from step {registered_step(self._directory)}")
         return decision
 
     def _wait(self, failure: Exception) -> FailureDecision:
