@@ -1,0 +1,280 @@
+"""Every reader on damaged files: it gives records and counted problems, or a clear error, soon and in less than a gigabyte.
+
+All 10 000 mutations: `python -m pytest -m long tests/pipelines/test_fuzz.py`.
+One of them, by itself: `PYTHONPATH=. python tests/pipelines/test_fuzz.py DIRECTORY NUMBER NUMBER+1`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from PIL import Image
+
+from pipelines.archives import list_archives
+from pipelines.caption_files import CaptionFile
+from pipelines.image_archives import ImageSample, list_image_archives, read_samples
+from pipelines.image_decoding import ImageError, check_image
+from pipelines.problems import Problem
+from pipelines.senteval import read_judgements, read_labelled, read_task
+from pipelines.text import read_documents
+
+SEED = 20_240_404
+MAX_MEMORY_BYTES = 10**9
+SECONDS_PER_CASE = 20
+
+# ---- intact files ----------------------------------------------------------------------------------------------------
+
+TEXTS = [f"document {number}: all work and no play \u2603 " * (number + 1) for number in range(12)]
+LINES = b"".join(json.dumps({"text": text, "meta": {"n": [1.5, None]}}).encode() + b"\n" for text in TEXTS)
+SENTENCES = "".join(
+    f"{number % 3}\ta sentence of {number} words caf\u00e9\tand another\n" for number in range(40)
+).encode()
+
+
+def tar(members: dict[str, bytes], form: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def image(form: str) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 20, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def parquet(**options: object) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), buffer, row_group_size=5, **options)
+    return buffer.getvalue()
+
+
+LONG = "d/" * 80
+TEXT_MEMBERS = {"1.zst": zstandard.compress(LINES), f"{LONG}2.jsonl.gz": gzip.compress(LINES), "\u2603.jsonl": LINES}
+IMAGE_MEMBERS = {
+    f"{directory}{number}.{suffix}": data
+    for number, (directory, form) in enumerate([("", "jpeg"), (LONG, "png"), ("\u2603", "webp")])
+    for suffix, data in {form: image(form), "txt": b"a caption", "json": b'{"caption": ["one", "two"]}'}.items()
+}
+CAPTIONS = {
+    "listed": [{"image": f"{number}.jpg", "caption": ["one", "two"]} for number in range(4)],
+    "karpathy": {
+        "images": [{"filename": f"{number}.jpg", "split": "test", "sentences": [{"raw": "one"}]} for number in range(4)]
+    },
+}
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> Counter[str]:
+    (archive,) = list_archives(str(path))
+    return counted(read_documents(str(path), archive))
+
+
+def read_images(path: Path, captions: CaptionFile | None = None) -> Counter[str]:
+    return sum(
+        (counted(read_samples(str(path), found, captions)) for found in list_image_archives(str(path))), Counter()
+    )
+
+
+def read_directory(path: Path) -> Counter[str]:
+    folder = path.with_suffix("")
+    folder.mkdir()
+    path.rename(folder / "0.jpg")
+    (folder / "1.jpg").write_bytes(image("jpeg"))
+    named = CaptionFile(captions={"0.jpg": ("one",), "1.jpg": ("two",)})
+    return read_images(folder, named)
+
+
+def read_captions(path: Path) -> Counter[str]:
+    file = CaptionFile.load(str(path))
+    file.find("x/0.jpg")
+    assert all(isinstance(text, str) for name, texts in file.captions.items() for text in (name, *texts))
+    return Counter(read=len(file.captions))
+
+
+def read_sst(path: Path) -> Counter[str]:
+    folder = path.with_suffix("") / "SST" / "binary"
+    folder.mkdir(parents=True)
+    for part in ("train", "dev", "test"):
+        (folder / f"sentiment-{part}").write_bytes(path.read_bytes() if part == "train" else b"one\t0\ntwo\t1\n")
+    return Counter(read_task(path.with_suffix(""), "SST2").problems)
+
+
+def counted(items: object) -> Counter[str]:
+    """Kinds of the items; whatever a person is shown of them can be printed."""
+    counts: Counter[str] = Counter()
+    for item in items:  # type: ignore[attr-defined]
+        shown = [item.where, item.detail] if isinstance(item, Problem) else [item.key]
+        assert max(len(" ".join(shown).encode()), 1) < 200_000
+        counts[item.kind if isinstance(item, Problem) else "read"] += 1
+        if isinstance(item, ImageSample):
+            " ".join(item.captions).encode()
+            try:
+                check_image(item.data)
+            except ImageError as error:
+                str(error).encode()
+        elif not isinstance(item, Problem):
+            item.text.encode()
+    return counts
+
+
+Reader = Callable[[Path], Counter[str]]
+# Name, intact content, reader; what is compressed after its damage is told by the name.
+CASES: list[tuple[str, bytes, Reader]] = [
+    ("within.jsonl.gz", LINES, read_text),
+    ("within.jsonl.zst", LINES, read_text),
+    ("a.jsonl", LINES, read_text),
+    ("a.jsonl.gz", gzip.compress(LINES), read_text),
+    ("a.jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(LINES), read_text),
+    ("pax.tar", tar(TEXT_MEMBERS, tarfile.PAX_FORMAT), read_text),
+    ("gnu.tar", tar(TEXT_MEMBERS, tarfile.GNU_FORMAT), read_text),
+    ("snappy.parquet", parquet(), read_text),
+    ("plain.parquet", parquet(use_dictionary=False, compression="none"), read_text),
+    ("zstd.parquet", parquet(compression="zstd", data_page_version="2.0"), read_text),
+    ("i-pax.tar", tar(IMAGE_MEMBERS, tarfile.PAX_FORMAT), read_images),
+    ("i-gnu.tar", tar(IMAGE_MEMBERS, tarfile.GNU_FORMAT), read_images),
+    *[(f"{form}.jpg", image(form), read_directory) for form in ("jpeg", "png", "webp", "gif", "bmp")],
+    *[(f"{name}.json", json.dumps(content).encode(), read_captions) for name, content in CAPTIONS.items()],
+    ("labelled.txt", SENTENCES, lambda path: Counter(read_labelled(path).problems)),
+    ("judgements.txt", SENTENCES, lambda path: Counter(read_judgements(path, "a").problems)),
+    ("sst.txt", b"".join(b"sentence %d\t%d\n" % (number, number % 2) for number in range(40)), read_sst),
+]
+
+
+WORDS = np.array(
+    [b"5", b"-1", b"null", b"[1]", b'"\\ud83d"', b"{}", b'""', b"9" * 5000, b"1e999", b"[" * 5000, b'"text"', b"NaN"],
+    dtype=object,
+)
+
+# ---- mutations -------------------------------------------------------------------------------------------------------
+
+
+def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+    """One to four changes: overwritten, flipped, inserted, cut, doubled bytes, a cut end, a head of another file."""
+    for _ in range(rng.integers(1, 5)):
+        start = int(rng.integers(len(data) + 1))
+        stop = start + int(rng.choice([1, 8, 512, max(len(data) // 3, 1)]))
+        noise = rng.choice([rng.bytes(8), b"\0" * 8, b"\xff" * 8, b"9" * 64, b'{"[' * 9, rng.bytes(512)])
+        match rng.integers(9):
+            case 0:
+                data = data[:start] + noise + data[start + len(noise) :]
+            case 1:
+                data = (
+                    data[:start]
+                    + bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[start : start + 2])
+                    + data[start + 2 :]
+                )
+            case 2:
+                data = data[:start] + noise + data[start:]
+            case 3:
+                data = data[:start] + data[stop:]
+            case 4:
+                data = data[:stop] + data[start:stop] * int(rng.choice([1, 50])) + data[stop:]
+            case 5:
+                data = data[:start]
+            case 6:
+                other = CASES[rng.integers(len(CASES))][1]
+                data = other[: stop - start] + data[stop - start :]
+            case 7:
+                words = list(re.finditer(rb'"[^"]*"|[0-9]+', data)) or [re.match(b"", data)]
+                word = words[rng.integers(len(words))]
+                data = data[: word.start()] + bytes(rng.choice(WORDS)) + data[word.end() :]
+            case 8:
+                data = with_changed_header(data, start // 512 * 512, rng)
+    return data
+
+
+def with_changed_header(data: bytes, at: int, rng: np.random.Generator) -> bytes:
+    """A block of a tar with another type, size or name, and the checksum of a header."""
+    block = bytearray(data[at : at + 512].ljust(512, b"\0"))
+    block[156:157] = rng.choice(list(b"0\0LKxgS12567XV")).item().to_bytes()
+    sizes = [
+        b"%011o\0" % int(rng.choice([0, 5, 600, 70_000, 2**33 - 1])),
+        b"\xff" * 12,
+        b"\x80" + b"\0" * 3 + b"\x7f" * 8,
+    ]
+    if rng.random() < 0.5:
+        block[124:136] = sizes[rng.integers(len(sizes))]
+    if rng.random() < 0.3:
+        block[int(rng.integers(512))] = int(rng.integers(256))
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return data[:at] + bytes(block) + data[at + 512 :]
+
+
+def run_cases(directory: Path, first: int, end: int) -> None:
+    """Run cases; a hang ends the process by SIGALRM, and the last line says which case it was."""
+    counts: Counter[str] = Counter()
+    for number in range(first, end):
+        rng = np.random.default_rng([SEED, number])
+        name, data, read = CASES[number % len(CASES)]
+        path = directory / f"{number}-{name}"
+        damaged = mutated(data, rng)
+        if name.startswith("within"):
+            damaged = gzip.compress(damaged) if name.endswith("gz") else zstandard.compress(damaged)
+        path.write_bytes(damaged)
+        print(f"case {number} {name}", flush=True)
+        signal.alarm(SECONDS_PER_CASE)
+        try:
+            counts |= Counter(dict.fromkeys(read(path), 1))
+        except ValueError as error:
+            # `caption_files` and `senteval` refuse a file, and say which; archives are read whatever they hold.
+            if read in (read_text, read_images, read_directory) or not re.search(r"\d+-\w+\.|SST2", str(error)):
+                raise
+            counts["refused"] += 1
+        signal.alarm(0)
+        peak = int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+        assert peak < MAX_MEMORY_BYTES, f"{peak} bytes"
+    print(json.dumps({"kinds": sorted(counts), "peak_bytes": peak}))
+
+
+def check_cases(directory: Path, first: int, end: int) -> None:
+    process = subprocess.run(
+        [sys.executable, __file__, directory, str(first), str(end)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    last = process.stdout.splitlines()[-1:]
+    assert process.returncode == 0, f"exit status {process.returncode} at {last}\n{process.stderr[-4000:]}"
+    print(*last)
+    kinds = json.loads(last[0])["kinds"]
+    assert {"read", "refused", "truncated_archive", "unreadable_archive", "invalid_json"} <= set(kinds)
+
+
+def test_a_reader_survives_damage(tmp_path: Path) -> None:
+    check_cases(tmp_path, 0, 200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_a_reader_survives_much_damage(tmp_path: Path, first: int) -> None:
+    check_cases(tmp_path, first, first + 1000)
+
+
+if __name__ == "__main__":
+    run_cases(Path(sys.argv[1]), *map(int, sys.argv[2:]))
