@@ -64,6 +64,8 @@ def _start_local_ray() -> None:
     )
     # A process of every run that waits for a cloud to take a node away: this machine is no such node.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    # Ray starts workers at niceness 15: beside other work on this machine, training would get next to no processor time.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Nor is there a dashboard to measure every process for.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block

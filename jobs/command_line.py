@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
+
+from jobs.masking import masked
 
 Config = TypeVar("Config")
 
@@ -55,6 +58,9 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         raise SystemExit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         interrupted()
+    except Exception:  # what nobody foresaw; its text may hold an address with a password
+        print(masked(traceback.format_exc()), file=sys.stderr, end="")
+        raise SystemExit(1) from None
 
 
 def interrupted(directory: str = "") -> NoReturn:
@@ -70,7 +76,7 @@ def interrupted(directory: str = "") -> NoReturn:
 
 def fail(message: str) -> NoReturn:
     """Print an error for a person and exit with status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {masked(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

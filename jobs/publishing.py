@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.masking import masked
 from jobs.training.config import RunSection, TrackingSection
 from jobs.training.identity import flatten
 from jobs.training.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
@@ -70,7 +71,7 @@ def publish(
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)
         (local / "results.md").write_text(table + "\n", encoding="utf-8")
-        (local / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+        (local / "results.json").write_text(json.dumps(masked(results), indent=1, ensure_ascii=False), encoding="utf-8")
         filesystem, path = resolve(run.directory)
         for file in local.iterdir():
             with filesystem.open_output_stream(f"{path}/{file.name}") as stream:

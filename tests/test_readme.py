@@ -68,7 +68,8 @@ def test_every_job_that_is_shown_is_there() -> None:
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
     assert shown == {
         "train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm",
-        "train_clip", "prepare_images", "evaluate_clip", "train_sentences", "evaluate_sentences", "train_classifier", "sweep",
+        "revision", "train_clip", "prepare_images", "evaluate_clip",
+        "train_sentences", "evaluate_sentences", "train_classifier", "sweep",
         "reproduce",
     }  # fmt: skip
     for job in shown:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.masking import masked
 from jobs.publishing import markdown_table
 from jobs.reproduction.config import ReproduceConfig
 from jobs.reproduction.cost import cost_of
@@ -71,7 +72,7 @@ class Reproduction:
             f"{experiment.id:<12} {experiment.title} ({experiment.source})",
             f"{'claim':<12} {experiment.claim}",
             f"{'results':<12} {config.run.directory}",
-            f"{'MLflow':<12} {self.tracking_uri or 'off'}",
+            f"{'MLflow':<12} {masked(self.tracking_uri) or 'off'}",
         ]
         if runs:
             left = [run.config for run in runs if outcome_of(run) is None]

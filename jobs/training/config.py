@@ -182,8 +182,9 @@ class WorkersSection:
 class TrackingSection:
     """MLflow."""
 
-    uri: str = ""
-    """Tracking URI. Default: $MLFLOW_TRACKING_URI, else sqlite in run.storage."""
+    uri: str = field(default="", repr=False)
+    """Tracking URI. Default: $MLFLOW_TRACKING_URI, else sqlite in run.storage. A password in it is never shown or recorded;
+    give one by the variable, since other users of a machine can read command lines."""
     experiment: str = "language-models"
     """Experiment name."""
     enabled: bool = True

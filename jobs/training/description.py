@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jobs.masking import masked
 from jobs.training import rivals
 from jobs.training.config import TrainingConfig
 from jobs.training.identity import configuration_hash
@@ -42,7 +43,7 @@ def describe_plan(
         f"{workers.precision}{readers}",
         "parameters": parameters,
         "memory": f"{state_gib:.2f} GiB a worker for weights, gradients and optimizer",
-        "MLflow": tracking_uri or "off",
+        "MLflow": masked(tracking_uri) or "off",
     }
     rows = [*lines.items(), *(("note", note) for note in notes)]
     return "\n".join(f"{name:<{_NAME_WIDTH}}{line}" for name, line in rows)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.cluster import check_resources, start_ray
 from jobs.console import Console
+from jobs.masking import masked
 from jobs.training.config import RunSection, TrainingConfig
 from jobs.training.failures import explain_end
 from jobs.training.identity import differences, fixed_values, flatten
@@ -60,7 +61,7 @@ def train(
     watch: Watch | None = None,
     keep_checkpoints: bool = True,
     shares_cores: bool = False,
-    ray_job: str = "",
+    origin: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
@@ -70,7 +71,7 @@ def train(
         watch: may end the run before its last step; the outcome then says why (`stopped`).
         keep_checkpoints: False: they are deleted once the outcome is there.
         shares_cores: other runs go on beside this one.
-        ray_job: the Ray job that this is a part of; empty: that of this process.
+        origin: `origin_tags` of the process that the job was started by; None: this one.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, another driver that trains this run, or too
@@ -101,7 +102,7 @@ def train(
         if outcome is not None:
             return outcome  # another driver had the lease until now
         prepared.write_records(config.run.directory)
-        tracked = _open_run(plan, prepared, parent_run_id, ray_job) if plan.tracking_uri else None
+        tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
             mark_if_ended(tracked),
             _recorded_if_failed(plan, tracked),
@@ -132,7 +133,7 @@ def _finish(
         "directory": config.run.directory,
         "export": config.run.export_directory,
         "mlflow_run_id": tracked.run_id if tracked else None,
-        "tracking_uri": plan.tracking_uri,
+        "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
         "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
         "temperature_verdict": verdict(result),
@@ -232,9 +233,9 @@ def _recorded(config: Named) -> dict[str, Any]:
     return recorded
 
 
-def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, ray_job: str) -> TrackedRun:
+def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
     config = plan.config
-    tags = run_tags(config, config.tracking, ray_job=ray_job)
+    tags = {**origin, **run_tags(config, config.tracking)}
     return open_run(
         uri=plan.tracking_uri,
         experiment=config.tracking.experiment,
@@ -260,7 +261,7 @@ def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) ->
         local = Path(name)
         (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
         (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
-        (local / "configuration.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        (local / "configuration.json").write_text(json.dumps(masked(dataclasses.asdict(config)), indent=1))
         plan.write_report(local, outcome, tracked)
         filesystem, path = resolve(f"{config.run.directory}/report")
         filesystem.create_dir(path, recursive=True)

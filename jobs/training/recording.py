@@ -10,7 +10,7 @@ import pyarrow.fs
 
 from jobs.training import rivals
 from jobs.training.config import TrainingConfig
-from jobs.training.tracking import TrackedRun, finish_run, send_metrics, survive_outage
+from jobs.training.tracking import TrackedRun, finish_run, reconnection_uri, send_metrics, survive_outage
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
 
@@ -28,7 +28,9 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any]) -> None:
     kept = read_json(_file(config))
     if kept is None:
         return
-    tracked = TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"])
+    tracked = TrackedRun(
+        uri=reconnection_uri(outcome["tracking_uri"], config.tracking), run_id=outcome["mlflow_run_id"]
+    )
     with survive_outage(f"the end of {config.run.name} (the same command sends it later)"):
         send_metrics(tracked, kept["unsent_metrics"])
         filesystem, path = resolve(f"{config.run.directory}/report")

@@ -12,21 +12,24 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 
+from jobs.masking import masked
+from jobs.revision import revision_tags
 from jobs.training.config import TrackingSection
 from jobs.training.identity import configuration_hash
 
@@ -36,6 +39,8 @@ _MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
 # MLflow would ask a server that is gone seven times, which takes four minutes, for everything that is sent at the end.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+# MLflow would print the address of every run that ends, with the password that may be in it.
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
 _JOB_TAG = "ray_job_id"
@@ -47,7 +52,8 @@ _SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 class TrackedRun:
     """An open MLflow run, as plain data that travels to the workers."""
 
-    uri: str
+    uri: str = field(repr=False)
+    """With its password, if it has one."""
     run_id: str
 
 
@@ -73,25 +79,37 @@ def resolved_uri(tracking: TrackingSection, storage: str) -> str:
     if not tracking.enabled:
         return ""
     uri = tracking.uri or default_uri(storage)
+    shown = masked(uri)
+    if any(map(str.isspace, uri)):
+        raise ValueError("tracking.uri holds white space: write a space as %20")
     if not uri.startswith(("http://", "https://")):
         if not uri.startswith(("sqlite:///", "file:", "databricks", *_DATABASES)):
             raise ValueError(
-                f"tracking.uri = {uri!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
+                f"tracking.uri = {shown!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
             )
         return uri
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_SECONDS_TO_ANSWER):
+        parts = urllib.parse.urlsplit(f"{uri.rstrip('/')}/health")
+        # Whether a server lives is told without a password, which urllib would take for a part of the host's name.
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        with urllib.request.urlopen(address, timeout=_SECONDS_TO_ANSWER):
             return uri
     except urllib.error.HTTPError:
         return uri  # it answers; whether it lets us in is said when the run is opened
     except OSError as error:
         if tracking.optional:
-            logger.warning("MLflow at %s does not answer: nothing is logged", uri)
+            logger.warning("MLflow at %s does not answer: nothing is logged", shown)
             return ""
         raise ConnectionError(
-            f"MLflow at tracking.uri = {uri!r} does not answer: start it, give another one, or go on without it by "
-            f"--tracking.optional or --tracking.no-enabled. {error}"
+            f"MLflow at tracking.uri = {shown!r} does not answer: start it, give another one, or go on without it by "
+            f"--tracking.optional or --tracking.no-enabled. {masked(str(error))}"
         ) from error
+
+
+def reconnection_uri(recorded: str, tracking: TrackingSection) -> str:
+    """Where a run was logged: what is recorded of it, with the login that only the command line or the environment has."""
+    given = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    return given if masked(given) == recorded else recorded
 
 
 def open_run(
@@ -108,8 +126,31 @@ def open_run(
     found keeps all these; a Ray job that continues it is named beside those before.
 
     Args:
+        tags: beside :func:`origin_tags` of this process, or in their place.
         data_sets: context → (name, digest, source URI).
+
+    Raises:
+        ConnectionError: if MLflow refuses.
     """
+    tags = {**origin_tags(), **tags}
+    try:
+        return _open_run(
+            uri, experiment, name, directory=directory, parameters=parameters, tags=tags, data_sets=data_sets
+        )
+    except MlflowException as error:  # its text may hold the whole address
+        raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
+
+
+def _open_run(
+    uri: str,
+    experiment: str,
+    name: str,
+    *,
+    directory: str,
+    parameters: Mapping[str, Any],
+    tags: Mapping[str, str],
+    data_sets: Mapping[str, tuple[str, str, str]],
+) -> TrackedRun:
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     client = MlflowClient(uri)
@@ -131,12 +172,14 @@ def open_run(
         if job and job not in known.split(", "):
             client.set_tag(run.info.run_id, _JOB_TAG, f"{known}, {job}" if known else job)
         return TrackedRun(uri=uri, run_id=run.info.run_id)
-    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **origin_tags(), **tags})
+    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags})
     run_id = run.info.run_id
-    client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in parameters.items()])
+    client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
     inputs = [
         DatasetInput(
-            dataset=Dataset(name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": source})),
+            dataset=Dataset(
+                name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": masked(source)})
+            ),
             tags=[InputTag("mlflow.data.context", context)],
         )
         for context, (data_name, digest, source) in data_sets.items()
@@ -146,24 +189,23 @@ def open_run(
 
 
 def where_to_browse(uri: str) -> str:
-    """What a person opens, or types, to look at the runs."""
+    """What a person opens, or types, to look at the runs; a password is left to them."""
+    uri = masked(uri)
     if uri.startswith(("http://", "https://")):
         return uri
     return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {uri}"
 
 
-def run_tags(config: Any, tracking: TrackingSection, *, ray_job: str = "") -> dict[str, str]:
-    """What a run is found by: its configuration, its preset and the place of that in a paper, the Ray job; none is empty.
+def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
+    """What a run is found by: its configuration, its preset and the place of that in a paper; none is empty.
 
     Args:
         config: the dataclass that everything follows from.
-        ray_job: as :func:`ray_job_id` has it where the job was started; empty: here.
     """
     tags = {
         "configuration_hash": configuration_hash(config),
         "preset": tracking.preset,
         "paper.table": tracking.paper,
-        _JOB_TAG: ray_job or ray_job_id(),
     }
     return {name: value for name, value in tags.items() if value}
 
@@ -177,27 +219,16 @@ def ray_job_id() -> str:
 
 
 def origin_tags() -> dict[str, str]:
-    """Who started it, by which job, from which code: what is known of these."""
-    tags = git_tags()
+    """Who started it, by which job, from which code: what is known of these in the process that the job was started by."""
+    tags = revision_tags()
+    if ray_job := ray_job_id():
+        tags[_JOB_TAG] = ray_job
     with contextlib.suppress(OSError, KeyError):  # a container may run as nobody
         tags["mlflow.user"] = getpass.getuser()
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None and module.name.startswith("jobs."):
         tags |= {"mlflow.source.name": module.name, "mlflow.source.type": "JOB"}
     return tags
-
-
-def git_tags() -> dict[str, str]:
-    """Revision of the working tree and whether it is dirty; empty outside a checkout."""
-    root = Path(__file__).parents[2]
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return {"git.revision": git("rev-parse", "HEAD"), "git.dirty": str(bool(git("status", "--porcelain"))).lower()}
-    except (OSError, subprocess.CalledProcessError):
-        return {}
 
 
 class MetricLogger:
@@ -257,7 +288,7 @@ class MetricLogger:
             try:
                 self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
             except Exception as error:  # whatever the outage is, training goes on
-                self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {error}")
+                self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {masked(str(error))}")
                 return False
             with self._lock:
                 self._waiting = self._waiting[len(batch) :]
@@ -282,7 +313,7 @@ def survive_outage(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("%s could not be recorded in MLflow: %s", what, error)
+        logger.warning("%s could not be recorded in MLflow: %s", what, masked(str(error)))
 
 
 @contextlib.contextmanager

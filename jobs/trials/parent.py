@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jobs.masking import masked
 from jobs.training.config import RunSection, TrackingSection
 from jobs.training.identity import flatten
 from jobs.training.tracking import TrackedRun, finish_run, open_run, run_tags, survive_outage
@@ -68,7 +69,7 @@ def publish(
     """
     contents: dict[str, str | bytes] = {
         "results.md": table + "\n",
-        "results.json": json.dumps(_finite({**content, "failed": dict(failed)}), indent=1, ensure_ascii=False),
+        "results.json": json.dumps(_finite(masked({**content, "failed": dict(failed)})), indent=1, ensure_ascii=False),
         **(files or {}),
     }
     with tempfile.TemporaryDirectory() as name:

@@ -7,6 +7,7 @@ or because its process was killed, is reported as failed and does not end the ot
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -21,12 +22,13 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import Searcher
 
 from jobs.cluster import check_resources
+from jobs.masking import masked
 from jobs.training.config import TrainingConfig
 from jobs.training.launch import claim_directory, train
 from jobs.training.lease import Lease
 from jobs.training.recording import record_end
 from jobs.training.task import Plan
-from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, ray_job_id, survive_outage
+from jobs.training.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
 from jobs.training.watch import Watch
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
@@ -118,7 +120,8 @@ def run_trials(
             parent_run_id=parent.run_id if parent else "",
             directory=os.getcwd(),
             num_at_once=num_at_once,
-            ray_job=ray_job_id(),
+            origin=origin_tags(),
+            tracking_uri=search.first.config.tracking.uri,
         )
         tuner = tune.Tuner(
             tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
@@ -192,7 +195,7 @@ class _RoundSearch(Searcher):
             return None
         trial = self._waiting.pop(0)
         self._running[trial_id] = trial
-        return {"name": trial.name, "trial": cloudpickle.dumps(trial), "is_alone": self._is_alone}
+        return {"name": trial.name, "trial": cloudpickle.dumps(_logging_to(trial, "")), "is_alone": self._is_alone}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """A finished one has left its outcome in its directory."""
@@ -265,18 +268,25 @@ def room_for(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0) 
 
 
 def _run_trial(
-    settings: Mapping[str, Any], *, parent_run_id: str, directory: str, num_at_once: int, ray_job: str
+    settings: Mapping[str, Any],
+    *,
+    parent_run_id: str,
+    directory: str,
+    num_at_once: int,
+    origin: Mapping[str, str],
+    tracking_uri: str,
 ) -> None:
     """Runs in the process that drives a trial, which goes on to the next one.
 
     Args:
         directory: where the job was started, from which relative paths are meant.
         num_at_once: trials at a time, where a round has as many; the only one of its round has all cores.
-        ray_job: as the driver of the job has it.
+        origin: `origin_tags` of the driver of the job.
+        tracking_uri: of all trials; it may hold a password, which Tune would write to disk with what a trial is.
     """
     if os.path.isdir(directory):
         os.chdir(directory)
-    trial: Trial = cloudpickle.loads(settings["trial"])
+    trial = _logging_to(cloudpickle.loads(settings["trial"]), tracking_uri)
     train(
         _planned(trial),
         parent_run_id=parent_run_id,
@@ -284,9 +294,14 @@ def _run_trial(
         watch=trial.watch,
         keep_checkpoints=trial.keep_checkpoints,
         shares_cores=num_at_once > 1 and not settings["is_alone"],
-        ray_job=ray_job,
+        origin=origin,
     )
     tune.report({"finished": 1})
+
+
+def _logging_to(trial: Trial, uri: str) -> Trial:
+    tracking = dataclasses.replace(trial.config.tracking, uri=uri)
+    return dataclasses.replace(trial, config=dataclasses.replace(trial.config, tracking=tracking))
 
 
 def _planned(trial: Trial, seconds_between: float = 10.0) -> Plan:
@@ -302,7 +317,7 @@ def _planned(trial: Trial, seconds_between: float = 10.0) -> Plan:
         except ConnectionError as error:
             if time.monotonic() > deadline:
                 raise
-            print(f"{trial.name} waits: {error}", flush=True)
+            print(f"{trial.name} waits: {masked(str(error))}", flush=True)
             time.sleep(seconds_between)
 
 
@@ -344,4 +359,4 @@ def _reason(error: Exception | None) -> str:
     lines = (
         str(getattr(error, "cause", None) or error or "the process that drives the trial ended").strip().splitlines()
     )
-    return lines[-1] if lines else "unknown"
+    return masked(lines[-1]) if lines else "unknown"

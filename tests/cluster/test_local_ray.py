@@ -1,0 +1,33 @@
+"""The Ray that a job starts itself, in a process of its own: the other tests share one that was started for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = """
+import os
+import ray
+from jobs.cluster import start_ray
+
+start_ray()
+print(os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()))
+"""
+
+
+def test_its_workers_have_the_priority_of_the_job() -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_worker_niceness")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    job, worker = done.stdout.split()
+    assert worker == job
