@@ -242,6 +242,7 @@ class MetricLogger:
         self._lock = threading.Lock()
         self._waiting: list[Metric] = []
         self._stop = threading.Event()
+        self._deadline = math.inf  # of the last attempts, once it is told to stop
         self._thread = threading.Thread(target=self._run, name="mlflow-metrics", daemon=True)
         self._thread.start()
 
@@ -267,11 +268,11 @@ class MetricLogger:
 
     def close(self, *, seconds: float = 30.0) -> int:
         """Send what is left, trying for at most this long; returns the number of values that could not be sent."""
+        self._deadline = time.monotonic() + seconds
         self._stop.set()
+        # The thread alone sends: a server that hangs would hold whoever does, and two who sent the same values would both
+        # take them off the queue.
         self._thread.join(timeout=seconds)
-        deadline = time.monotonic() + seconds
-        while self._waiting and time.monotonic() < deadline and not self._send():
-            time.sleep(min(self._seconds, 1.0))
         if self._waiting:
             self._warn(f"{len(self._waiting)} metric values could not be sent to MLflow")
         return len(self._waiting)
@@ -279,6 +280,8 @@ class MetricLogger:
     def _run(self) -> None:
         while not self._stop.wait(self._seconds):
             self._send()
+        while self._waiting and not self._send() and time.monotonic() < self._deadline:
+            time.sleep(min(self._seconds, 1.0))
 
     def _send(self) -> bool:
         """Send all that waits, oldest first; what fails stays in the queue."""

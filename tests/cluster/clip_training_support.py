@@ -1,7 +1,12 @@
-"""Small image data and small contrastive configurations for the cluster tests."""
+"""Small image data and small contrastive configurations for the cluster tests; as a module to run, a run of them:
+
+python -m clip_training_support IMAGES STORAGE NAME '{"section": {"field": value}}'
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,22 @@ from jobs.clip.config import (
     PairTemperatureSection,
     RetrievalValidationSection,
 )
+from jobs.clip.plan import make_plan
 from jobs.training.config import OptimizerSection, TrackingSection, WorkersSection
+from jobs.training.launch import train
+from pipelines.sample_images import read_captions, write_images
+from pipelines.tokenization import train_wordpiece
+
+NUM_PAIRS = 100
+
+
+def write_tiny_images(directory: Path) -> Path:
+    """Hundred training pairs, twenty images for validation, two classes, and a tokenizer."""
+    write_images(
+        directory, num_images=NUM_PAIRS, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
+    )
+    train_wordpiece(read_captions(directory / "train"), 600).save_pretrained(directory / "tokenizer")
+    return directory
 
 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
@@ -55,3 +75,8 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
     )
+
+
+if __name__ == "__main__":
+    images, storage, name, sections = sys.argv[1:]
+    train(make_plan(tiny_clip_config(Path(images), Path(storage), name, **json.loads(sections))))

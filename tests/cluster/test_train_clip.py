@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -14,35 +15,28 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from clip_training_support import tiny_clip_config
+from clip_training_support import NUM_PAIRS, tiny_clip_config, write_tiny_images
+from killing import kill_workers, last_checkpoint
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines, training_worker_pids, wait_for
+from support import ROOT, readme_lines, run_lines, run_until, training_worker_pids, wait_for
 from transformers import AutoModel
 
 from jobs.clip.plan import make_plan
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
-from pipelines.sample_images import read_captions, write_images
-from pipelines.tokenization import train_wordpiece
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 
 pytestmark = pytest.mark.cluster
 
-NUM_PAIRS = 100
 NUM_STEPS = 32
 
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("clip") / "images"
-    write_images(
-        directory, num_images=NUM_PAIRS, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
-    )
-    train_wordpiece(read_captions(directory / "train"), 600).save_pretrained(directory / "tokenizer")
-    return directory
+    return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +52,9 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
 
 
-def sample_states(outcome: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The columns of the last checkpoint, whole, in the order of ids."""
-    directory = Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}"
+def sample_states(outcome: dict[str, Any], step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+    """The columns of a checkpoint, whole, in the order of ids."""
+    directory = Path(outcome["directory"]) / f"checkpoint-{step:08d}"
     files = sorted(directory.glob("samples-*.safetensors"))
     parts = [load_file(file) for file in files]
     columns = {}
@@ -149,21 +143,58 @@ def test_workers_and_stages_do_not_change_the_result(
     assert_same(outcome, reference, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("loss", ["isogclr", pytest.param("tempnet", marks=pytest.mark.long)])
+def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
+    cluster: dict[str, str], images: Path, tmp_path: Path, loss: str
+) -> None:
+    """With the same workers every step is the same, with dropout, to the rounding of the sums over the ranks."""
+    sections: dict[str, dict[str, Any]] = {
+        # Batches of 8: an epoch takes 12.5 steps, so that the first checkpoints hold samples that were not visited yet.
+        "run": {"num_steps": 28, "num_checkpoints_kept": 7},
+        "optimizer": {"batch_size": 8},
+        "model": {"text_dropout": 0.1},
+        "temperature": {"loss": loss, "target_tau": 0.02 if loss == "tempnet" else None},
+    }
+    whole = train(make_plan(tiny_clip_config(images, tmp_path / "whole", "run", **sections)))
+    config = tiny_clip_config(images, tmp_path / "killed", "run", **sections)
+
+    def is_to_die() -> bool:
+        """The driver, as soon as a checkpoint is noted; the workers are killed with it."""
+        if last_checkpoint(config.run.directory) < 4:
+            return False
+        kill_workers(cluster)
+        return True
+
+    arguments = [str(images), str(tmp_path / "killed"), "run", json.dumps(sections)]
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    status, said = run_until(is_to_die, "clip_training_support", arguments, cluster | {"PYTHONPATH": path})
+    assert status == -signal.SIGKILL, said
+    again = train(make_plan(config))
+    assert again["resumed_from_step"] in (4, 8)
+
+    assert history(again, "train/batch_digest") == history(whole, "train/batch_digest")
+    losses, expected = history(again, "train/loss"), history(whole, "train/loss")
+    assert list(losses) == list(range(1, 29))
+    assert list(losses.values()) == pytest.approx(list(expected.values()), abs=1e-6, rel=0)
+    for step in range(4, 29, 4):
+        states, wanted = sample_states(again, step), sample_states(whole, step)
+        assert states.keys() == wanted.keys() >= ({"log_u", "tau"} if loss == "isogclr" else {"log_u"})
+        assert torch.isneginf(wanted["log_u"]).any() == (8 * step < NUM_PAIRS)
+        for name in wanted:
+            torch.testing.assert_close(states[name], wanted[name], rtol=0, atol=1e-5, msg=f"{name} at step {step}")
+
+
 def test_killed_twice_restarted_with_two_workers_and_continued_with_one(
     cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
 ) -> None:
     config = tiny_clip_config(images, tmp_path, "killed", run={"max_restarts": 1})
-    snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
-
-    def last_checkpoint() -> int:
-        names = re.findall(r"checkpoint-(\d{8})", snapshot.read_text()) if snapshot.exists() else []
-        return max(map(int, names), default=0)
+    directory = config.run.directory
 
     def kill_twice() -> None:
         groups: list[list[int]] = [[]]
         for _ in range(2):
-            step, dead = last_checkpoint(), groups[-1]
-            wait_for(lambda step=step: last_checkpoint() > step)
+            step, dead = last_checkpoint(directory), groups[-1]
+            wait_for(lambda step=step: last_checkpoint(directory) > step)
             # A checkpoint may be noted when those that wrote it are gone already.
             wait_for(lambda dead=dead: len(set(training_worker_pids(cluster)) - set(dead)) == 2)
             groups.append([pid for pid in training_worker_pids(cluster) if pid not in dead])
@@ -174,10 +205,13 @@ def test_killed_twice_restarted_with_two_workers_and_continued_with_one(
     with pytest.raises(TrainingFailedError):
         train(make_plan(config))
     killer.join()
-    stopped_at = last_checkpoint()
+    stopped_at = last_checkpoint(directory)
     outcome = train(make_plan(tiny_clip_config(images, tmp_path, "killed", workers={"num_workers": 1})))
     assert outcome["world_size"] == 1
     assert 4 <= stopped_at <= outcome["resumed_from_step"] < NUM_STEPS
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    for step in range(1, outcome["resumed_from_step"] + 1):  # while the workers were as many
+        assert losses[step] == pytest.approx(expected[step], abs=1e-6), step
     assert_same(outcome, reference, tolerance=1e-4)
 
 

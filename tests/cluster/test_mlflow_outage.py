@@ -1,0 +1,165 @@
+"""A real MLflow server that is killed in the middle of a training run: the run goes on, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import BIN, ROOT, free_port, wait_for, wait_for_ports
+
+from jobs.training.tracking import MetricLogger, metric_history, open_run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
+NUM_STEPS, LOG_EVERY, VALIDATE_EVERY = 1500, 10, 300
+
+
+class Server:
+    """`mlflow server` on loopback, with a store and a port that it keeps from one start to the next."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{self.directory / 'mlflow.db'}",
+            "--artifacts-destination", str(self.directory / "artifacts"),
+        ]  # fmt: skip
+        with (self.directory / "server.log").open("ab") as log:
+            # A session of its own, so that its workers get the signals too.
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_for_ports(self._process, self.port, timeout=120)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        self._process = None
+
+    def metrics(self) -> list[tuple[str, int, float]]:
+        """Key, step and value of every value in the store, read past the server, which may be away."""
+        with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
+            return store.execute("SELECT key, step, value FROM metrics").fetchall()
+
+    def statuses(self) -> list[str]:
+        with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
+            return [status for (status,) in store.execute("SELECT status FROM runs")]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "mlflow").mkdir()
+    server = Server(tmp_path / "mlflow")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("is_back", ["before the end", "after the end"])
+def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
+    ray_head: dict[str, str], corpus: Path, tmp_path: Path, server: Server, is_back: str
+) -> None:
+    run = tmp_path / "runs" / "outage"
+    command = [
+        sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", "--run.name=outage", f"--run.storage={run.parent}",
+        f"--tracking.uri={server.uri}", f"--run.num-steps={NUM_STEPS}", f"--run.log-every={LOG_EVERY}",
+        "--run.checkpoint-every=100", "--run.max-restarts=0", f"--data.train={corpus / 'train'}",
+        f"--data.validation={corpus / 'validation'}", f"--data.tokenizer={corpus / 'tokenizer'}",
+        "--data.context-length=64", "--model.hidden-size=64", "--model.num-layers=2", "--model.num-heads=4",
+        "--workers.num-workers=1", "--workers.cpus-per-worker=0.5", "--workers.zero-stage=0", "--workers.num-threads=1",
+        f"--validation.every={VALIDATE_EVERY}", "--validation.num-oracle-tokens=512", "--validation.num-blocks=32",
+        "--temperature.hidden-size=32", "--temperature.num-prototypes=16", "--temperature.rho=1",
+        "--temperature.target-entropy=None", "--optimizer.batch-size=8",
+    ]  # fmt: skip
+
+    def last_step(key: str) -> int:
+        return max((step for name, step, _ in server.metrics() if name == key), default=0)
+
+    def last_checkpoint() -> int:
+        return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoint-*")), default=0)
+
+    with (tmp_path / "said.txt").open("w+") as said:
+        training = subprocess.Popen(command, cwd=ROOT, env=ray_head, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            wait_for(lambda: last_step("train/loss") >= 50 or training.poll() is not None)
+            server.kill()
+            missed_from = last_step("train/loss")
+            assert 0 < missed_from < NUM_STEPS / 2
+            # It goes on while there is no server.
+            wait_for(lambda: last_checkpoint() >= missed_from + 300 or training.poll() is not None)
+            if is_back == "before the end":
+                server.start()
+            assert training.wait(timeout=200) == 0, said.seek(0) or said.read()
+        finally:
+            training.kill()
+            training.wait()
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert outcome["num_steps"] == NUM_STEPS
+    assert outcome["resumed_from_step"] == 0
+
+    if is_back == "after the end":
+        assert last_step("train/loss") == missed_from
+        assert server.statuses() == ["RUNNING"]
+        server.start()
+    before = sorted(server.metrics())
+    again = subprocess.run(command, cwd=ROOT, env=ray_head, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    if is_back == "before the end":
+        assert sorted(server.metrics()) == before  # it had arrived already
+    assert server.statuses() == ["FINISHED"]
+
+    found = server.metrics()
+    counts = Counter((key, step) for key, step, _ in found if key.startswith(("train/", "validation/", "final/")))
+    assert set(counts.values()) == {1}
+    steps = {key: sorted(step for name, step in counts if name == key) for key, _ in counts}
+    assert steps["train/loss"] == steps["train/batch_digest"] == list(range(1, NUM_STEPS + 1))
+    assert steps["train/tau_mean"] == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY))
+    for key, value in outcome["validation"].items():
+        if (name := f"validation/{key}") in steps:
+            assert steps[name] == list(range(VALIDATE_EVERY, NUM_STEPS + 1, VALIDATE_EVERY)), name
+            assert (name, NUM_STEPS, pytest.approx(value, rel=1e-12)) in found
+            assert (f"final/{key}", 0, pytest.approx(value, rel=1e-12)) in found
+
+
+def test_a_server_that_hangs_does_not_hold_the_end_of_a_run(server: Server) -> None:
+    run = open_run(
+        uri=server.uri, experiment="tests", name="hangs", directory="/runs/hangs", parameters={}, tags={}, data_sets={}
+    )
+    expected = {step: float(step) for step in range(3000)}
+
+    def logger() -> MetricLogger:
+        return MetricLogger(run, warn=print, seconds_between_sends=60.0)
+
+    hung = logger()
+    server.signal(signal.SIGSTOP)
+    for step, value in expected.items():
+        hung.log({"loss": value}, step)
+    started = time.monotonic()
+    assert hung.close(seconds=2.0) == len(expected)
+    assert time.monotonic() - started < 20
+    unsent = hung.unsent()
+    assert {step: value for _, value, _, step in unsent} == expected
+    server.signal(signal.SIGCONT)
+    later = logger()
+    later.resend(unsent)
+    assert later.close() == 0
+    assert metric_history(run, "loss") == expected
+    assert len(server.metrics()) == len(expected)
