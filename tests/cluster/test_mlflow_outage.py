@@ -85,9 +85,8 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
         f"--data.validation={corpus / 'validation'}", f"--data.tokenizer={corpus / 'tokenizer'}",
         "--data.context-length=64", "--model.hidden-size=64", "--model.num-layers=2", "--model.num-heads=4",
         "--workers.num-workers=1", "--workers.cpus-per-worker=0.5", "--workers.zero-stage=0", "--workers.num-threads=1",
-        f"--validation.every={VALIDATE_EVERY}", "--validation.num-oracle-tokens=512", "--validation.num-blocks=32",
-        "--temperature.hidden-size=32", "--temperature.num-prototypes=16", "--temperature.rho=1",
-        "--temperature.target-entropy=None", "--optimizer.batch-size=8",
+        f"--validation.every={VALIDATE_EVERY}", "--validation.num-blocks=32",
+        "--temperature.loss=ce", "--optimizer.batch-size=8",
     ]  # fmt: skip
 
     def last_step(key: str) -> int:
@@ -131,7 +130,7 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
     assert set(counts.values()) == {1}
     steps = {key: sorted(step for name, step in counts if name == key) for key, _ in counts}
     assert steps["train/loss"] == steps["train/batch_digest"] == list(range(1, NUM_STEPS + 1))
-    assert steps["train/tau_mean"] == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY))
+    assert steps["train/tokens_per_second"] == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY))
     for key, value in outcome["validation"].items():
         if (name := f"validation/{key}") in steps:
             assert steps[name] == list(range(VALIDATE_EVERY, NUM_STEPS + 1, VALIDATE_EVERY)), name
