@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, PublishedHead, TempNet, TempNetConfig
+from tempnet.weights import check_weights
 
 # Where the published networks may lie: a file of their own, or among the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
@@ -96,7 +97,7 @@ def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None 
             has one dimension, as only the export of the LLaMA-2 networks writes it.
 
     Raises:
-        ValueError: if a key is missing or unknown, or the tensors do not show which head they are of.
+        ValueError: if a key is missing or unknown, the tensors hold NaN, or they do not show which head they are of.
     """
     state = {name.removeprefix(_RELEASED_PREFIX): value for name, value in state.items()}
     if set(state) != set(_RELEASED_KEYS):
@@ -114,6 +115,7 @@ def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None 
         network.load_state_dict(ours)
     except RuntimeError as error:  # what PyTorch raises for sizes that do not belong together
         raise ValueError(f"no published TempNet: {error}") from error
+    check_weights(network, "the published TempNet")
     return network.eval()
 
 
@@ -153,11 +155,12 @@ def load_causal_lm(
         options: passed to `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: if the vocabularies disagree.
+        ValueError: if the vocabularies disagree, or weights hold NaN.
     """
     network = load_tempnet(model if tempnet is None else tempnet)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     check_vocabulary(base, network)
+    check_weights(base, model)
     return base.eval(), network.to(base.get_output_embeddings().weight.device)
 
 

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tempnet.dro import check_rho
+from tempnet.weights import check_weights
 
 PublishedHead = Literal["llama2", "llama1", "gpt2"]
 # Of the networks that the paper's authors trained: τ₀, τ_max and what they subtract from the logits. The LLaMA-2 code feeds
@@ -296,7 +297,7 @@ class TempNet(nn.Module):
 
         Raises:
             FileNotFoundError: if either file is missing, with the path.
-            ValueError: if the configuration has fields that this version does not know.
+            ValueError: if the configuration has fields that this version does not know, or the weights hold NaN.
         """
         directory = Path(directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -308,4 +309,5 @@ class TempNet(nn.Module):
             raise ValueError(f"{directory / CONFIG_FILE}: unknown fields {unknown}; was it written by a newer version?")
         network = cls(TempNetConfig(**values))
         network.load_state_dict(load_file(directory / WEIGHTS_FILE))
+        check_weights(network, directory)
         return network.eval()

@@ -15,6 +15,7 @@ from jobs.evaluation.units import Job, ModelSpec
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
+from tempnet.weights import check_weights
 
 # One result a unit of a job, in order, and the seconds that the job took.
 JobResult = tuple[list[Score | dict[str, float]], float]
@@ -72,6 +73,7 @@ class EvaluationWorker:
                 base, network = load_causal_lm(spec.path, spec.tempnet, dtype=dtype, trust_remote_code=trust)
             else:
                 base = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust).eval()
+                check_weights(base, spec.path)
             device = "cuda" if self._config.workers.use_gpu else "cpu"
             base.to(device)  # type: ignore[arg-type]
             if network:

@@ -28,6 +28,7 @@ from jobs.generation.records import Key
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
+from tempnet.weights import check_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class Sampler:
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )
+        check_weights(base, config.model)
         self.base = base.to(device).eval()  # type: ignore[arg-type]
         self.config, self.tokenizer, self.temperature, self.stop = config, tokenizer, temperature, stop
         self.fold: CachedFold | None = None

@@ -18,6 +18,7 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.weights import check_weights
 
 # Vocabularies of random starts are padded to a multiple of this, for the hardware (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
@@ -117,6 +118,7 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
             trust_remote_code=config.model.trust_remote_code,
             attn_implementation=config.model.attention,
         )
+        check_weights(base, config.model.path)
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention

@@ -37,22 +37,26 @@ def save_model(directory: Path, architecture: str, tokenizer: PreTrainedTokenize
 @pytest.mark.parametrize(
     ("architecture", "tied"), [("gpt2", True), ("gpt_neox", False), ("llama", False), ("qwen2", True)]
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "input_shift"),
+    [("fp32", "none"), ("bf16", "none"), ("fp32", "mean"), ("bf16", "mean"), ("fp32", "max")],
+)
 def test_a_saved_model_is_frozen_and_its_tempnet_trains(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, architecture: str, tied: bool, precision: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, architecture: str, tied: bool, precision: str, input_shift: str
 ) -> None:
     save_model(tmp_path / "model", architecture, tokenizer, tied=tied)
     config = LanguageModelConfig(
         run=RunSection(name="own", storage=str(tmp_path)),
         data=DataSection(train="unused", validation="unused", context_length=32),
         model=ModelSection(path=str(tmp_path / "model")),
-        temperature=TemperatureSection(rho=None, hidden_size=16, num_prototypes=8),
+        temperature=TemperatureSection(rho=None, hidden_size=16, num_prototypes=8, input_shift=input_shift),
     )
     assert config.tokenizer == config.model.path
     assert config.temperature.needs_calibration
     settings = replace(with_rho(config, 1.5), workers=WorkersSection(precision=precision))
     module = build_model(settings, load_tokenizer(config.tokenizer))
     assert module.freeze_base
+    assert module.tempnet.config.input_shift == input_shift
     assert module.head is not None
     assert module.base.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
     ids = torch.tensor([tokenizer.encode(WORDS)])

@@ -230,3 +230,22 @@ def test_a_model_and_its_network(tmp_path: Path) -> None:
     pair.save_pretrained(tmp_path / "pair")
     with pytest.raises(ValueError, match="reads embeddings, not the logits"):
         load_causal_lm(tmp_path, tmp_path / "pair")
+
+
+def test_weights_that_hold_nan_are_said_to(tmp_path: Path) -> None:
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    network = TempNet(TempNetConfig.for_logits(61, rho=1.5, hidden_size=8, num_prototypes=4))
+    network.save_pretrained(tmp_path / "tempnet")
+    with torch.no_grad():
+        base.transformer.h[0].mlp.c_fc.weight[3, :2] = math.nan
+        network.pool_weight[1] = math.nan
+    base.save_pretrained(tmp_path)
+    network.save_pretrained(tmp_path / "damaged")
+    with pytest.raises(
+        ValueError, match=rf"weights of {tmp_path} hold NaN: 2 of the 1024 numbers of .*h\.0\.mlp\.c_fc\.weight"
+    ):
+        load_causal_lm(tmp_path)
+    with pytest.raises(ValueError, match=r"weights of .*damaged hold NaN: 1 of the 4 numbers of pool_weight"):
+        load_tempnet(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=r"hold NaN: 6 of the 6 numbers of transform\.0\.bias"):
+        released_tempnet(published_state() | {"proj.0.bias": torch.full((WIDTH,), math.nan)})
