@@ -15,6 +15,9 @@ from jobs.masking import masked
 
 Config = TypeVar("Config")
 
+FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT
+"""Exit statuses of every job, beside 0."""
+
 
 def parse_preset(
     presets: Mapping[str, Callable[[], Config]], arguments: Sequence[str], *, job: str, purpose: str
@@ -30,7 +33,7 @@ def parse_preset(
             f"{purpose}\n\nusage: python -m jobs.{job} PRESET [--section.field value …] [--dry-run]\n\n"
             f"presets (PRESET --help lists the fields):\n{lines}"
         )
-        raise SystemExit(0 if arguments else 2)
+        raise SystemExit(0 if arguments else REFUSED)
     name, *rest = arguments
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=3, cutoff=0.4)
@@ -71,13 +74,13 @@ def interrupted(directory: str = "") -> NoReturn:
     """
     rest = f"; the same command goes on from what is in {directory}" if directory else ""
     print(f"\ninterrupted{rest}", file=sys.stderr)
-    raise SystemExit(128 + signal.SIGINT)
+    raise SystemExit(INTERRUPTED)
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error for a person and exit with status 2."""
+def fail(message: str, status: int = REFUSED) -> NoReturn:
+    """Print an error for a person and exit: REFUSED where something must be asked for differently, else FAILED."""
     print(f"error: {masked(message)}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def _first_line(function: Callable[[], Config]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tyro
 
 from jobs.clip_evaluation.config import EvaluateClipConfig
-from jobs.command_line import fail, run_job
+from jobs.command_line import FAILED, fail, run_job
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,8 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     disable_progress_bar()
     try:
         columns = evaluate(config)
-    except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:
+    except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except EvaluationFailedError as error:
+        fail(str(error), FAILED)
     print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.command_line import FAILED, fail, run_job
 from jobs.evaluation.config import EvaluateConfig
 
 
@@ -25,8 +25,10 @@ def main(arguments: Sequence[str]) -> int:
         fail(str(error))
     try:
         columns = evaluate(config)
-    except (ValueError, OSError, EvaluationFailedError) as error:
+    except (ValueError, OSError) as error:
         fail(str(error))
+    except EvaluationFailedError as error:
+        fail(str(error), FAILED)
     print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
     return 0
 

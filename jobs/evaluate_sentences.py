@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.command_line import FAILED, fail, run_job
 from jobs.sentence_evaluation.config import EvaluateSentencesConfig
 
 
@@ -33,8 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     set_verbosity_error()
     try:
         columns = evaluate(config)
-    except (ValueError, OSError, TooManyProblemsError, EvaluationFailedError) as error:
+    except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except EvaluationFailedError as error:
+        fail(str(error), FAILED)
     print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.command_line import FAILED, fail, run_job
 from jobs.pair_prediction.config import PredictPairTemperaturesConfig
 from jobs.prediction.config import PredictTemperaturesConfig
 
@@ -74,8 +74,10 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
         output = config.output if "://" in config.output else resolve(config.output)[1]
         claim_output(output, settings.record())
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
-    except (ValueError, OSError, TooManyProblemsError, PairPredictionFailedError) as error:
+    except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except PairPredictionFailedError as error:
+        fail(str(error), FAILED)
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.command_line import FAILED, REFUSED, fail, run_job
 from jobs.reproduction.config import ReproduceConfig
 from jobs.reproduction.experiments.registry import EXPERIMENTS, find
 
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
             f"{purpose}\n\nusage: python -m jobs.reproduce EXPERIMENT [--scale small|full] [--seeds N] [--dry-run] …\n\n"
             f"experiments (EXPERIMENT --help lists the options):\n{lines}"
         )
-        raise SystemExit(0 if rest else 2)
+        raise SystemExit(0 if rest else REFUSED)
     try:
         _ = find(rest[0])
         config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             files="results.md, figures.png and results.json",
         )
     except EvaluationFailedError as error:
-        fail(str(error))
+        fail(str(error), FAILED)
 
 
 if __name__ == "__main__":

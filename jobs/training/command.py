@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.command_line import fail, interrupted
+from jobs.command_line import FAILED, fail, interrupted
 from jobs.training.config import TrainingConfig
 from jobs.training.task import Plan
 from jobs.training.tracking import where_to_browse
@@ -30,8 +30,10 @@ def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run:
             print(plan.describe())
             return None
         outcome = train(plan)
-    except (ValueError, OSError, TooManyProblemsError, FatalTrainingError, TrainingFailedError) as error:
+    except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except (FatalTrainingError, TrainingFailedError) as error:
+        fail(str(error), FAILED)
     except KeyboardInterrupt:
         interrupted(config.run.directory)
     print(f"\n{plan.summary_table(outcome)}\n")

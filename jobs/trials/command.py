@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from jobs.command_line import fail, interrupted
+from jobs.command_line import FAILED, fail, interrupted
 from jobs.training.launch import Named
 from jobs.training.tracking import where_to_browse
 
@@ -71,4 +71,4 @@ def run_command(
     if results.tracking_uri:
         print("\nTo look around, type:")
         print(f"  {where_to_browse(results.tracking_uri)}")
-    return 1 if results.failed else 0
+    return FAILED if results.failed else 0
