@@ -88,10 +88,14 @@ def linear_language_model_loss(
         The loss with gradients for hidden, weight, bias and every parameter of the TempNet; τ; and the values.
 
     Raises:
-        ValueError: for an infeasible ρ, a TempNet that this path cannot take, or a fold that a bias, a cap or the input shift
-            `max` forbids.
+        ValueError: for a vocab_size that is not in 1 … rows of the weight, or not the TempNet's; a chunk_size below 1; an
+            infeasible ρ; a TempNet that this path cannot take; or a fold that a bias, a cap or the input shift `max` forbids.
     """
-    vocab_size = vocab_size or len(weight)
+    vocab_size = len(weight) if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= len(weight):
+        raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {len(weight)}, the rows of the output weight")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size} must be at least 1 token, or None for about 8 million logits")
     if config.kind.objective == "robust":
         check_rho(config.rho, vocab_size)
     parameters: tuple[Tensor, ...] = ()
@@ -99,6 +103,10 @@ def linear_language_model_loss(
         assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
         if not supports(tempnet):
             raise ValueError("this TempNet has no transform layer, or lets gradients through its input")
+        if tempnet.config.input_size != vocab_size:
+            raise ValueError(
+                f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
+            )
         parameters = whole_parameters(tempnet)
     else:
         tempnet = None

@@ -249,3 +249,14 @@ def test_weights_that_hold_nan_are_said_to(tmp_path: Path) -> None:
         load_tempnet(tmp_path / "damaged")
     with pytest.raises(ValueError, match=r"hold NaN: 6 of the 6 numbers of transform\.0\.bias"):
         released_tempnet(published_state() | {"proj.0.bias": torch.full((WIDTH,), math.nan)})
+
+
+@pytest.mark.parametrize("vocabulary", [5, 1_000, 22_026])
+def test_a_published_head_takes_a_vocabulary_for_which_rho_of_the_paper_is_infeasible(vocabulary: int) -> None:
+    state = published_state()
+    state["proj.0.weight"] = torch.randn(WIDTH, vocabulary)
+    logits = torch.randn(4, vocabulary)
+    for head in ("llama2", "llama1", "gpt2"):
+        network = released_tempnet(state, head=head)
+        expected = published_tau(state, logits, head)
+        torch.testing.assert_close(network(logits).double(), expected, rtol=1e-5, atol=1e-6)

@@ -337,3 +337,19 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
     monkeypatch.setattr(linear, "can_fuse", lambda hidden, settings: False)
     for value, reference in zip(fused, run(), strict=True):
         assert relative_error(value, reference.double()) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["ce", "dro"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_tokens_at_all(name: str, reduction: str) -> None:
+    hidden = torch.zeros(0, 24, device=DEVICE, requires_grad=True)
+    weight = torch.randn(83, 24).to(DEVICE).requires_grad_()
+    network = TempNet(TempNetConfig.for_logits(80, rho=1.0, hidden_size=8, num_prototypes=6)).to(DEVICE)
+    loss, tau, *_ = linear.linear_language_model_loss(
+        hidden, weight, torch.zeros(0, dtype=torch.long, device=DEVICE), TemperatureLossConfig(name=name, rho=1.0), network,
+        vocab_size=80, fold=True, reduction=reduction, with_values=True,
+    )  # fmt: skip
+    assert (loss.sum().item(), len(tau)) == (0.0, 0)
+    loss.sum().backward()
+    gradients = [hidden.grad, weight.grad, *(parameter.grad for parameter in network.parameters())]
+    assert all(gradient is None or gradient.abs().sum().item() == 0.0 for gradient in gradients)

@@ -208,6 +208,25 @@ def test_what_is_centred_keeps_its_digits_beside_a_large_mean(fold: bool) -> Non
         assert (value.double() - expected_tau).abs().max().item() < 1e-6
 
 
+@pytest.mark.parametrize("name", list(LOSS_KINDS))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_no_tokens_at_all(name: str, reduction: str, fold: bool) -> None:
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    network = TempNet(TempNetConfig.for_logits(9, rho=RHO))
+    loss, tau, values, slopes = linear_language_model_loss(
+        hidden, weight, torch.zeros(0).long(), TemperatureLossConfig(name=name, rho=RHO), network,
+        vocab_size=9, reduction=reduction, fold=fold, with_values=True,
+    )  # fmt: skip
+    assert loss.shape == (() if reduction == "mean" else (0,))
+    assert [len(value) for value in (tau, slopes, *values)] == [0] * 5
+    assert loss.sum().item() == 0.0
+    loss.sum().backward()
+    assert weight.grad.abs().sum().item() == 0.0
+    gradients = [parameter.grad for parameter in network.parameters()]
+    assert all(gradient is None or gradient.abs().sum().item() == 0.0 for gradient in gradients)
+
+
 def test_all_targets_ignored() -> None:
     hidden = torch.randn(6, 4, requires_grad=True)
     weight = torch.randn(9, 4, requires_grad=True)
@@ -287,6 +306,14 @@ def test_what_this_path_cannot_do_is_refused() -> None:
     shifted = TempNet(TempNetConfig.for_logits(9, rho=RHO, input_shift="max"))
     with pytest.raises(ValueError, match=r"fold = True is impossible .* input_shift = 'max'"):
         linear_language_model_loss(hidden, weight, targets, config, shifted, fold=True)
+    for vocab_size in (0, -1, 10):
+        with pytest.raises(ValueError, match=rf"vocab_size = {vocab_size} must lie in 1 … 9, the rows"):
+            linear_language_model_loss(hidden, weight, targets, config, network, vocab_size=vocab_size)
+    with pytest.raises(ValueError, match="vocab_size = 8, but the TempNet was built for a vocabulary of 9"):
+        linear_language_model_loss(hidden, weight, targets, config, network, vocab_size=8)
+    for chunk_size in (0, -3):
+        with pytest.raises(ValueError, match=f"chunk_size = {chunk_size} must be at least 1 token"):
+            linear_language_model_loss(hidden, weight, targets, config, network, chunk_size=chunk_size)
     with pytest.raises(ValueError, match="rho = 10"):
         linear_language_model_loss(hidden, weight, targets, TemperatureLossConfig(name="dro", rho=10.0), network)
 
