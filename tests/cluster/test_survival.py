@@ -1,4 +1,4 @@
-"""A run outlives damaged checkpoints, a full disk, a second driver, workers that die and nodes that are lost."""
+"""A run outlives damaged checkpoints, a full disk, workers that die and nodes that are lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ from typing import Any
 
 import pytest
 import ray
-from support import ROOT, training_worker_pids, wait_for
+from support import training_worker_pids, wait_for
 
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan
 from jobs.training.checkpoint_files import find_changed_file, find_damage
-from jobs.training.identity import flatten
 from jobs.training.job import FatalTrainingError
 from jobs.training.launch import train
 from jobs.training.resumption import SNAPSHOT_FILE
@@ -56,35 +54,12 @@ def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
             raise error
 
 
-def arguments(config: LanguageModelConfig) -> list[str]:
-    """The command line that gives this configuration."""
-    given = []
-    for name, value in flatten(config).items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            section, _, field = flag.partition(".")
-            given.append(f"--{flag}" if value else f"--{section}.no-{field}")
-        elif value != "":
-            given += [f"--{flag}", str(value)]
-    return ["-m", "jobs.train_lm", "gpt2-scratch", *given]
-
-
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    ray_head: dict[str, str], cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny("damaged", run={"num_steps": 20})
     run = Path(config.run.directory)
-    second: list[subprocess.CompletedProcess[str]] = []
-
-    def start_a_second_driver() -> None:
-        wait_for(lambda: (run / "lease.json").exists())
-        command = [sys.executable, *arguments(config)]
-        second.append(subprocess.run(command, cwd=ROOT, env=ray_head, capture_output=True, text=True, timeout=300))
-
-    with at_the_same_time(start_a_second_driver):
-        first = train(make_plan(config))
-    assert second[0].returncode == 2, second
-    assert f"in the hands of process {os.getpid()} on" in second[0].stderr
+    first = train(make_plan(config))
     expected = losses(first)
     assert sorted(expected) == list(range(1, 21))
     newest = run / "checkpoint-00000020"
@@ -108,7 +83,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert "going on from step 15\n" in said
     assert again["resumed_from_step"] == 15
     assert losses(again) == pytest.approx(expected, abs=1e-6)
-    assert again["validation"] == pytest.approx(first["validation"], abs=1e-6)
+    assert again["validation"] == pytest.approx(first["validation"], abs=1e-6, nan_ok=True)
     assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
 
     # With none left, it stops before it starts any workers, and leaves everything as it is.

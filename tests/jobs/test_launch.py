@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from jobs import cluster, train_lm
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan
 from jobs.presets.language_models import PRESETS
-from jobs.training import launch, rivals
+from jobs.training import launch, lease, rivals
 from jobs.training.launch import claim_directory
+from jobs.training.resumption import write_snapshot
 from pipelines.tokenization import train_bpe
 
 Change = Callable[..., LanguageModelConfig]
@@ -108,6 +110,27 @@ def test_a_taken_name_is_refused_with_the_fields_that_differ(change: Change) -> 
     assert launch.claim_directory(change(temperature={"target_entropy": 2.0}, run={"log_every": 3})) is None
     with pytest.raises(ValueError, match=r"is taken .*temperature\.target_entropy: 2\.0 → 2\.5\. Choose another run"):
         launch.claim_directory(change(temperature={"target_entropy": 2.5}))
+
+
+def test_a_second_driver_is_refused_before_ray_starts(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_SECONDS_TO_END", 0.1)
+    config = change(temperature={"target_entropy": 2.0})
+    plan = make_plan(config)
+    with (
+        lease.Lease(config.run.directory),
+        pytest.raises(ValueError, match=rf"in the hands of process {os.getpid()} on \S+: wait until that has ended"),
+    ):
+        launch.train(plan)
+    with pytest.raises(AssertionError, match="Ray was started"):
+        launch.train(plan)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_before_ray_starts(change: Change) -> None:
+    config = change(temperature={"target_entropy": 2.0})
+    (Path(config.run.directory) / "checkpoint-00000005").mkdir(parents=True)
+    write_snapshot(config.run.directory, ["checkpoint-00000005", "checkpoint-00000010"])
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole\. checkpoint-00000005 .* checkpoint-00000010 "):
+        launch.train(make_plan(config))
 
 
 def test_what_cannot_start_holds_no_name(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
