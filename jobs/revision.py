@@ -32,9 +32,8 @@ def checkout_revision(root: Path = _ROOT) -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    if not (
-        root / ".git"
-    ).exists():  # git itself would look for one in the directories above, which is another project's
+    # Git itself would look for one in the directories above, too, which is another project's.
+    if not (root / ".git").exists():
         return ""
     try:
         return git("rev-parse", "HEAD") + (_DIRTY if git("status", "--porcelain") else "")
@@ -44,9 +43,11 @@ def checkout_revision(root: Path = _ROOT) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the revision."""
-    if arguments:
+    if arguments and arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip() + "\n\nusage: python -m jobs.revision")
-        return 0 if arguments[0] in ("-h", "--help") else 2
+        return 0
+    if arguments:
+        fail(f"jobs.revision takes no arguments, not {arguments[0]!r}")
     if not (revision := checkout_revision()):
         fail(f"{_ROOT} is no git checkout with a commit: there is no revision to print")
     print(revision)

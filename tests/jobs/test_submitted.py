@@ -21,7 +21,7 @@ PRESETS = {
 }
 """Job → a preset of it."""
 OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "generate", "predict_temperatures",
-          "prepare_images", "prepare_text", "sample_data")  # fmt: skip
+          "prepare_images", "prepare_text", "revision", "sample_data")  # fmt: skip
 """Jobs without presets."""
 
 # Runs in one process what would take a minute in one each: calls of jobs, with the environment that they are made in.
