@@ -25,6 +25,8 @@ class PrepareImagesJob:
     """What to prepare, and where to."""
 
     prepare: Annotated[PrepareImagesConfig, tyro.conf.arg(name="")]
+    problems: str = ""
+    """File to write every lost sample to, a line of JSON each: kind, archive, where in it, message."""
     storage: str = ""
     """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
 
@@ -41,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         check_source(job.prepare)
         start_ray()
         started = time.monotonic()
-        manifest = prepare_images(job.prepare, f"{storage}/prepared", max_bad_share_field="max_bad_share")
+        manifest = prepare_images(
+            job.prepare, f"{storage}/prepared", max_bad_share_field="max_bad_share", losses=job.problems
+        )
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")

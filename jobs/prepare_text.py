@@ -27,6 +27,8 @@ class PrepareTextJob:
     """Tokens a block: for language models."""
     least_num_tokens: int = 0
     """Documents of so many tokens or more, whole: for sentence encoders."""
+    problems: str = ""
+    """File to write every lost record to, a line of JSON each: kind, archive, where in it, message."""
     storage: str = ""
     """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         start_ray()
         started = time.monotonic()
-        manifest = prepare_text(job.prepare, layout, f"{storage}/prepared")
+        manifest = prepare_text(job.prepare, layout, f"{storage}/prepared", losses=job.problems)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")

@@ -63,20 +63,29 @@ def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
         data = stream.read()
     try:
         content = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise _not_understood(uri, error) from error
+    try:
         pairs = (
             _karpathy(content["images"], uri, splits) if isinstance(content, dict) else _listed(content, uri, splits)
         )
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"captions = {uri!r} is not understood ({type(error).__name__}: {error}); expected Karpathy's form, or a list "
-            'of {"image": path, "caption": string or list}'
-        ) from error
+        if wrong := [value for name, texts in pairs for value in (name, *texts) if not isinstance(value, str)]:
+            raise TypeError(f"a path or a caption is a {type(wrong[0]).__name__}, not a string")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _not_understood(uri, error) from error
     captions: dict[str, tuple[str, ...]] = {}
     for name, texts in pairs:
         captions[name] = captions.get(name, ()) + texts
     if not captions:
         raise ValueError(f"captions = {uri!r} names no image")
     return CaptionFile(captions=captions)
+
+
+def _not_understood(uri: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"captions = {uri!r} is not understood ({type(error).__name__}: {error}); expected Karpathy's form, or a list "
+        'of {"image": path, "caption": string or list}'
+    )
 
 
 def _karpathy(images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:

@@ -23,7 +23,11 @@ from pipelines.image_archives import ImageArchive, read_samples
 from pipelines.image_decoding import ImageError, check_image
 from pipelines.image_manifest import INDEX_SCHEMA, CaptionReading, ImageManifest, ImageShard, open_index
 from pipelines.image_samples import TAR_BLOCK_BYTES, LeftOut, SampleProblemKind, TruncatedArchive
-from pipelines.problems import Problem, note
+from pipelines.losses import Losses, losses_name
+from pipelines.problems import Problem
+
+ASSEMBLY = "assembly"
+"""The file name that the losses found by `assemble` lie beside."""
 
 # Kinds of members that are left out, counted apart; names are free, and a hostile tar has as many kinds as members.
 _NUM_KINDS_LEFT_OUT = 32
@@ -41,7 +45,7 @@ def index_archive(
 
     Args:
         source: the URI that the archive was listed from.
-        index: URI of the file to write.
+        index: URI of the file to write; everything that is lost is written beside it (`pipelines.losses`).
 
     Returns:
         The archive's ImageShard as JSON; `lost`, the keys of its bad images; and `num_bytes_read`, how far a tar that is
@@ -56,28 +60,30 @@ def index_archive(
     num_images = 0
     digest = hashlib.blake2b(digest_size=8)
     name = relative(archive.path, resolve(source)[1])
-    for item in read_samples(source, archive, captions):
-        if isinstance(item, LeftOut):
-            left_out[item.kind if item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else "other"] += 1
-            continue
-        if isinstance(item, Problem):
-            note(item, problems, examples)
-            num_bytes_read = item.num_bytes_read if isinstance(item, TruncatedArchive) else num_bytes_read
-            continue
-        try:
-            check_image(item.data, max_pixels)
-        except ImageError as error:
-            where = item.member if archive.files else f"{name}/{item.member}"
-            note(Problem(kind=error.kind, where=where, detail=str(error)), problems, examples)
-            lost.append(item.key)
-            continue
-        for caption in item.captions:
-            row = (item.key, num_images, caption, item.offset, len(item.data), item.member, zlib.crc32(item.data))
-            for column, value in zip(columns.values(), row, strict=True):
-                column.append(value)
-        digest.update(json.dumps([item.key, item.captions, len(item.data)]).encode())
-        digest.update(item.data)
-        num_images += 1
+    with Losses(losses_name(index)) as losses:
+        for item in read_samples(source, archive, captions):
+            if isinstance(item, LeftOut):
+                left_out[item.kind if item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else "other"] += 1
+                continue
+            if isinstance(item, Problem):
+                losses.add(archive.path, item, problems, examples)
+                num_bytes_read = item.num_bytes_read if isinstance(item, TruncatedArchive) else num_bytes_read
+                continue
+            try:
+                check_image(item.data, max_pixels)
+            except ImageError as error:
+                where = item.member if archive.files else f"{name}/{item.member}"
+                problem = Problem(kind=error.kind, where=where, detail=str(error))
+                losses.add(archive.path, problem, problems, examples)
+                lost.append(item.key)
+                continue
+            for caption in item.captions:
+                row = (item.key, num_images, caption, item.offset, len(item.data), item.member, zlib.crc32(item.data))
+                for column, value in zip(columns.values(), row, strict=True):
+                    column.append(value)
+            digest.update(json.dumps([item.key, item.captions, len(item.data)]).encode())
+            digest.update(item.data)
+            num_images += 1
 
     table = pa.table(columns, schema=INDEX_SCHEMA)
     filesystem, path = resolve(index)
@@ -117,25 +123,31 @@ def assemble(
     lost = {key for entry in entries for key in entry["lost"]}
     fields = set(ImageShard.__dataclass_fields__)
     shards = [ImageShard(**{name: value for name, value in entry.items() if name in fields}) for entry in entries]
-    if captions is None:
-        shards = _with_unread(shards, [entry["num_bytes_read"] for entry in entries])
-    tables = [_image_rows(open_index(directory, shard.file)) for shard in shards]
-    is_first, distinct = _first_occurrences(pa.concat_tables(tables).column("key"))
-    bounds = np.cumsum([0, *(table.num_rows for table in tables)])
-    kept = [
-        _without(shard, table, np.flatnonzero(~is_first[start:stop]))
-        for shard, table, start, stop in zip(shards, tables, bounds[:-1], bounds[1:], strict=True)
-    ]
+    with Losses(losses_name(f"{directory}/{ASSEMBLY}")) as losses:
+        if captions is None:
+            shards = _with_unread(shards, [entry["num_bytes_read"] for entry in entries], losses)
+        tables = [_image_rows(open_index(directory, shard.file)) for shard in shards]
+        is_first, distinct = _first_occurrences(pa.concat_tables(tables).column("key"))
+        bounds = np.cumsum([0, *(table.num_rows for table in tables)])
+        kept = [
+            _without(shard, table, np.flatnonzero(~is_first[start:stop]), losses)
+            for shard, table, start, stop in zip(shards, tables, bounds[:-1], bounds[1:], strict=True)
+        ]
+        reading = None
+        if captions is not None:
+            reading = _absent(captions, captions_uri, lost.union(distinct.to_pylist()), losses)
     return ImageManifest(
         directory=directory,
         source=source if "://" in source else resolve(source)[1],
         max_pixels=max_pixels,
         shards=kept,
-        captions=None if captions is None else _absent(captions, captions_uri, lost.union(distinct.to_pylist())),
+        captions=reading,
     )
 
 
-def _with_unread(shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None]) -> list[ImageShard]:
+def _with_unread(
+    shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], losses: Losses
+) -> list[ImageShard]:
     """The shards, with the number of samples that were not reached in each estimated from bytes.
 
     Of a tar that is corrupt before its end, the bytes that are left are known. Of one that ends early, those are taken to be
@@ -165,17 +177,20 @@ def _with_unread(shards: Sequence[ImageShard], num_bytes_read: Sequence[int | No
         else:
             missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
         num_unread = round(missing * (shard.num_images / read if shard.num_images else images_per_byte))
-        estimated.append(_with_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}"))
+        estimated.append(
+            _with_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}", losses)
+        )
     return estimated
 
 
-def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str) -> ImageShard:
+def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str, losses: Losses) -> ImageShard:
     """The shard with so many more problems of a kind, in the whole archive, and an example that says how many."""
     if number == 0:
         return shard
     problems, examples = Counter(shard.problems), list(shard.examples)
     name = shard.archive.rsplit("/", 1)[-1]
-    note(Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}"), problems, examples)
+    problem = Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}")
+    losses.add(shard.archive, problem, problems, examples)
     problems[kind] += number - 1
     return replace(shard, problems=dict(problems), examples=examples)
 
@@ -193,13 +208,14 @@ def _first_occurrences(keys: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
     return codes > np.maximum.accumulate(np.concatenate([[-1], codes]))[:-1], encoded.dictionary
 
 
-def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray) -> ImageShard:
+def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: Losses) -> ImageShard:
     """The shard without images whose keys have occurred before, which become problems."""
     problems, examples = Counter(shard.problems), list(shard.examples)
     for key in images.column("key").take(pa.array(repeated, pa.int64())).to_pylist():
         where = f"{shard.archive.rsplit('/', 1)[-1]}/{key}"
         detail = "the key has occurred before; the first in the order of archives stays"
-        note(Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail), problems, examples)
+        problem = Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail)
+        losses.add(shard.archive, problem, problems, examples)
     return replace(
         shard,
         num_pairs=shard.num_pairs - int(images.column("num_pairs").to_numpy()[repeated].sum()),
@@ -210,12 +226,13 @@ def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray) -> Image
     )
 
 
-def _absent(captions: CaptionFile, uri: str, found: set[str]) -> CaptionReading:
+def _absent(captions: CaptionFile, uri: str, found: set[str], losses: Losses) -> CaptionReading:
     """The images that the captions name and that are not among those found."""
     problems: Counter[str] = Counter()
     examples: list[str] = []
     for name in captions.captions:
         if name not in found:
             detail = "named in the captions, but no archive holds it"
-            note(Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail), problems, examples)
+            problem = Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail)
+            losses.add(uri, problem, problems, examples)
     return CaptionReading(path=uri, problems=dict(problems), examples=examples)

@@ -20,7 +20,7 @@ from pipelines.archives import resolve
 from pipelines.manifest import MANIFEST_FILE, read_json, write_json
 from pipelines.problems import Reading
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 INDEX_SCHEMA = pa.schema(
     {

@@ -22,7 +22,7 @@ from pipelines.documents import DocumentConfig
 from pipelines.packing import PackingConfig
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Layout = PackingConfig | DocumentConfig
 """How documents become the rows of shards."""

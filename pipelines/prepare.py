@@ -10,8 +10,9 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 
 from pipelines.archive_tasks import run_archive_tasks
 from pipelines.archives import Archive, list_archives, resolve
+from pipelines.losses import Losses, list_losses, losses_name
 from pipelines.manifest import (
     FORMAT_VERSION,
     ArchiveEntry,
@@ -34,6 +36,7 @@ from pipelines.tokenization import load_tokenizer, tokenizer_digest
 
 NUM_BATCHES_PER_SHARD = 16  # of 256 rows, as the layouts make them
 _NUM_DOCUMENTS_PER_ENCODE = 64
+_NUM_CHARACTERS_PER_ENCODE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class PrepareConfig:
             raise ValueError(f"data.max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
 
 
-def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
+def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: str = "") -> Manifest:
     """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
 
     Needs a running Ray.
@@ -63,6 +66,7 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
         config: what to read, and the tokenizer.
         layout: what the tokens of the documents become, made for the same tokenizer.
         root: of all prepared data.
+        losses: path or URI of a file to write every lost record to (`pipelines.losses`), also if there are too many.
 
     Raises:
         FileNotFoundError, ValueError: the source does not exist or holds no archive; the tokenizer does not fit.
@@ -87,6 +91,8 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str) -> Manifest:
             directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), layout=layout, archives=entries
         )
         manifest.save()
+    if losses:
+        list_losses(directory, [losses_name(_shards(number)) for number in range(len(archives))], losses)
     check_problems(config.source, manifest.archives, config.max_bad_share)
     return manifest
 
@@ -110,16 +116,18 @@ def _prepare_archive(
 
     def documents() -> Iterator[np.ndarray]:
         nonlocal num_documents
-        readable = readable_documents(config.source, archive, config.text_field, problems, examples)
-        while chunk := [document.text for document in itertools.islice(readable, _NUM_DOCUMENTS_PER_ENCODE)]:
-            num_documents += len(chunk)
-            for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
-                yield np.asarray(encoding.ids, dtype=np.int64)
+        with Losses(losses_name(f"{directory}/{_shards(number)}")) as losses:
+            add = partial(losses.add, archive.path)
+            readable = readable_documents(config.source, archive, config.text_field, problems, examples, add)
+            for chunk in _chunks(readable):
+                num_documents += len(chunk)
+                for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+                    yield np.asarray(encoding.ids, dtype=np.int64)
 
     shards: list[ShardEntry] = []
     batches = layout.rows(documents())
     while chunk := list(itertools.islice(batches, NUM_BATCHES_PER_SHARD)):
-        file = f"shard-{number:05d}-{len(shards):05d}.arrow"
+        file = f"{_shards(number)}-{len(shards):05d}.arrow"
         filesystem, path = resolve(f"{directory}/{file}")
         with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, layout.schema) as writer:
             for batch in chunk:
@@ -147,13 +155,37 @@ def _prepare_archive(
     )
 
 
+def _shards(number: int) -> str:
+    """What the names of an archive's files begin with."""
+    return f"shard-{number:05d}"
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """The texts in groups that are tokenised at once: of so many documents, or as soon as they have so many characters."""
+    chunk: list[str] = []
+    num_characters = 0
+    for document in documents:
+        chunk.append(document.text)
+        num_characters += len(document.text)
+        if len(chunk) == _NUM_DOCUMENTS_PER_ENCODE or num_characters >= _NUM_CHARACTERS_PER_ENCODE:
+            yield chunk
+            chunk, num_characters = [], 0
+    if chunk:
+        yield chunk
+
+
 def readable_documents(
-    source: str, archive: Archive, text_field: str, problems: Counter[str], examples: list[str]
+    source: str,
+    archive: Archive,
+    text_field: str,
+    problems: Counter[str],
+    examples: list[str],
+    add: Callable[[Problem, Counter[str], list[str]], None] = note,
 ) -> Iterator[Document]:
-    """The documents of an archive; what cannot be read is counted by kind, and the first few are remembered."""
+    """The documents of an archive; what cannot be read is given to `add`, which counts it and remembers the first few."""
     for item in read_documents(source, archive, text_field=text_field):
         if isinstance(item, Problem):
-            note(item, problems, examples)
+            add(item, problems, examples)
         else:
             yield item
 

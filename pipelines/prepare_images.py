@@ -16,8 +16,9 @@ from pipelines.archives import resolve
 from pipelines.caption_files import CaptionFile
 from pipelines.image_archives import ImageArchive, list_image_archives
 from pipelines.image_decoding import LARGEST_MAX_PIXELS, MAX_PIXELS
-from pipelines.image_index import assemble, index_archive, index_name
+from pipelines.image_index import ASSEMBLY, assemble, index_archive, index_name
 from pipelines.image_manifest import FORMAT_VERSION, ImageManifest
+from pipelines.losses import list_losses, losses_name
 from pipelines.problems import check_problems
 
 
@@ -48,7 +49,7 @@ class PrepareImagesConfig:
 
 
 def prepare_images(
-    config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "data.max_bad_share"
+    config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "data.max_bad_share", losses: str = ""
 ) -> ImageManifest:
     """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
 
@@ -56,6 +57,7 @@ def prepare_images(
 
     Args:
         max_bad_share_field: how the person who gave it knows it, for the message.
+        losses: path or URI of a file to write every lost sample to (`pipelines.losses`), also if there are too many.
 
     Raises:
         FileNotFoundError, ValueError: as `check_source`.
@@ -89,6 +91,10 @@ def prepare_images(
             max_pixels=config.max_pixels,
         )
         manifest.save()
+    if losses:
+        list_losses(
+            directory, [losses_name(name) for name in [*map(index_name, range(len(archives))), ASSEMBLY]], losses
+        )
     check_problems(config.source, manifest.readings, config.max_bad_share, field=max_bad_share_field, noun="pair")
     return manifest
 
