@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -84,8 +86,9 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
     (directory / "archive-00003.json").unlink()
     again = prepare(shards, tmp_path)
     assert (again, again.digest) == (first, first.digest)
+    rewritten = {"index-00003.arrow", "index-00003.arrow.losses.jsonl", "assembly.losses.jsonl"}
     changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
-    assert changed == {"manifest.json", "archive-00003.json", "index-00003.arrow"}
+    assert changed == {"manifest.json", "archive-00003.json", *rewritten}
     # Other content has another directory.
     write_shard(shards / "00004.tar", range(500, 503))
     other = prepare(shards, tmp_path)
@@ -97,9 +100,12 @@ def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(
     cluster: dict[str, str], shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = ["--storage", str(tmp_path / "runs")]
-    assert main(["--source", str(shards), "--max-bad-share", "0.5", *storage]) == 0
+    listed = tmp_path / "losses.jsonl"
+    assert main(["--source", str(shards), "--max-bad-share", "0.5", "--problems", str(listed), *storage]) == 0
+    kinds = Counter(json.loads(line)["kind"] for line in listed.read_text().splitlines())
     printed = capsys.readouterr().out
     manifest = ImageManifest.load(printed.splitlines()[0])
+    assert kinds == manifest.problems
     assert f"18 pairs of 18 images (5 shards, digest {manifest.digest})" in printed
     assert "unreadable: 3 duplicated_key, 1 empty_archive, 2 truncated_archive" in printed
     assert "00001.tar (truncated_archive: corrupt tar: it ends within 000002003.jpg)" in printed

@@ -97,7 +97,8 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
     again = prepare(corpus / "train", corpus, tmp_path)
     assert again.digest == first.digest
     changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
-    assert changed == {"manifest.json", "archive-00001.json", "shard-00001-00000.arrow"}
+    shard = "shard-00001"
+    assert changed == {"manifest.json", "archive-00001.json", f"{shard}-00000.arrow", f"{shard}.losses.jsonl"}
 
 
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
@@ -129,6 +130,8 @@ def test_broken_data_costs_its_record_is_counted_and_named(
     manifest = prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=0.9)
     assert manifest.problems == {kind: 1}
     assert manifest.num_documents >= 6
+    (loss,) = Path(manifest.directory).glob("shard-00000.losses.jsonl")
+    assert [json.loads(line)["kind"] for line in loss.read_text().splitlines()] == [kind]
     # The same data under a stricter configuration fails, naming kind and archive.
     with pytest.raises(TooManyProblemsError, match=rf"data\.max_bad_share = 0\.00%.*bad\.jsonl\.zst.*{kind}"):
         prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=0.0)
