@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, PublishedHead, TempNet, TempNetConfig
-from tempnet.weights import check_weights
+from tempnet.weights import check_weight_files, check_weights
 
 # Where the published networks may lie: a file of their own, or among the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
@@ -155,9 +155,10 @@ def load_causal_lm(
         options: passed to `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: if the vocabularies disagree, or weights hold NaN.
+        ValueError: if the vocabularies disagree, or weights are cut or hold NaN.
     """
     network = load_tempnet(model if tempnet is None else tempnet)
+    check_weight_files(model)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     check_vocabulary(base, network)
     check_weights(base, model)

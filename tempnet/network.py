@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tempnet.dro import check_rho
-from tempnet.weights import check_weights
+from tempnet.weights import check_weight_files, check_weights
 
 PublishedHead = Literal["llama2", "llama1", "gpt2"]
 # Of the networks that the paper's authors trained: τ₀, τ_max and what they subtract from the logits. The LLaMA-2 code feeds
@@ -308,6 +308,7 @@ class TempNet(nn.Module):
         if unknown:
             raise ValueError(f"{directory / CONFIG_FILE}: unknown fields {unknown}; was it written by a newer version?")
         network = cls(TempNetConfig(**values))
+        check_weight_files(directory / WEIGHTS_FILE)
         network.load_state_dict(load_file(directory / WEIGHTS_FILE))
         check_weights(network, directory)
         return network.eval()

@@ -1,10 +1,34 @@
-"""Weights that cannot be used are refused where they are loaded, not where their NaN first shows."""
+"""Weights that cannot be used are refused before anything is built or started, not where their damage first shows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
+
+
+def check_weight_files(source: str | Path) -> None:
+    """Refuse a file of weights that is cut or corrupt. Only headers and file sizes are read.
+
+    Args:
+        source: a directory, in which every `*.safetensors` is looked at, or one such file; anything else, such as a hub
+            name, is passed over.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    path = Path(source)
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        if file.suffix != ".safetensors" or not file.is_file():
+            continue
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} ({file.stat().st_size} bytes) is cut or corrupt: {error}; copy or export it again"
+            ) from error
 
 
 def check_weights(module: nn.Module, source: str | Path) -> None:

@@ -34,6 +34,7 @@ from jobs.training.tracking import resolved_uri
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.weights import check_weight_files
 
 WIKITEXT, LAMBADA = "wikitext", "lambada"
 
@@ -189,6 +190,7 @@ def _model_spec(
 
 
 def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    check_weight_files(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

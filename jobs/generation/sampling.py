@@ -28,7 +28,7 @@ from jobs.generation.records import Key
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
-from tempnet.weights import check_weights
+from tempnet.weights import check_weight_files, check_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ class Sampler:
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
+        check_weight_files(config.model)
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )

@@ -18,20 +18,21 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weights
+from tempnet.weights import check_weight_files, check_weights
 
 # Vocabularies of random starts are padded to a multiple of this, for the hardware (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
 
 
 def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The Transformers configuration of the base model; reads only configuration files, no weights.
+    """The Transformers configuration of the base model; reads only configuration files, and the headers of weights.
 
     Raises:
-        ValueError: if the model is too small for the tokenizer or the context.
+        ValueError: if the model is too small for the tokenizer or the context, or its weights are cut.
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
+        check_weight_files(model.path)
         try:
             base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError) as error:

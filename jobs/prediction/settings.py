@@ -22,6 +22,7 @@ from pipelines.manifest import read_json, write_json
 from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
+from tempnet.weights import check_weight_files
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "_settings.json"
@@ -82,6 +83,7 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     """
     network = load_tempnet(config.tempnet or config.model)
     tokenizer = load_tokenizer(config.model)
+    check_weight_files(config.model)
     base = AutoConfig.from_pretrained(config.model).get_text_config()
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
     longest = getattr(base, "max_position_embeddings", None)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.training.config import EncoderSection
+from tempnet.weights import check_weight_files
 
 
 def build_encoder(
@@ -38,6 +39,7 @@ def build_encoder(
     """
     torch.manual_seed(seed)
     if settings.path:
+        check_weight_files(settings.path)
         try:
             model: PreTrainedModel = head.from_pretrained(
                 settings.path,

@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tempnet.weights import check_weight_files
+
 Modality = Literal["image", "text"]
 _INPUT_NAMES = {"image": "pixel_values", "text": "input_ids"}
 _KINDS = {"image": "vision model", "text": "text encoder"}
@@ -100,8 +102,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     """The Transformers configuration of a directory or hub name.
 
     Raises:
-        ValueError: naming the path, if there is none.
+        ValueError: naming the path, if there is none or its weights are cut.
     """
+    check_weight_files(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -34,7 +34,7 @@ REFUSED = {
     "prepare_text": ["--source", "nowhere", "--tokenizer", "nowhere", "--context-length", "64"],
     "prepare_images": ["--source", "nowhere"],
     "sample_data": ["--vocab-size", "1"],
-    "revision": ["--of", "nowhere"],
+    "revision": ["nowhere"],
 }
 """Job → arguments that name what is not there, or cannot be."""
 
