@@ -44,11 +44,16 @@ class ClassifierPlan:
     num_train: int
     num_held_out: int
     num_cut: int
-    """Sentences longer than `data.num_tokens`."""
+    """Sentences longer than `data.num_tokens`, held-out ones included."""
     num_parameters: int
     num_center_parameters: int
     tracking_uri: str
     """Empty: nothing is tracked."""
+
+    @property
+    def share_cut(self) -> float:
+        """Share of all sentences that were cut to `data.num_tokens`."""
+        return self.num_cut / (self.num_train + self.num_held_out)
 
     @property
     def data_cpus(self) -> float:
@@ -70,7 +75,7 @@ class ClassifierPlan:
                 "loss": config.setting.name,
                 "data": f"{self.data_name}: {self.num_train} sentences to train on ({self.num_epochs:.1f} epochs), "
                 f"{self.num_held_out} held out, {len(self.class_names)} classes ({', '.join(self.class_names)}); "
-                f"{self.num_cut} were cut to {config.data.num_tokens} tokens",
+                f"{self.share_cut:.2%} of the sentences were cut to {config.data.num_tokens} tokens",
             },
             num_units=config.optimizer.batch_size,
             unit="sentences",
@@ -92,6 +97,7 @@ class ClassifierPlan:
                 "class_names": list(self.class_names),
                 "num_train": self.num_train,
                 "num_held_out": self.num_held_out,
+                "share_cut": self.share_cut,
                 "num_lines_lost": dict(self.problems),
             },
         )
@@ -100,6 +106,7 @@ class ClassifierPlan:
         """The results of a cell, for a person."""
         rows = [("held-out accuracy", f"{outcome['validation']['accuracy']:.2%}")]
         rows.append(("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"))
+        rows.append((f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"))
         return results(rows, outcome, "sentences")
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:

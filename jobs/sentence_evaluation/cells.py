@@ -21,7 +21,7 @@ from pipelines.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 
 # Goes up whenever this program would compute other figures from the same input.
-_VERSION = 1
+_VERSION = 2
 _MOST_TOKENS = 512
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -103,17 +103,23 @@ def cells(
 
 
 def compute(cell: Cell, *, batch_size: int, use_gpu: bool) -> dict[str, float]:
-    """The figures of a cell: accuracy, or correlations, and the number of sentences."""
+    """The figures of a cell: accuracy, or correlations; the number of sentences, and the share of them that was cut."""
     model = SentenceEncoder.from_pretrained(cell.model.path, autocast_dtype=_DTYPES[cell.options["precision"]])
     model.to("cuda" if use_gpu else "cpu")
     tokenizer = load_tokenizer(cell.model.path, needs_eos=False)
 
+    num_texts = num_cut = 0
+
     def encode(texts: Sequence[str]) -> np.ndarray:
+        nonlocal num_texts, num_cut
+        num_texts += len(texts)
+        num_cut += sum(len(row) > cell.model.num_tokens for row in tokenizer(list(texts), verbose=False)["input_ids"])
         return model.encode(texts, tokenizer, num_tokens=cell.model.num_tokens, batch_size=batch_size).numpy()
 
     data = cell.data
     if isinstance(data, Judgements):
-        return similarity_figures(encode(data.first), encode(data.second), data.scores) | {"num_pairs": len(data.first)}
+        figures = similarity_figures(encode(data.first), encode(data.second), data.scores)
+        return figures | {"num_pairs": len(data.first), "share_cut": num_cut / num_texts}
 
     def labelled(examples: Examples) -> Labelled:
         features = encode(examples.first)
@@ -127,4 +133,5 @@ def compute(cell: Cell, *, batch_size: int, use_gpu: bool) -> dict[str, float]:
         num_inner_folds=cell.options["num_inner_folds"],
         seed=cell.options["seed"],
     )
-    return {"accuracy": accuracy, "num_sentences": sum(map(len, data.parts.values()))}
+    num_sentences = sum(map(len, data.parts.values()))
+    return {"accuracy": accuracy, "num_sentences": num_sentences, "share_cut": num_cut / num_texts}

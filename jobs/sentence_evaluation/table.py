@@ -15,6 +15,7 @@ _TITLES = {
     "num_sentences": "sentences",
     "num_pairs": "pairs",
     "num_unreadable": "unreadable",
+    "share_cut": "cut to the model's tokens",
 }
 
 
@@ -34,11 +35,11 @@ class Column:
 
 
 def markdown(columns: list[Column]) -> str:
-    """The table; shares and correlations are in per cent."""
+    """The table; shares and correlations are in per cent. Nothing unreadable, or nothing cut, has no row."""
     rows = [["%", *(column.model.label for column in columns)]]
     for name in dict.fromkeys(name for column in columns for name in column.metrics):
         data, _, figure = name.partition("/")
-        if figure == "num_unreadable" and not any(column.metrics[name] for column in columns):
+        if figure in ("num_unreadable", "share_cut") and not any(column.metrics[name] for column in columns):
             continue
         rows.append([f"{data} {_TITLES[figure]}", *(_cell(figure, column.metrics[name]) for column in columns)])
     means = [column.mean_accuracy for column in columns]

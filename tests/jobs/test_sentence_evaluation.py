@@ -172,6 +172,9 @@ def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> 
     figures = compute(found[0], batch_size=16, use_gpu=False)
     assert figures["num_sentences"] == 40
     assert figures["accuracy"] > 0.7  # the class is a word of the sentence
+    # Every word is a token, and two are special.
+    sentences = [line.split() for file in (data / "MR").iterdir() for line in file.read_text().splitlines()]
+    assert 0 < figures["share_cut"] == sum(len(words) + 2 > 12 for words in sentences) / 40 < 1
     assert compute(found[0], batch_size=3, use_gpu=False) == figures
     assert compute(found[2], batch_size=16, use_gpu=False)["num_pairs"] == 3
 
@@ -231,6 +234,8 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
         "CR/accuracy": 0.8,
         "MR/num_unreadable": 0,
         "sts/spearman": 0.5,
+        "MR/share_cut": 0.125,
+        "CR/share_cut": 0.0,
     }
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -242,5 +247,6 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
         ["MR sentences", "1,234"],
         ["CR accuracy", "80.00"],
         ["sts Spearman", "50.00"],
+        ["MR cut to the model's tokens", "12.50"],
         ["mean accuracy", "75.00"],
     ]
