@@ -1,7 +1,7 @@
-"""Evaluate image-text models side by side: retrieval recall both ways, and zero-shot classification.
+r"""Evaluate image-text models side by side: retrieval recall both ways, and zero-shot classification.
 
-python -m jobs.evaluate_clip --models runs/a/export runs/b/export --retrieval flickr=flickr30k --captions
-flickr=dataset_flickr30k.json --splits flickr=test --zero-shot cifar10=cifar10.tar --templates cifar
+python -m jobs.evaluate_clip --models runs/a/export runs/b/export --retrieval flickr=flickr30k \
+    --captions flickr=dataset_flickr30k.json --splits flickr=test --zero-shot cifar10=cifar10.tar --templates cifar
 """
 
 from __future__ import annotations

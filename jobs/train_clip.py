@@ -8,8 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jobs.clip.config import ClipConfig
 from jobs.command_line import parse_preset, run_job
 from jobs.presets.clip import PRESETS
+
+
+def evaluation_of(config: ClipConfig, export: str) -> list[str]:
+    """The job and the arguments that evaluate an export on the run's validation images, read as the run has read them."""
+    data = config.data
+    arguments = ["--models", export, "--retrieval", f"validation={data.validation}"]
+    if data.validation_captions:
+        arguments += ["--captions", f"validation={data.validation_captions}"]
+    if data.validation_splits:
+        arguments += ["--splits", f"validation={','.join(data.validation_splits)}"]
+    return ["jobs.evaluate_clip", *arguments, "--max-bad-share", f"{data.max_bad_share:g}"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print_where_to_look(
             outcome,
             results="curves.png, histogram.png",
-            commands=[
-                f"jobs.evaluate_clip --models {outcome['export']} --retrieval validation={config.data.validation}"
-            ],
+            commands=[evaluation_of(config, outcome["export"])],
         )
     return 0
 

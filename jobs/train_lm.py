@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jobs.command_line import parse_preset, run_job
+from jobs.language_models.config import LanguageModelConfig
 from jobs.presets.language_models import PRESETS
+
+
+def look_at(config: LanguageModelConfig, export: str) -> list[str]:
+    """The job and the arguments that show an export's temperatures, or, where it has no TempNet, its perplexity."""
+    if config.temperature.needs_tempnet:
+        return ["jobs.predict_temperatures", "--model", export, "--text", "README.md"]
+    return ["jobs.evaluate_lm", "--models", export, "--wikitext", "README.md"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         print_where_to_look(
             outcome,
             results="tokens.html shows a passage coloured by τ",
-            commands=[f"jobs.predict_temperatures --model {outcome['export']} --text README.md"],
+            commands=[look_at(config, outcome["export"])],
         )
     return 0
 

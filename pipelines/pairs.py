@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 
@@ -164,7 +164,7 @@ class PairSource:
             table = table.take(pa.array(np.argsort(np.concatenate(order))))
         return dict(zip(table.column_names, table.columns, strict=True))
 
-    def _image_files(self, shards: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> list[bytes]:
+    def _image_files(self, shards: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Iterator[bytes]:
         """The stored bytes of the images of index entries, as they were when they were prepared."""
         ranges = []
         columns = (entries[name].to_pylist() for name in ("member", "offset", "size"))
@@ -172,7 +172,7 @@ class PairSource:
             entry = self.manifest.shards[shard]
             path = f"{entry.archive}/{member}" if entry.is_directory else entry.archive
             ranges.append(ByteRange(path, offset, size))
-        files = range_reader(self.manifest.source).read(ranges)
+        files = range_reader(self.manifest.source).stream(ranges)
         for place, (data, checksum) in enumerate(zip(files, entries["checksum"].to_pylist(), strict=True)):
             if zlib.crc32(data) != checksum:
                 member = entries["member"][place].as_py()
@@ -180,7 +180,7 @@ class PairSource:
                     f"{ranges[place].path} has changed since it was prepared: {member!r} is no longer "
                     f"{ranges[place].size} bytes at byte {ranges[place].offset}; prepare it again"
                 )
-        return files
+            yield data
 
     def _view(
         self, shard: int, row: int, view: Callable[..., np.ndarray], data: bytes, *arguments: object

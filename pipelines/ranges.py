@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from pipelines.archives import resolve
 
 _NUM_OPEN_FILES = 64
 _NUM_THREADS = 16
+_MAX_BYTES_AT_A_TIME = 2**26
 
 
 class ByteRange(NamedTuple):
@@ -45,6 +46,20 @@ class RangeReader:
             OSError: if a file is gone or cannot be read.
         """
         return list(self._pool.map(self._read, ranges) if self._pool else map(self._read, ranges))
+
+    def stream(self, ranges: Sequence[ByteRange]) -> Iterator[bytes]:
+        """The same one after the other; memory holds 64 MiB of them, or a single one that is longer.
+
+        Raises:
+            OSError: as `read`.
+        """
+        first, num_bytes = 0, 0
+        for number, wanted in enumerate(ranges):
+            if number > first and num_bytes + wanted.size > _MAX_BYTES_AT_A_TIME:
+                yield from self.read(ranges[first:number])
+                first, num_bytes = number, 0
+            num_bytes += wanted.size
+        yield from self.read(ranges[first:])
 
     def _read(self, wanted: ByteRange) -> bytes:
         file: pa.NativeFile = self._open(wanted.path)

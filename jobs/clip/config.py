@@ -19,6 +19,9 @@ from pipelines.images import AugmentationConfig
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
 
+MAX_IMAGE_SIZE = 4096
+"""A view of this side takes .2 GiB as float32; the activations of any tower are many times as much."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDataSection:
@@ -86,7 +89,7 @@ class DualEncoderSection:
     text_path: str = ""
     """A Transformers text encoder for the text tower. Empty: a random DistilBERT of the sizes below."""
     image_size: int = 224
-    """Side of the square views, pixels."""
+    """Side of the square views, pixels; 4 096 at most."""
     embedding_size: int = 256
     """Dimension of the space both towers map into."""
     image_widths: tuple[int, ...] = (256, 512, 1024, 2048)
@@ -110,6 +113,11 @@ class DualEncoderSection:
         check_positive("model", self, "image_size", "embedding_size", "image_stem_width", "text_hidden_size",
                        "text_num_layers", "text_num_heads")  # fmt: skip
         check_share("model", self, "text_dropout")
+        if self.image_size > MAX_IMAGE_SIZE:
+            raise ValueError(
+                f"model.image_size = {self.image_size} is above {MAX_IMAGE_SIZE}: as float32, one view alone takes "
+                f"{12 * self.image_size**2 / 2**30:,.1f} GiB, and a worker holds its whole share of the batch at a time"
+            )
         if len(self.image_widths) != len(self.image_depths) or min(*self.image_widths, *self.image_depths) < 1:
             raise ValueError(
                 f"model.image_widths = {self.image_widths} and model.image_depths = {self.image_depths} must be equally "

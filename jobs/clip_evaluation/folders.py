@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from jobs.training.config import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
-from pipelines.image_samples import IMAGE_SUFFIXES
+from pipelines.image_samples import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.ranges import ByteRange, range_reader
 from pipelines.tars import tar_members
 
@@ -53,6 +53,8 @@ class ClassFolders:
     """The folders that are classes, in order."""
     labels: np.ndarray
     """(n,) int64, the number of each image's folder."""
+    num_left_out: int
+    """Files that are no images by their names."""
     digest: str
     """Changes whenever an image is added, removed, renamed or changed."""
 
@@ -81,6 +83,7 @@ class ClassFolders:
             places=np.array([(entry.archive, entry.offset, entry.num_bytes) for entry in images], dtype=np.int64),
             folders=tuple(folders),
             labels=np.array([numbers[folder] for folder in classes], dtype=np.int64),
+            num_left_out=sum(not entry.is_folder for entry in entries) - len(images),
             digest=hashlib.blake2b(repr(images).encode(), digest_size=12).hexdigest(),
         )
 
@@ -89,10 +92,11 @@ class ClassFolders:
         """n."""
         return len(self.names)
 
-    def read_bytes(self, numbers: Sequence[int]) -> list[bytes]:
-        """The files of the images, as they are."""
+    def read_bytes(self, numbers: Sequence[int]) -> Iterator[bytes]:
+        """The files of the images, as they are; of one that is too long, a byte more than it may have."""
         places = self.places[np.asarray(numbers, dtype=np.int64)].tolist()
-        return range_reader(self.source).read([ByteRange(self.files[at], offset, size) for at, offset, size in places])
+        ranges = [ByteRange(self.files[at], offset, min(size, MAX_IMAGE_BYTES + 1)) for at, offset, size in places]
+        return range_reader(self.source).stream(ranges)
 
 
 def _is_archive(source: str) -> bool:

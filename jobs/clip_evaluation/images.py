@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jobs.clip_evaluation.folders import ClassFolders
 from pipelines.image_decoding import ImageError
 from pipelines.image_manifest import ImageManifest
+from pipelines.image_samples import MAX_IMAGE_BYTES
 from pipelines.images import evaluation_view
 from pipelines.pairs import PairSource
 
@@ -58,6 +59,9 @@ class FolderImages:
 
     def read(self, numbers: Sequence[int], image_size: int) -> Iterator[np.ndarray | ImageProblem]:
         for number, data in zip(numbers, self.folders.read_bytes(numbers), strict=True):
+            if len(data) > MAX_IMAGE_BYTES:
+                yield ImageProblem(f"{self.folders.names[number]} (longer than {MAX_IMAGE_BYTES} bytes)")
+                continue
             try:
                 yield evaluation_view(data, image_size, max_pixels=self.max_pixels)
             except ImageError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,12 +41,12 @@ def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run:
     return outcome
 
 
-def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: Sequence[str]) -> None:
+def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: Sequence[Sequence[str]]) -> None:
     """The last lines of a job: its directories, MLflow, and what can be typed next.
 
     Args:
         results: what is worth opening in the report's directory.
-        commands: arguments of `python -m`.
+        commands: for each, a job and its arguments.
     """
     print(f"  results   {outcome['directory']}/report ({results})")
     print(f"  model     {outcome['export']}\n")
@@ -53,4 +54,4 @@ def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: S
     if outcome["tracking_uri"]:
         print(f"  {where_to_browse(outcome['tracking_uri'])}")
     for command in commands:
-        print(f"  .venv/bin/python -m {command}")
+        print(f"  .venv/bin/python -m {shlex.join(command)}")

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -193,7 +194,7 @@ def where_to_browse(uri: str) -> str:
     uri = masked(uri)
     if uri.startswith(("http://", "https://")):
         return uri
-    return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {uri}"
+    return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
 
 
 def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from clip_training_support import NUM_PAIRS, tiny_clip_config, write_tiny_images
 from killing import kill_workers, last_checkpoint
 from mlflow import MlflowClient
+from PIL import Image
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
 from support import ROOT, readme_lines, run_lines, run_until, training_worker_pids, wait_for
 from transformers import AutoModel
 
+from jobs.clip.config import ClipConfig
 from jobs.clip.plan import make_plan
+from jobs.train_clip import evaluation_of
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
 from tempnet.contrastive.retrieval import cross_entropy, recall
@@ -230,6 +237,25 @@ def test_what_the_data_are_too_small_for_is_refused(
         train(make_plan(tiny_clip_config(images, tmp_path, "large", **sections)))
 
 
+def karpathy_validation(config: ClipConfig, directory: Path) -> ClipConfig:
+    """The configuration with validation images in files, two in each of three splits, of which two are taken."""
+    directory.mkdir()
+    entries = []
+    for number, split in enumerate(["val", "restval", "test"] * 2):
+        pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(pixels).save(stream, "JPEG")
+        (directory / f"{number}.jpg").write_bytes(stream.getvalue())
+        entries.append({"filename": f"{number}.jpg", "split": split, "sentences": [{"raw": f"a caption {number}"}]})
+    (directory / "captions.json").write_text(json.dumps({"images": entries}))
+    fields = {
+        "validation": str(directory),
+        "validation_captions": str(directory / "captions.json"),
+        "validation_splits": ("val", "restval"),
+    }
+    return replace(config, data=replace(config.data, **fields))
+
+
 def test_the_readmes_commands_run(
     cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
 ) -> None:
@@ -246,6 +272,13 @@ def test_the_readmes_commands_run(
     assert list((tmp_path / "prepared").glob("train-pairs-*/manifest.json"))
     table = tmp_path / "runs" / "temperatures-small"
     assert list(table.glob("part-*.parquet"))
+    # What training prints at its end, for images in a directory whose captions are in a json.
+    config = karpathy_validation(tiny_clip_config(images, tmp_path, "files"), tmp_path / "my files")
+    command = [sys.executable, "-m", *evaluation_of(config, reference["export"])]
+    run_lines([shlex.join(command)], tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path / "b"), "PYTHONPATH": str(ROOT)})
+    (results,) = (tmp_path / "b").glob("clip-evaluation/results.json")
+    (column,) = json.loads(results.read_text())["columns"]
+    assert column["metrics"]["validation/num_images"] == 4
     # What the last line of that section does: SogCLR at these temperatures.
     given = {"loss": "sogclr_given", "table": str(table), "target_tau": None}
     config = tiny_clip_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +15,15 @@ from PIL import Image
 
 from jobs import train_clip
 from jobs.clip.config import ClipConfig
+from jobs.clip.data import preparation
 from jobs.clip.models import build_encoder
 from jobs.clip.plan import make_plan
 from jobs.command_line import parse_preset
 from jobs.presets.clip import PRESETS
+from pipelines.prepare_images import check_source
 from pipelines.tokenization import train_wordpiece
 from tempnet.contrastive.config import LOSS_KINDS, check_negatives
+from tempnet.models.towers import random_tower
 
 Change = Callable[..., ClipConfig]
 
@@ -64,6 +68,12 @@ def test_the_presets_cover_every_loss() -> None:
         (["--model.freeze"], "model.freeze = True needs model.path"),
         (["--model.text-num-heads", "7"], "not divisible by text_num_heads = 7"),
         (["--model.image-depths", "1", "1"], "must be equally many positive numbers"),
+        (
+            ["--model.image-size", "100000"],
+            "model.image_size = 100000 is above 4096: as float32, one view alone takes 111",
+        ),
+        (["--model.image-size", "0"], "model.image_size = 0 must be positive"),
+        (["--model.image-size", "-32"], "model.image_size = -32 must be positive"),
         (["--data.caption-noise", "1.5"], "data.caption_noise = 1.5 must lie in [0, 1]"),
         (["--data.min-crop-scale", "0"], "min_scale = 0"),
         (["--optimizer.batch-size", "127"], "is not divisible by workers.num_workers = 2"),
@@ -145,6 +155,39 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
     for sections, message in cases:
         with pytest.raises((ValueError, OSError), match=message):
             make_plan(change(**sections))
+
+
+@pytest.mark.parametrize("size", [7, 30, 100])
+def test_an_image_size_that_the_tower_cannot_read_is_refused(size: int, change: Change, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    random_tower("vit", "image", image_size=32, patch_size=8, **sizes).save_pretrained(tmp_path / "vit")
+    tower = {"image_path": str(tmp_path / "vit")}
+    assert make_plan(change(model=tower | {"image_size": 32}))
+    with pytest.raises(ValueError, match=rf"takes no images of {size} × {size}: .*size"):
+        make_plan(change(model=tower | {"image_size": size}))
+
+
+def test_several_splits_and_none_are_read_by_training(change: Change, tmp_path: Path) -> None:
+    images = [
+        {"filename": f"{split}.jpg", "split": split, "sentences": [{"raw": split}]}
+        for split in ("train", "restval", "val", "test")
+    ]
+    file = tmp_path / "karpathy.json"
+    file.write_text(json.dumps({"images": images}))
+    for arguments, expected in {
+        ("--data.train-splits", "train", "restval"): {"train.jpg", "restval.jpg"},
+        ("--data.train-splits",): {f"{image['filename']}" for image in images},
+        ("--data.train-splits", ""): {f"{image['filename']}" for image in images},
+        (): {f"{image['filename']}" for image in images},
+    }.items():
+        line = ["clip-cc3m-tempnet-small", "--data.train-captions", str(file), *arguments]
+        config, _ = parse_preset(PRESETS, line, job="train_clip", purpose="")
+        wanted = preparation(
+            change(data={name: getattr(config.data, name) for name in ("train_captions", "train_splits")}), "train"
+        )
+        _, captions = check_source(wanted)
+        assert captions is not None
+        assert set(captions.captions) == expected
 
 
 def test_a_saved_encoder_must_have_the_sizes_that_the_configuration_says(change: Change, tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from clip_support import CLASSES, SIDE, make_classes, make_clip, make_dual_encod
 
 from jobs import evaluate_clip
 from jobs.clip_evaluation.config import EvaluateClipConfig
-from jobs.clip_evaluation.data import ZeroShot
+from jobs.clip_evaluation.data import ZeroShot, retrieval_sources
 from jobs.clip_evaluation.encoder import Encoder
 from jobs.clip_evaluation.folders import ClassFolders
 from jobs.clip_evaluation.images import FolderImages, read_images
 from jobs.clip_evaluation.prompts import prompts, read_class_names, read_templates
 from jobs.clip_evaluation.table import Column, markdown
 from jobs.clip_evaluation.units import Embeddings, EmbeddingStore, ModelSpec, image_units, text_units
+from pipelines.caption_files import CaptionFile
 from pipelines.problems import TooManyProblemsError
 from pipelines.tokenization import train_bpe
 
@@ -94,8 +95,9 @@ def test_a_tar_two_tars_and_a_directory_are_the_same(tmp_path: Path) -> None:
         folders = ClassFolders.read(str(tmp_path / name))
         assert folders.folders == ("x_y", "z")
         assert folders.names == tuple(sorted(members()))
+        assert folders.num_left_out == 1
         assert folders.labels.tolist() == [0, 0, 1, 1] * 2
-        assert folders.read_bytes([5, 0, 3]) == [members()[sorted(members())[at]] for at in (5, 0, 3)]
+        assert list(folders.read_bytes([5, 0, 3])) == [members()[sorted(members())[at]] for at in (5, 0, 3)]
 
 
 def test_the_digest_knows_what_changed(tmp_path: Path) -> None:
@@ -264,6 +266,22 @@ def test_what_cannot_work_is_refused_in_one_line_before_ray_starts(
         assert stop.value.code == 2
         assert error.startswith("error: "), arguments
         assert message in error, arguments
+
+
+def test_a_retrieval_set_takes_several_splits_or_all(tmp_path: Path) -> None:
+    file = tmp_path / "karpathy.json"
+    images = [
+        {"filename": f"{name}.jpg", "split": name, "sentences": [{"raw": name}]}
+        for name in ("train", "restval", "test")
+    ]
+    file.write_text(json.dumps({"images": images}))
+    for splits, expected in (
+        (("r=train,restval",), {"train.jpg", "restval.jpg"}),
+        ((), {f"{i['filename']}" for i in images}),
+    ):
+        config = EvaluateClipConfig(models=("m",), retrieval=("r=x",), captions=(f"r={file}",), splits=splits)
+        source = retrieval_sources(config)["r"]
+        assert set(CaptionFile.load(source.captions, source.splits).captions) == expected
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,19 @@ def test_ranges_of_a_filesystem_that_is_not_local_are_read_in_order() -> None:
     reader = RangeReader(fs.PyFileSystem(fs.FSSpecHandler(memory)))
     rng = np.random.default_rng(0)
     ranges = [ByteRange(f"/bucket/{rng.integers(3)}", int(rng.integers(1000)), 50) for _ in range(200)]
-    assert reader.read(ranges) == [contents[path][at : at + size] for path, at, size in ranges]
+    assert (
+        list(reader.stream(ranges))
+        == reader.read(ranges)
+        == [contents[path][at : at + size] for path, at, size in ranges]
+    )
     with pytest.raises(FileNotFoundError):
         reader.read([ByteRange("/bucket/9", 0, 1)])
+    # As a stream they are read 64 MiB at a time: a file that is gone is not noticed before its turn.
+    memory.pipe("/bucket/large", bytes(2**26))
+    stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
+    assert len(next(stream)) == 2**26
+    with pytest.raises(FileNotFoundError):
+        next(stream)
 
 
 def test_impossible_options_are_refused_by_name(manifest: ImageManifest) -> None:

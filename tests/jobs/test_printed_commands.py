@@ -1,0 +1,141 @@
+"""Every command that a job prints can be typed: those under "To look around", in --help, and in reproductions."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from jobs import calibrate, prepare_images, prepare_text, reproduce, sample_data, train_clip, train_lm
+from jobs.clip_evaluation.config import EvaluateClipConfig
+from jobs.clip_evaluation.data import retrieval_sources
+from jobs.command_line import parse_preset
+from jobs.evaluation.config import EvaluateConfig
+from jobs.generation.config import GenerateConfig
+from jobs.pair_prediction.config import PredictPairTemperaturesConfig
+from jobs.prediction.config import PredictTemperaturesConfig
+from jobs.presets import classifiers, clip, language_models, sentences, sweeps
+from jobs.reproduction.experiments import texts
+from jobs.sentence_evaluation.config import EvaluateSentencesConfig
+from jobs.training.command import print_where_to_look
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted(
+    path.stem for path in (ROOT / "jobs").glob("*.py") if re.search(r"^def main\(", path.read_text(), re.MULTILINE)
+)
+
+
+def of_presets(presets: Mapping[str, Callable[[], Any]], job: str) -> Callable[[Sequence[str]], Any]:
+    return lambda arguments: parse_preset(presets, arguments, job=job, purpose="")[0]
+
+
+def of(config: Any) -> Callable[[Sequence[str]], Any]:
+    return lambda arguments: tyro.cli(config, args=arguments)
+
+
+def parse_prediction(arguments: Sequence[str]) -> Any:
+    kind = PredictPairTemperaturesConfig if "--images" in arguments else PredictTemperaturesConfig
+    return tyro.cli(kind, args=arguments)  # type: ignore[type-var]
+
+
+PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
+    "train_lm": of_presets(language_models.PRESETS, "train_lm"),
+    "train_clip": of_presets(clip.PRESETS, "train_clip"),
+    "train_sentences": of_presets(sentences.PRESETS, "train_sentences"),
+    "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
+    "sweep": of_presets(sweeps.PRESETS, "sweep"),
+    "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
+        {"rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
+    ),
+    "evaluate_clip": of(EvaluateClipConfig),
+    "evaluate_lm": of(EvaluateConfig),
+    "evaluate_sentences": of(EvaluateSentencesConfig),
+    "generate": of(GenerateConfig),
+    "predict_temperatures": parse_prediction,
+    "prepare_images": of(prepare_images.PrepareImagesJob),
+    "prepare_text": of(prepare_text.PrepareTextJob),
+    "reproduce": reproduce.parse,
+    "sample_data": of(sample_data.SampleDataConfig),
+}
+
+
+def parse(command: str) -> Any:
+    """The configuration that a command stands for, None for --help."""
+    words = shlex.split(command)
+    job = words[words.index("-m") + 1].removeprefix("jobs.")
+    arguments = words[words.index("-m") + 2 :]
+    if arguments != ["--help"]:
+        return PARSERS[job](arguments)
+    with pytest.raises(SystemExit) as stop:
+        PARSERS[job](arguments)
+    assert stop.value.code == 0
+    return None
+
+
+def commands_in(text: str) -> list[str]:
+    """The lines that begin with `python -m jobs.`, with the lines that they go on in."""
+    return [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("python -m jobs.")]
+
+
+def test_every_job_has_a_parser_and_shows_a_command() -> None:
+    assert set(PARSERS) == set(JOBS)
+    for job in JOBS:
+        assert commands_in(importlib.import_module(f"jobs.{job}").__doc__ or ""), job
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_help_shows_parses(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is every file that a command names
+    for command in commands_in(importlib.import_module(f"jobs.{job}").__doc__ or ""):
+        for word in shlex.split(command):
+            if word.endswith((".txt", ".jsonl", ".json", ".md")) and "=" not in word:
+                Path(word).parent.mkdir(parents=True, exist_ok=True)
+                Path(word).touch()
+        parse(command)
+
+
+def test_what_reproductions_show_parses() -> None:
+    shown = re.findall(r"`(python -m jobs\.[^`]+)`", Path(texts.__file__).read_text())
+    assert len(shown) >= 6
+    for command in shown:
+        parse(command)
+
+
+def printed(command: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line under "To look around" that shows the command."""
+    outcome = {"directory": "runs/a", "export": "runs/a/export", "tracking_uri": ""}
+    print_where_to_look(outcome, results="curves.png", commands=[command])
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", clip.PRESETS)
+def test_a_contrastive_run_shows_how_to_evaluate_on_what_it_was_validated_on(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = clip.PRESETS[name]()
+    splits = ("val", "restval") if preset.data.validation_captions else ()
+    data = replace(preset.data, validation="my images/val 2014", validation_splits=splits)
+    evaluation = parse(printed(train_clip.evaluation_of(replace(preset, data=data), "runs/a b/export"), capsys))
+    source = retrieval_sources(evaluation)["validation"]
+    assert evaluation.models == ("runs/a b/export",)
+    assert (source.source, source.captions) == (data.validation, data.validation_captions)
+    assert tuple(filter(None, source.splits)) == splits
+    assert source.max_bad_share == data.max_bad_share
+
+
+@pytest.mark.parametrize("name", language_models.PRESETS)
+def test_a_language_model_shows_what_its_export_can_be_used_for(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where commands are typed
+    preset = language_models.PRESETS[name]()
+    config = parse(printed(train_lm.look_at(preset, "runs/a/export"), capsys))
+    assert isinstance(config, PredictTemperaturesConfig) == preset.temperature.needs_tempnet
+    assert (ROOT / (getattr(config, "text", "") or config.wikitext)).is_file()
