@@ -29,9 +29,9 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
     models = [ModelSpec.read(*one) for one in zip(model_labels(config.models), config.models, strict=True)]
     tokenizers = [caption_encoder(model).tokenizer for model in models]
     zero_shot = [ZeroShot.read(config, name, uri) for name, uri in named_values("zero_shot", config.zero_shot).items()]
-    for one in zero_shot:
-        if number := one.images.folders.num_left_out:
-            print(f"{one.name}: {number} files that are no images by their names are left out")
+    for folders in zero_shot:
+        if number := folders.images.folders.num_left_out:
+            print(f"{folders.name}: {number} files that are no images by their names are left out")
     data: list[DataSet] = [*Retrieval.prepare_all(config, tokenizers[0]), *zero_shot]
     units = [_units(config, model, one) for model in models for one in data]
     store = EmbeddingStore(config.run.directory)
