@@ -14,7 +14,7 @@ from jobs.evaluation.config import EvaluateConfig
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job; returns the exit status."""
+    """Run the job; returns the exit status: 1 if a task failed."""
     try:
         config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m jobs.evaluate_lm", description=__doc__)
         # Imported late: a misspelt field should not wait for Ray and the harness.
@@ -25,12 +25,20 @@ def main(arguments: Sequence[str]) -> int:
         fail(str(error))
     try:
         columns = evaluate(config)
+    except EvaluationFailedError as error:
+        _show(error.table, config)
+        for line in str(error).splitlines():
+            print(f"  FAILED    {line}")
+        print("\nThe same command, started again, runs only what failed.")
+        return FAILED
     except (ValueError, OSError) as error:
         fail(str(error))
-    except EvaluationFailedError as error:
-        fail(str(error), FAILED)
-    print(f"\n{markdown(columns)}\n\n  results   {config.run.directory}/results.md and results.json")
+    _show(markdown(columns), config)
     return 0
+
+
+def _show(table: str, config: EvaluateConfig) -> None:
+    print(f"\n{table}\n\n  results   {config.run.directory}/results.md and results.json")
 
 
 if __name__ == "__main__":

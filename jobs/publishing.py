@@ -48,6 +48,7 @@ def publish(
     table: str,
     columns: Sequence[PublishedColumn],
     identity: Sequence[str],
+    failed: Mapping[str, str] | None = None,
 ) -> None:
     """Write `results.md` and `results.json` into the run's directory, and log them to MLflow.
 
@@ -56,6 +57,7 @@ def publish(
     Args:
         config: the dataclass that everything follows from.
         identity: what decides the figures.
+        failed: title → reason, of what is missing in the table.
     """
     results = {
         "configuration": dataclasses.asdict(config),
@@ -67,7 +69,9 @@ def publish(
             }
             for column in columns
         ],
+        "failed": dict(failed or {}),
     }
+    table = "\n".join([table, *(f"\nFAILED: {title}: {reason}" for title, reason in (failed or {}).items())])
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)
         (local / "results.md").write_text(table + "\n", encoding="utf-8")
@@ -78,7 +82,9 @@ def publish(
                 stream.write(file.read_bytes())
         with survive_outage("the evaluation"):
             if uri := resolved_uri(tracking, run.resolved_storage):
-                _track(config, run, tracking.experiment, uri, columns, identity, local)
+                _track(
+                    config, run, tracking.experiment, uri, columns, identity, local, "FAILED" if failed else "FINISHED"
+                )
 
 
 def _track(
@@ -89,6 +95,7 @@ def _track(
     columns: Sequence[PublishedColumn],
     identity: Sequence[str],
     artifacts: Path,
+    status: str,
 ) -> None:
     def opened(name: str, identity: Sequence[str], parameters: Mapping[str, Any], tags: dict[str, str]) -> TrackedRun:
         digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
@@ -111,4 +118,4 @@ def _track(
         metrics = {name.replace("@", "_at_"): value for name, value in column.metrics.items()}
         finish_run(child, status="FINISHED", artifacts=None, metrics=metrics)
     note = (artifacts / "results.md").read_text(encoding="utf-8")
-    finish_run(parent, status="FINISHED", artifacts=artifacts, metrics={}, note=note)
+    finish_run(parent, status=status, artifacts=artifacts, metrics={}, note=note)

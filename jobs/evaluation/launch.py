@@ -26,13 +26,14 @@ def evaluate(config: EvaluateConfig) -> list[Column]:
 
     Raises:
         ValueError, OSError: before anything starts, see :func:`jobs.evaluation.plan.make_plan`.
-        EvaluationFailedError: naming the unit that failed.
+        EvaluationFailedError: naming every job that failed, after all others are finished and published.
     """
     plan = make_plan(config)
     ledger = Ledger(config.run.directory)
     left = [job for job in (_unfinished(job, ledger) for job in plan.jobs) if job.units]
     num_left = sum(len(job.units) for job in left)
     print(f"{len(plan.units)} units, {len(plan.units) - num_left} of them finished before; {config.run.directory}")
+    failed: dict[str, str] = {}
     if left:
         start_ray()
         workers = config.workers
@@ -42,9 +43,12 @@ def evaluate(config: EvaluateConfig) -> list[Column]:
             use_gpu=workers.use_gpu,
             data_cpus=0,
         )
-        _work_off(config, left, ledger)
+        failed = _work_off(config, left, ledger)
     columns = make_columns(plan, ledger)
-    _publish(plan, columns)
+    _publish(plan, columns, failed)
+    if failed:
+        message = "\n".join(f"{title}: {reason}" for title, reason in failed.items())
+        raise EvaluationFailedError(message, table=markdown(columns))
     return columns
 
 
@@ -52,8 +56,12 @@ def _unfinished(job: Job, ledger: Ledger) -> Job:
     return dataclasses.replace(job, units=tuple(unit for unit in job.units if ledger.read(unit) is None))
 
 
-def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> None:
-    """Give every worker a job at a time, in order, so that models change seldom; record each as it ends."""
+def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> dict[str, str]:
+    """Give every worker a job at a time, in order, so that models change seldom; record each as it ends.
+
+    Returns:
+        title → reason, of the jobs that failed; they do not keep the others from their work.
+    """
     settings = dataclasses.replace(
         config,
         include_path=str(Path(config.include_path).resolve()) if config.include_path else "",
@@ -69,6 +77,7 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> None:
     waiting = deque(jobs)
     idle: list[Any] = [actor.remote(settings) for _ in range(min(config.workers.num_workers, len(jobs)))]
     running: dict[Any, tuple[Any, Job]] = {}
+    failed: dict[str, str] = {}
     started, num_done = time.monotonic(), 0
     while waiting or running:
         while idle and waiting:
@@ -76,15 +85,18 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> None:
             running[worker.run.remote(job)] = (worker, job)
         (reference, *_), _ = ray.wait(list(running))
         worker, job = running.pop(reference)
+        num_done += 1
         try:
             results, seconds = _result(reference)
         except (RayTaskError, RayActorError) as error:
-            reason = str(getattr(error, "cause", None) or error).strip()
-            raise EvaluationFailedError(f"{job.title}: {reason}") from error
+            is_dead = isinstance(error, RayActorError)
+            idle.append(actor.remote(settings) if is_dead and waiting else worker)
+            failed[job.title] = _reason(error)
+            print(f"FAILED  {job.title}: {failed[job.title]}", flush=True)
+            continue
         for unit, result in zip(job.units, results, strict=True):
             ledger.write(unit, result, seconds)
         idle.append(worker)
-        num_done += 1
         left = (time.monotonic() - started) / num_done * (len(jobs) - num_done)
         width = len(str(len(jobs)))
         print(
@@ -93,13 +105,22 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> None:
         )
     for worker in idle:
         ray.kill(worker)
+    return failed
+
+
+def _reason(error: RayTaskError | RayActorError) -> str:
+    """What a job failed by, in one line."""
+    cause = getattr(error, "cause", None)
+    if cause is None:  # the process ended: Ray says so first, and then what it knows of it
+        return str(error).strip().splitlines()[0]
+    return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
 def _result(reference: Any) -> JobResult:
     return ray.get(reference)
 
 
-def _publish(plan: Plan, columns: list[Column]) -> None:
+def _publish(plan: Plan, columns: list[Column], failed: dict[str, str]) -> None:
     publish(
         plan.config,
         run=plan.config.run,
@@ -118,4 +139,5 @@ def _publish(plan: Plan, columns: list[Column]) -> None:
             for column in columns
         ],
         identity=[unit.key for unit in plan.units],
+        failed=failed,
     )

@@ -41,7 +41,7 @@ class Column:
 
 
 def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
-    """The figures of all models and temperatures; every unit must be finished."""
+    """The figures of all models and temperatures; a task of which a unit is not finished has none."""
     units = defaultdict[tuple[str, str, str], list[Unit]](list)
     for unit in plan.units:
         units[unit.model.label, unit.temperature.name, unit.task].append(unit)
@@ -54,7 +54,9 @@ def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
 
 
 def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[str, float]:
-    results = [ledger.read(unit) or {} for unit in units]
+    results = [result for unit in units if (result := ledger.read(unit)) is not None]
+    if len(results) < len(units):
+        return {}
     if task not in (WIKITEXT, LAMBADA):
         return results[0]
     nll = math.fsum(result["nll"] for result in results)

@@ -150,8 +150,8 @@ def test_a_command_prints_the_table_and_logs_a_run_for_every_column(
         assert run.data.metrics == pytest.approx(column["metrics"])
 
 
-def test_a_unit_that_fails_is_named_and_what_was_finished_stays(
-    cluster: dict[str, str], config: Any, files: dict[str, str], tmp_path: Path
+def test_a_task_that_fails_is_named_beside_the_figures_of_the_others_and_is_all_that_is_run_again(
+    cluster: dict[str, str], config: Any, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()
@@ -159,7 +159,31 @@ def test_a_unit_that_fails_is_named_and_what_was_finished_stays(
     settings = config(
         "failing", 1, models=(files["a"],), temperatures=("one",), include_path=str(tasks), tasks=("local_arc_easy",)
     )
-    with pytest.raises(EvaluationFailedError, match=r"a · local_arc_easy · one: .*"):
+    with pytest.raises(EvaluationFailedError, match=r"^a · local_arc_easy · one: .*'no_field'.*$") as failed:
         evaluate(settings)
-    done = [json.loads(path.read_text())["task"] for path in (tmp_path / "runs" / "failing" / "units").glob("*.json")]
-    assert set(done) == {"wikitext", "lambada"}
+    assert "wikitext word perplexity" in failed.value.table
+    assert "lambada acc" in failed.value.table
+    assert "arc_easy" not in failed.value.table
+    results = json.loads((tmp_path / "runs" / "failing" / "results.json").read_text())
+    assert results["failed"].keys() == {"a · local_arc_easy · one"}
+    assert "wikitext/word_perplexity" in results["columns"][0]["metrics"]
+    units = tmp_path / "runs" / "failing" / "units"
+    done = {path: json.loads(path.read_text())["task"] for path in units.glob("*.json")}
+    assert set(done.values()) == {"wikitext", "lambada"}
+
+    # On the command line: the table, the reason and the exit status; then, with the task mended, only that is run.
+    arguments = [
+        "--models", files["a"], "--temperatures", "one", "--wikitext", files["wikitext"], "--lambada", files["lambada"],
+        "--tasks", "local_arc_easy", "--include-path", str(tasks), "--data-dir", files["data_dir"], "--name", "failing",
+        "--storage", str(tmp_path / "runs"), "--tracking.no-enabled",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert evaluate_lm.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "| wikitext word perplexity" in said
+    assert "  FAILED    a · local_arc_easy · one: " in said
+    times = {path: path.stat().st_mtime_ns for path in done}
+    (tasks / "own.yaml").write_text((EXAMPLES / "local_arc_easy.yaml").read_text())
+    assert evaluate_lm.main(arguments) == 0
+    assert "local_arc_easy acc" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in done} == times
