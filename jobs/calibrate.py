@@ -173,11 +173,19 @@ def calibrate_tau_max(job: TauMax) -> None:
     """Run `tau-max`: generate, take the step that is exact for fixed contexts, and repeat until the mean is known."""
     import torch
 
+    from pipelines.sources import check_source
     from pipelines.tokenization import load_tokenizer
     from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
     from tempnet.inference import CachedFold, can_fold, generate
     from tempnet.loading import find_tempnet, load_causal_lm
 
+    for field, path in (("model", job.model), ("tempnet", job.tempnet)):
+        try:
+            check_source(path or ".")
+        except ValueError as error:
+            raise ValueError(f"{field} = {error}") from error
+    if not Path(job.prompts).exists():
+        raise FileNotFoundError(f"prompts = {job.prompts!r} is missing: there is no such file")
     source = job.tempnet or job.model
     directory = find_tempnet(source)
     if directory is None and not job.dry_run:

@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
+from jobs.hints import with_hint
 from jobs.masking import masked
 
 Config = TypeVar("Config")
@@ -79,7 +80,7 @@ def interrupted(directory: str = "") -> NoReturn:
 
 def fail(message: str, status: int = REFUSED) -> NoReturn:
     """Print an error for a person and exit: REFUSED where something must be asked for differently, else FAILED."""
-    print(f"error: {masked(message)}", file=sys.stderr)
+    print(f"error: {with_hint(masked(message))}", file=sys.stderr)
     raise SystemExit(status)
 
 

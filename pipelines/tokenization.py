@@ -12,6 +12,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.sources import check_source
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -28,6 +30,10 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
     # Brings torch with it, which those who only receive a tokenizer can do without: readers start two seconds sooner.
     from transformers import AutoTokenizer
 
+    try:
+        check_source(name_or_path)
+    except ValueError as error:
+        raise ValueError(f"tokenizer = {error}") from error
     tokenizer: PreTrainedTokenizerFast
     try:
         if Path(name_or_path).is_file():

@@ -64,7 +64,7 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
         state = _released_state(lambda name: path / name if (path / name).is_file() else None)
     elif not _HUB_NAME.fullmatch(str(source)):
         raise FileNotFoundError(
-            f"{source} is neither a directory, nor a file, nor the hub name of a model (owner/name)"
+            f"{source} is missing: it is neither a directory, nor a file, nor the hub name of a model (owner/name)"
         )
     else:
         files = [_download(str(source), f"{PAIRED_DIRECTORY}/{name}") for name in (CONFIG_FILE, WEIGHTS_FILE)]

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from jobs.clip.config import ClipConfig
+from pipelines.sources import check_source
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World
@@ -25,6 +26,11 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
     torch.manual_seed(config.run.seed)
     settings = config.model
     autocast = torch.bfloat16 if config.workers.precision == "bf16" else None
+    for field in ("path", "image_path", "text_path"):
+        try:
+            check_source(getattr(settings, field) or ".")
+        except ValueError as error:
+            raise ValueError(f"model.{field} = {error}") from error
     if settings.path:
         encoder = DualEncoder.from_pretrained(settings.path, autocast_dtype=autocast)
         for field, wanted, found in (

@@ -47,6 +47,8 @@ class ModelSpec:
         Raises:
             ValueError: naming the path, if there is none.
         """
+        if not Path(path).exists():
+            raise ValueError(f"models: {path!r} is missing: there is no such directory")
         if not Path(path).is_dir():
             raise ValueError(f"models: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
         model = DualEncoder.from_pretrained(path)

@@ -31,6 +31,7 @@ from jobs.evaluation.windows import (
 from jobs.fingerprints import files_digest, model_digest, tempnet_digest
 from jobs.labels import model_labels
 from jobs.training.tracking import resolved_uri
+from pipelines.sources import check_source
 from pipelines.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -191,6 +192,10 @@ def _model_spec(
 
 def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     check_weight_files(path)
+    try:
+        check_source(path)
+    except ValueError as error:
+        raise ValueError(f"models: {error}") from error
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -50,6 +50,8 @@ def read_prompts(path: str, format_name: str, limit: int) -> list[Prompt]:
         OSError: if it cannot be read.
         ValueError: if a record is malformed, with its line, or an id comes twice, or there is none at all.
     """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"prompts = {path!r} is missing: there is no such file")
     prompts: list[Prompt] = []
     seen: set[int | str] = set()
     for prompt in FORMATS[format_name].read(Path(path)):

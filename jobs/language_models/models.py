@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from jobs.language_models.config import LanguageModelConfig
+from pipelines.sources import check_source
 from pipelines.tokenization import document_start_id
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -33,6 +34,10 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
         check_weight_files(model.path)
+        try:
+            check_source(model.path)
+        except ValueError as error:
+            raise ValueError(f"model.path = {error}") from error
         try:
             base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError) as error:

@@ -17,6 +17,7 @@ from jobs.sentence_evaluation.config import EvaluateSentencesConfig
 from jobs.sentence_evaluation.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 from pipelines.manifest import read_json
 from pipelines.senteval import Examples, Judgements, SentenceTask
+from pipelines.sources import check_source
 from pipelines.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 
@@ -45,6 +46,7 @@ class ModelSpec:
             ValueError: naming the path, if there is none or it has no tokenizer.
         """
         try:
+            check_source(path)
             encoder = SentenceEncoder.from_pretrained(path).encoder
             load_tokenizer(path, needs_eos=False)
         except ValueError as error:

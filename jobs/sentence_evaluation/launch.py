@@ -77,8 +77,9 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
         FileNotFoundError, ValueError: naming the field and the file.
         TooManyProblemsError: naming the data, the share and the first problems.
     """
+    names = config.present_tasks
     try:
-        found: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in config.present_tasks]
+        found: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in names]
     except (OSError, ValueError) as error:
         raise type(error)(f"data: {error}") from error
     try:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.training.config import EncoderSection
+from pipelines.sources import check_source
 from tempnet.weights import check_weight_files
 
 
@@ -39,6 +40,10 @@ def build_encoder(
     """
     torch.manual_seed(seed)
     if settings.path:
+        try:
+            check_source(settings.path)
+        except ValueError as error:
+            raise ValueError(f"model.path = {error}") from error
         check_weight_files(settings.path)
         try:
             model: PreTrainedModel = head.from_pretrained(

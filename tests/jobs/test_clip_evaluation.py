@@ -250,7 +250,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_ray_starts(
     train_bpe([sentence] * 3, 305).save_pretrained(foreign / "text_encoder")
     zero_shot = ["--zero-shot", f"c={classes}"]
     cases: list[tuple[list[str], str]] = [
-        (["--models", "nowhere", *zero_shot], "models: 'nowhere' is no directory"),
+        (["--models", "nowhere", *zero_shot], "models: 'nowhere' is missing: there is no such directory"),
         (["--models", str(tmp_path), *zero_shot], f"{tmp_path} holds no Transformers model"),
         (["--models", str(bare), *zero_shot], "has no tokenizer"),
         (["--models", str(foreign), *zero_shot], "has 305 tokens, the model 300"),

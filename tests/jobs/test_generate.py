@@ -321,8 +321,12 @@ def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
         ('{"prompt": "a"}\n', ["--temperature", "0.7", "--tau-max-eval", "1"], "uses no TempNet"),
         ('{"prompt": "a"}\n', ["--tau-max-eval", "0.001"], "not above tau_min"),
         ('{"prompt": "a"}\n', ["--top-p", "0"], "top_p = 0"),
-        ('{"prompt": "a"}\n', ["--tempnet", "/nowhere"], "/nowhere is neither a directory, nor a file"),
-        ('{"prompt": "a"}\n', ["--model", "/nowhere"], "'/nowhere' cannot be loaded"),
+        ('{"prompt": "a"}\n', ["--tempnet", "/nowhere"], "/nowhere is missing: it is neither a directory, nor a file"),
+        (
+            '{"prompt": "a"}\n',
+            ["--model", "/nowhere"],
+            "tokenizer = '/nowhere' is missing: there is no such file",
+        ),
         ('{"prompt": "a"}\n', ["--chat", "on"], "has no chat template"),
     ],
 )

@@ -1,0 +1,95 @@
+"""What a stranger reads who has not made the sample data, names a model that is not there, or has no network."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.hints import with_hint
+from pipelines.sources import check_source
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = "The sample data are made by: python -m jobs.sample_data"
+EXPORT = "This model is made by: python -m jobs.train_lm gpt2-scratch-small"
+MODEL = "runs/gpt2-scratch-small/export"
+
+
+def test_a_missing_path_is_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    for source in (MODEL, "/nowhere", "./model", "../model", "~/no/model", "here/model"):
+        with pytest.raises(ValueError, match=r"is missing: there is no such file or directory$") as refused:
+            check_source(source)
+        assert repr(source) in str(refused.value)
+    with pytest.raises(ValueError, match=r"'s3://bucket/model' is a URI, .*copy it to a directory"):
+        check_source("s3://bucket/model")
+    check_source("here")
+
+
+def test_a_hub_without_a_network_is_given_up_at_once() -> None:
+    """In a process of its own: the hub's address and whether there is one are read when its library is imported."""
+    with socket.socket() as taken:  # a port on which nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        script = "from pipelines.sources import check_source\ncheck_source('no-such-owner/no-such-model')"
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        f"ValueError: 'no-such-owner/no-such-model' is no local directory, and the hub at {address} cannot be reached from "
+        "here: give the path of a directory"
+    )
+
+
+def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        with_hint("uri 'data/sample/text/train': no such file.")
+        == f"uri 'data/sample/text/train': no such file. {SAMPLE}"
+    )
+    assert with_hint(f"models: {MODEL!r} is missing") == f"models: {MODEL!r} is missing. {EXPORT}"
+    assert with_hint("/a/runs/declutr-small-small/export is none").endswith("jobs.train_sentences declutr-small-small")
+    assert with_hint("/a/clip-cc3m-tempnet-small/export is none").endswith("jobs.train_clip clip-cc3m-tempnet-small")
+    for message in ("runs/mine/export is missing", "run.num_steps = 0 must be positive"):
+        assert with_hint(message) == message
+    Path(MODEL).mkdir(parents=True)
+    assert with_hint(f"{MODEL!r} holds no tokenizer") == f"{MODEL!r} holds no tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments", "expected"),
+    [
+        ("train_lm", ["gpt2-scratch-small", "--dry-run"], SAMPLE),
+        ("sweep", ["clip-rho-lr-small", "--dry-run"], SAMPLE),
+        ("prepare_images", ["--source", "data/sample/images/train"], SAMPLE),
+        ("evaluate_lm", ["--models", MODEL, "--wikitext", "text.txt"], EXPORT),
+        ("generate", ["--model", MODEL, "--prompts", "text.txt", "--output", "o.jsonl"], EXPORT),
+        ("calibrate", ["tau-max", "--model", MODEL, "--prompts", "text.txt"], EXPORT),
+        ("predict_temperatures", ["--model", MODEL, "--text", "text.txt"], EXPORT),
+        ("evaluate_clip", ["--models", MODEL, "--retrieval", "a=b"], EXPORT),
+        ("generate", ["--model", MODEL, "--prompts", "q.txt", "--output", "o.jsonl"],
+         "prompts = 'q.txt' is missing: there is no such file"),
+    ],
+)  # fmt: skip
+def test_jobs_say_so_in_one_line(
+    job: str, arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TEMPNET_HOME", raising=False)
+    Path("text.txt").write_text("= A =\n\nsome words\n")
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"jobs.{job}").main(arguments)
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1), said
+    assert said.startswith("error: ")
+    assert said.rstrip().endswith(expected)
+    assert "Repo id" not in said
