@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold
@@ -240,27 +241,35 @@ def test_all_targets_ignored() -> None:
     assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
 
 
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products, in place or not."""
+
+    num_products = 0
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.num_products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "matmul", "linear")
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_without_autograd_only_the_forward_products_are_computed(fold: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    num_tokens, num_hidden, vocabulary, num_first, num_prototypes = 30, 8, 41, 7, 5
-    hidden, weight = torch.randn(num_tokens, num_hidden), torch.randn(vocabulary, num_hidden)
+    num_tokens, vocabulary, num_chunks = 30, 41, 5
+    hidden, weight = torch.randn(num_tokens, 8), torch.randn(vocabulary, 8)
     leaves = [hidden, weight] + ([torch.randn(vocabulary)] if bias else [])
     targets = torch.randint(vocabulary, (num_tokens,))
-    network = TempNet(
-        TempNetConfig.for_logits(vocabulary, rho=RHO, hidden_size=num_first, num_prototypes=num_prototypes)
-    )
+    network = TempNet(TempNetConfig.for_logits(vocabulary, rho=RHO, hidden_size=7, num_prototypes=5))
     config = TemperatureLossConfig(name="dro", rho=RHO)
     fold = fold and not bias
 
     def count() -> tuple[int, LinearLoss]:
         offset = leaves[2] if bias else None
-        with FlopCounterMode(display=False) as counter:
+        with ProductCounter() as counter:
             found = linear_language_model_loss(
-                hidden, weight, targets, config, network, bias=offset, fold=fold, chunk_size=7, with_values=True
+                hidden, weight, targets, config, network, bias=offset, fold=fold, chunk_size=6, with_values=True
             )
-        return counter.get_total_flops(), found
+        return counter.num_products, found
 
     for leaf in leaves:
         leaf.requires_grad_()
@@ -269,11 +278,9 @@ def test_without_autograd_only_the_forward_products_are_computed(fold: bool, bia
         num_evaluated, evaluated = count()
     with torch.inference_mode():
         assert count()[0] == num_evaluated
-    first = num_tokens * num_hidden * num_first + vocabulary * num_hidden * num_first
-    first = first if fold else num_tokens * vocabulary * num_first
-    products = num_tokens * num_hidden * vocabulary + first + num_tokens * num_first * num_prototypes
-    assert num_evaluated == 2 * products
-    assert num_trained > 1.9 * num_evaluated
+    # Of a chunk: its logits, W1 of them, W2 of that; and once the fold. Training adds dh, dW and those of the network.
+    assert num_evaluated == 3 * num_chunks + fold
+    assert num_trained >= num_evaluated + 5 * num_chunks
     assert not evaluated.loss.requires_grad
     for value, reference in zip(evaluated, trained, strict=True):
         for part, expected in zip(value, reference, strict=True) if isinstance(value, tuple) else [(value, reference)]:
