@@ -22,7 +22,7 @@ from jobs.estimates import estimate
 from jobs.presets.classifiers import PRESETS
 from jobs.training.identity import configuration_hash
 from pipelines.problems import TooManyProblemsError
-from pipelines.tokenization import train_bpe, train_wordpiece
+from pipelines.tokenization import load_tokenizer, train_bpe, train_wordpiece
 
 SMALL = ["--model.path", "", "--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-heads", "2"]
 
@@ -158,6 +158,16 @@ def test_a_plan_says_what_will_happen(data: Path) -> None:
         "centres 160",
     ):
         assert part in text
+
+
+def test_a_plan_says_which_share_of_the_sentences_is_cut(data: Path) -> None:
+    tokenizer = load_tokenizer(str(data / "tokenizer"), needs_eos=False)
+    lengths = [len(tokenizer(f"film number {number}")["input_ids"]) for number in range(60)]
+    least = min(lengths)
+    share = sum(length > least for length in lengths) / 60
+    assert 0 < share < 1
+    text = make_cross_validation(small(data, "--data.num-tokens", str(least))).describe()
+    assert f"{share:.2%} of the sentences were cut to {least} tokens" in text
 
 
 def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(data: Path) -> None:
