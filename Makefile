@@ -30,14 +30,15 @@ test: setup style  ## Lint, unit and property tests, and the cluster tests that 
 	$(MAKE) --no-print-directory --jobs 2 test-rest test-text test-fast types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
-	$(MAKE) --no-print-directory test CLUSTER=cluster
+	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
 
 CLUSTER := cluster and not long
+FAST := not cluster and not long
 TEXT := $(foreach name,text_data train_lm reproduce,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
-	$(PYTEST) -m "not cluster"
+	$(PYTEST) -m "$(FAST)"
 
 test-text: setup  ## Text and language models on a real Ray with DeepSpeed and MLflow
 	$(PYTEST) -m "$(CLUSTER)" $(TEXT)
