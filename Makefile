@@ -34,7 +34,7 @@ test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more
 
 CLUSTER := cluster and not long
 FAST := not cluster and not long
-TEXT := $(foreach name,text_data train_lm reproduce,tests/cluster/test_$(name).py)
+TEXT := $(foreach name,text_data train_lm reproduce readme_text readme_sentences,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)

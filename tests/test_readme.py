@@ -1,79 +1,64 @@
-"""Every command and every path that the README shows exists; those that need a run are executed in tests/cluster."""
+"""The README is held against what is there: its lines, and the tests that run them; its make targets, jobs and links."""
 
 from __future__ import annotations
 
+import ast
 import re
-import shlex
-from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from jobs.command_line import parse_preset
-from jobs.presets import classifiers, clip, language_models, sentences, sweeps
-from jobs.reproduce import parse
-from jobs.reproduction.plan import make_reproduction
+from readme_support import README, RUN_BY, patterns_of, recipe, shell_lines
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+CLUSTER = ROOT / "tests" / "cluster"
+
+
+@cache
+def marks_of(test: str) -> set[str]:
+    """The names of the marks of `FILE.py::FUNCTION`, its module's included."""
+    file, _, function = test.partition("::")
+    module = ast.parse((CLUSTER / file).read_text())
+    (found,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    own = [ast.unparse(decorator) for decorator in found.decorator_list if isinstance(decorator, ast.Attribute)]
+    shared = [ast.unparse(node.value) for node in module.body if ast.unparse(node).startswith("pytestmark =")]
+    return set(re.findall(r"pytest\.mark\.(\w+)", " ".join(own + shared)))
+
+
+@pytest.mark.parametrize("line", shell_lines())
+def test_every_line_is_run_by_a_test_of_make_test(line: str) -> None:
+    patterns = patterns_of(line)
+    assert len(patterns) == 1, f"{line!r} has {patterns or 'no place'} in RUN_BY (tests/cluster/readme_support.py)"
+    assert not {"long", "skip", "gpu"} & marks_of(RUN_BY[patterns[0]])
+
+
+def test_every_place_is_that_of_a_line() -> None:
+    assert RUN_BY.keys() == {pattern for line in shell_lines() for pattern in patterns_of(line)}
+
+
+def test_a_line_of_which_no_test_knows_is_seen() -> None:
+    assert not patterns_of(".venv/bin/python -m jobs.train_lm another-preset")
+
+
+def test_every_cluster_test_is_in_one_half_of_make_test() -> None:
+    text = set(re.findall(r"test_\w+\.py", " ".join(recipe("test-text"))))
+    rest = " ".join(recipe("test-rest"))
+    files = {path.name for path in CLUSTER.glob("test_*.py")}
+    assert text
+    assert text < files
+    assert set(re.findall(r"--ignore=tests/cluster/(test_\w+\.py)", rest)) == text
+    assert "long" in rest
 
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
-    assert {"run", "test"} <= named <= targets
-
-
-@pytest.mark.parametrize("command", [command for command in COMMANDS if re.search(r"jobs\.(train_|sweep)", command)])
-def test_training_commands_parse(command: str) -> None:
-    arguments = shlex.split(command)
-    (job,) = (word for word in arguments if word.startswith(("jobs.train_", "jobs.sweep")))
-    arguments = arguments[arguments.index(job) + 1 :]
-    presets: Mapping[str, Callable[[], Any]]
-    presets = {
-        "jobs.train_lm": language_models.PRESETS,
-        "jobs.train_clip": clip.PRESETS,
-        "jobs.train_sentences": sentences.PRESETS,
-        "jobs.train_classifier": classifiers.PRESETS,
-        "jobs.sweep": sweeps.PRESETS,
-    }[job]
-    if arguments == ["--help"]:
-        with pytest.raises(SystemExit):
-            parse_preset(presets, arguments, job=job, purpose="")
-    else:
-        parse_preset(presets, arguments, job=job, purpose="")
-
-
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "jobs.reproduce" in command])
-def test_reproductions_resolve(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
-    arguments = shlex.split(command)
-    arguments = arguments[arguments.index("jobs.reproduce") + 1 :]
-    if arguments == ["--help"]:
-        with pytest.raises(SystemExit):
-            parse(arguments)
-    else:
-        config, _ = parse(arguments)
-        assert make_reproduction(config).describe()
+    assert {line.split()[1] for line in shell_lines() if line.startswith("make ")} <= targets
 
 
 def test_every_job_that_is_shown_is_there() -> None:
+    jobs = {path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text()}
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert shown == {
-        "train_lm", "prepare_text", "predict_temperatures", "calibrate", "generate", "evaluate_lm",
-        "revision", "train_clip", "prepare_images", "evaluate_clip",
-        "train_sentences", "evaluate_sentences", "train_classifier", "sweep",
-        "reproduce",
-    }  # fmt: skip
-    for job in shown:
-        assert (ROOT / "jobs" / f"{job}.py").is_file()
+    assert shown == jobs - {"sample_data"}  # which `make run` runs
 
 
 def test_links_and_pictures_exist() -> None:

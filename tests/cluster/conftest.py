@@ -6,16 +6,30 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from support import BIN, free_port, tiny_config, wait_for_ports, write_jsonl_zst
+from clip_training_support import write_tiny_images
+from readme_support import recipe, run_line
+from support import (
+    BIN,
+    LANGUAGE_MODEL_OPTIONS,
+    ROOT,
+    free_port,
+    outcome_of,
+    tiny_config,
+    wait_for_ports,
+    write_jsonl_zst,
+)
 
 from jobs.language_models.config import LanguageModelConfig
-from pipelines.tokenization import train_bpe
+from pipelines.archives import list_archives
+from pipelines.text import Document, read_documents
+from pipelines.tokenization import train_bpe, train_wordpiece
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +46,8 @@ def ray_head() -> Iterator[dict[str, str]]:
         "RAY_num_workers_soft_limit": "4",
         "RAY_DATA_USAGE_DISABLED": "1",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
+        # Jobs run in other directories than this one, and are to import its code.
+        "PYTHONPATH": str(ROOT),
     }
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
@@ -65,15 +81,23 @@ def ray_head() -> Iterator[dict[str, str]]:
             note.unlink()
 
 
-@pytest.fixture
-def cluster(ray_head: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The head, with this process connected to it."""
-    for name in ("RAY_ADDRESS", "PATH"):
-        monkeypatch.setenv(name, ray_head[name])
+@contextmanager
+def connected(ray_head: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
+    """This process connected to the head, and what else may be patched meanwhile."""
     from jobs.cluster import start_ray
 
-    start_ray()
-    return ray_head
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        start_ray()
+        yield patch
+
+
+@pytest.fixture
+def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The head, with this process connected to it."""
+    with connected(ray_head):
+        yield ray_head
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +131,47 @@ def tiny(corpus: Path, tmp_path: Path) -> Callable[..., LanguageModelConfig]:
         return tiny_config(corpus, tmp_path / "runs", name, **sections)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
+
+
+@pytest.fixture(scope="session")
+def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of the corpus for encoders."""
+    source, directory = str(corpus / "train"), tmp_path_factory.mktemp("wordpiece")
+    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
+    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as the README's reader has it, with these tests' data in the places of the sample data."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "data" / "sample").mkdir(parents=True)
+    places = {"text": corpus, "tokenizer": corpus / "tokenizer", "wordpiece": wordpiece, "images": images}
+    for name, directory in places.items():
+        (home / "data" / "sample" / name).symlink_to(directory)
+    (home / "README.md").symlink_to(ROOT / "README.md")
+    return home
+
+
+@pytest.fixture
+def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The README's directory as the working directory, so that its lines are run as they stand."""
+    monkeypatch.chdir(home_directory)
+    for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    return home_directory
+
+
+@pytest.fixture(scope="session")
+def reference(ray_head: dict[str, str], home_directory: Path) -> dict[str, Any]:
+    """The training run of `make run`, short: two workers, ZeRO 2, float32. Other runs equal it or start from it."""
+    with connected(ray_head) as patch:
+        patch.chdir(home_directory)
+        run_line(recipe("run")[-1], *LANGUAGE_MODEL_OPTIONS)
+    return outcome_of(home_directory, "gpt2-scratch-small")

@@ -19,17 +19,23 @@ from typing import Any
 import psutil
 import zstandard
 
-from jobs.language_models.config import (
-    BlockValidationSection,
-    DataSection,
-    LanguageModelConfig,
-    ModelSection,
-    TemperatureSection,
-)
-from jobs.training.config import OptimizerSection, RunSection, WorkersSection
+from jobs.command_line import parse_preset
+from jobs.language_models.config import LanguageModelConfig
+from jobs.presets.language_models import PRESETS
+from jobs.training.config import RunSection
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+
+LANGUAGE_MODEL_OPTIONS = [
+    "--run.num-steps=40", "--run.checkpoint-every=5", "--run.log-every=10", "--run.max-restarts=1",
+    "--data.context-length=64", "--model.hidden-size=64", "--model.num-layers=2", "--model.num-heads=4",
+    "--temperature.target-entropy=3", "--temperature.hidden-size=32", "--temperature.num-prototypes=16",
+    "--optimizer.batch-size=8", "--optimizer.learning-rate-base=3e-3", "--optimizer.learning-rate-tempnet=1e-2",
+    "--workers.precision=fp32", "--workers.num-threads=1",
+    "--validation.every=20", "--validation.num-blocks=32", "--validation.num-oracle-tokens=512",
+]  # fmt: skip
+"""What makes `gpt2-scratch-small` 40 steps of a 2-layer GPT-2 on `corpus`; two workers and ZeRO 2 are the preset's."""
 
 
 def readme_lines(pattern: str, paths: dict[str, str]) -> list[str]:
@@ -40,15 +46,6 @@ def readme_lines(pattern: str, paths: dict[str, str]) -> list[str]:
         readme = readme.replace(shown, real)
     blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if re.match(pattern, line)]
-
-
-def run_lines(lines: list[str], directory: Path, environment: dict[str, str]) -> None:
-    """Run shell lines one after the other; each must end well."""
-    for line in lines:
-        done = subprocess.run(
-            line, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, line + done.stdout + done.stderr
 
 
 def run_until(
@@ -131,21 +128,17 @@ def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
 
 
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
-    """A 40-step run of a 2-layer GPT-2 on the corpus, two workers, ZeRO 2; sections override fields."""
-    config = LanguageModelConfig(
-        run=tiny_run(corpus, storage, name, num_steps=40, checkpoint_every=5, log_every=10, max_restarts=1),
-        data=DataSection(
-            train=str(corpus / "train"),
-            validation=str(corpus / "validation"),
-            tokenizer=str(corpus / "tokenizer"),
-            context_length=64,
-        ),
-        model=ModelSection(hidden_size=64, num_layers=2, num_heads=4),
-        temperature=TemperatureSection(rho=None, target_entropy=3.0, hidden_size=32, num_prototypes=16),
-        optimizer=OptimizerSection(batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2),
-        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2, precision="fp32", num_threads=1),
-        validation=BlockValidationSection(every=20, num_blocks=32, num_oracle_tokens=512),
-    )
+    """`gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS`, under another name; sections override fields."""
+    places = [f"--data.train={corpus / 'train'}", f"--data.validation={corpus / 'validation'}"]
+    words = ["gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, *places, f"--data.tokenizer={corpus / 'tokenizer'}"]
+    config, _ = parse_preset(PRESETS, words, job="train_lm", purpose="")
+    run = replace(config.run, name=name, storage=str(storage), prepared=str(corpus / "prepared"))
+    config = replace(config, run=run)
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
     )
+
+
+def outcome_of(home: Path, name: str) -> dict[str, Any]:
+    """The outcome of a finished run in the README's directory."""
+    return json.loads((home / "runs" / name / "outcome.json").read_text())

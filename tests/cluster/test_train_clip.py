@@ -6,28 +6,25 @@ import io
 import json
 import math
 import os
-import re
-import shlex
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-from clip_training_support import NUM_PAIRS, tiny_clip_config, write_tiny_images
+from clip_training_support import NUM_PAIRS, tiny_clip_config
 from killing import kill_workers, last_checkpoint
 from mlflow import MlflowClient
 from PIL import Image
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines, run_until, training_worker_pids, wait_for
+from support import run_until, training_worker_pids, wait_for
 from transformers import AutoModel
 
+from jobs import evaluate_clip
 from jobs.clip.config import ClipConfig
 from jobs.clip.plan import make_plan
 from jobs.train_clip import evaluation_of
@@ -39,11 +36,6 @@ from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 pytestmark = pytest.mark.cluster
 
 NUM_STEPS = 32
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
 
 
 @pytest.fixture(scope="session")
@@ -256,38 +248,15 @@ def karpathy_validation(config: ClipConfig, directory: Path) -> ClipConfig:
     return replace(config, data=replace(config.data, **fields))
 
 
-def test_the_readmes_commands_run(
-    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path
+def test_the_evaluation_that_training_names_at_its_end_runs(
+    cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its commands on images, with the sample paths replaced by this test's; training itself is tested above."""
-    paths = {
-        "runs/clip-cc3m-tempnet-small/export": reference["export"],
-        "data/sample/images": str(images),
-        ".venv/bin/python": sys.executable,
-    }
-    jobs = "prepare_images|evaluate_clip|predict_temperatures .* --images"
-    lines = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.({jobs}) ", paths)
-    assert len(lines) == 3
-    run_lines(lines, tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
-    assert list((tmp_path / "prepared").glob("train-pairs-*/manifest.json"))
-    table = tmp_path / "runs" / "temperatures-small"
-    assert list(table.glob("part-*.parquet"))
-    # What training prints at its end, for images in a directory whose captions are in a json.
+    """For images in a directory whose name has a space, whose captions are in a json, and of which two splits are taken."""
     config = karpathy_validation(tiny_clip_config(images, tmp_path, "files"), tmp_path / "my files")
-    command = [sys.executable, "-m", *evaluation_of(config, reference["export"])]
-    run_lines([shlex.join(command)], tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path / "b"), "PYTHONPATH": str(ROOT)})
-    (results,) = (tmp_path / "b").glob("clip-evaluation/results.json")
+    job, *arguments = evaluation_of(config, reference["export"])
+    assert job == "jobs.evaluate_clip"
+    monkeypatch.setenv("TEMPNET_HOME", str(tmp_path / "runs"))
+    assert evaluate_clip.main(arguments) == 0
+    (results,) = (tmp_path / "runs").glob("clip-evaluation/results.json")
     (column,) = json.loads(results.read_text())["columns"]
     assert column["metrics"]["validation/num_images"] == 4
-    # What the last line of that section does: SogCLR at these temperatures.
-    given = {"loss": "sogclr_given", "table": str(table), "target_tau": None}
-    config = tiny_clip_config(
-        images, tmp_path, "given", temperature=given, run={"num_steps": 4}, workers={"num_workers": 1}
-    )
-    outcome = train(make_plan(config))
-    states = load_file(Path(outcome["directory"]) / "checkpoint-00000004" / "samples-00000-of-00001.safetensors")
-    written = pq.read_table(table).sort_by("id")
-    for modality, name in enumerate(("tau_image", "tau_text")):
-        assert states["tau"][modality].tolist() == written[name].to_pylist()
-    assert outcome["validation"]["tau_mean"] == pytest.approx(states["tau"].double().mean().item())
-    assert sum(outcome["histograms"]["image"]) == NUM_PAIRS

@@ -6,30 +6,33 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mlflow import MlflowClient
-from support import BIN, ROOT, readme_lines, run_lines, run_until, tiny_config, training_worker_pids, wait_for
+from mlflow.entities import LoggedModel
+from readme_support import lines_like, run_line
+from support import BIN, LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of, run_until, training_worker_pids, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs import train_lm
+from jobs.command_line import parse_preset
 from jobs.language_models.config import LanguageModelConfig
 from jobs.language_models.plan import make_plan
+from jobs.presets.language_models import PRESETS
 from jobs.training.identity import flatten
-from jobs.training.job import FatalTrainingError
 from jobs.training.launch import train as run_plan
 from jobs.training.tracking import TrackedRun, metric_history
 from pipelines.manifest import write_json
 from tempnet import TempNet
-from tempnet.calibration import CalibrationError
 from tempnet.loading import load_tempnet
 from tempnet.models.packing import document_mask
 
@@ -46,13 +49,12 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
 
 
-@pytest.fixture(scope="session")
-def reference(ray_head: dict[str, str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The uninterrupted run that others are held against: two workers, ZeRO 2, float32."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "PATH"):
-            patch.setenv(name, ray_head[name])
-        return train(tiny_config(corpus, tmp_path_factory.mktemp("reference"), "reference"))
+def models_of(outcome: dict[str, Any]) -> dict[str, LoggedModel]:
+    """Name → model, of those that MLflow shows under a run."""
+    client = MlflowClient(outcome["tracking_uri"])
+    experiment = client.get_run(outcome["mlflow_run_id"]).info.experiment_id
+    models = client.search_logged_models([experiment])
+    return {model.name: model for model in models if model.source_run_id == outcome["mlflow_run_id"]}
 
 
 def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
@@ -87,16 +89,17 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
         assert {10, 20, 30, 40} <= set(history(reference, key)), key
     assert sorted(history(reference, "validation/cross_entropy_tau")) == [20, 40]
     assert history(reference, "system/cpu_utilization_percentage")
-    models = {model.name: model for model in client.search_logged_models([run.info.experiment_id])}
+    models = models_of(reference)
     assert sorted(models) == ["checkpoint-35", "checkpoint-40", "tempnet"]
     for model in models.values():
-        assert model.source_run_id == run.info.run_id
         assert Path(model.tags["uri"]).is_dir()
     scores = {metric.key: metric.value for metric in models["tempnet"].metrics}
     assert scores["validation/cross_entropy_tau"] == pytest.approx(reference["validation"]["cross_entropy_tau"])
 
 
-def test_the_export_loads_without_this_project_and_scores_the_same(reference: dict[str, Any], corpus: Path) -> None:
+def test_the_export_loads_without_this_project_and_scores_the_same(
+    reference: dict[str, Any], home_directory: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(reference["export"]).eval()
     tokenizer = AutoTokenizer.from_pretrained(reference["export"])
     network = TempNet.from_pretrained(Path(reference["export"]) / "tempnet")
@@ -104,7 +107,7 @@ def test_the_export_loads_without_this_project_and_scores_the_same(reference: di
     from pipelines.blocks import read_range
     from pipelines.manifest import Manifest
 
-    (prepared,) = (corpus / "prepared").glob("validation-*")
+    (prepared,) = (home_directory / "runs" / "prepared").glob("validation-64-*")
     blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 32).items()}
     with torch.no_grad():
         logits = model(
@@ -131,6 +134,7 @@ def test_the_export_loads_without_this_project_and_scores_the_same(reference: di
     [
         {"num_workers": 1, "zero_stage": 2},
         {"num_workers": 2, "zero_stage": 0},
+        {"num_workers": 2, "zero_stage": 1},
         {"num_workers": 2, "zero_stage": 3},
     ],
     ids=lambda value: f"{value['num_workers']} workers, ZeRO {value['zero_stage']}",
@@ -150,9 +154,9 @@ def test_workers_and_stages_do_not_change_the_result(
     )
 
 
-def has_checkpoint(config: LanguageModelConfig) -> bool:
+def has_checkpoint(run: Path) -> bool:
     """Whether Ray Train has registered the first checkpoint (its files appear a little earlier)."""
-    snapshot = Path(config.run.directory) / "checkpoint_manager_snapshot.json"
+    snapshot = run / "checkpoint_manager_snapshot.json"
     return snapshot.exists() and "checkpoint-00000005" in snapshot.read_text()
 
 
@@ -169,57 +173,73 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], toler
     assert outcome["num_tokens"] == reference["num_tokens"]
 
 
-@pytest.mark.long
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+    cluster: dict[str, str], home: Path, reference: dict[str, Any]
 ) -> None:
-    """With ZeRO 3, whose state is in the most pieces; ZeRO 2 is that of the killed job below."""
-    config = tiny("killed-worker", workers={"zero_stage": 3})
+    """With the README's ZeRO 3, whose state is in the most pieces; ZeRO 2 is that of the killed job below."""
+    (line,) = lines_like("jobs.train_lm * --workers.zero-stage 3")
     killed: list[int] = []
 
     def kill() -> None:
-        wait_for(lambda: has_checkpoint(config))
+        wait_for(lambda: has_checkpoint(home / "runs" / "mine"))
         pid = training_worker_pids(cluster)[-1]
         os.kill(pid, signal.SIGKILL)
         killed.append(pid)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    outcome = train(config)
+    run_line(line, *LANGUAGE_MODEL_OPTIONS)
     killer.join()
     assert killed
+    outcome = outcome_of(home, "mine")
     assert 5 <= outcome["resumed_from_step"] < 40
     assert_same_losses(outcome, reference)
-    client = MlflowClient(outcome["tracking_uri"])
-    assert len(client.search_runs(["1"])) == 1
-    assert sorted(model.name for model in client.search_logged_models(["1"])) == [
-        "checkpoint-35",
-        "checkpoint-40",
-        "tempnet",
-    ]
+    runs = MlflowClient(outcome["tracking_uri"]).search_runs(["1"])
+    assert [run.info.run_name for run in runs].count("mine") == 1
+    assert sorted(models_of(outcome)) == ["checkpoint-35", "checkpoint-40", "tempnet"]
 
 
-def command(config: LanguageModelConfig) -> list[str]:
-    """The command line that gives this configuration."""
-    arguments = []
+def options_of(config: LanguageModelConfig) -> list[str]:
+    """The options that make `gpt2-scratch` this configuration."""
+    options = []
     for name, value in flatten(config).items():
-        flag = f"--{name.replace('_', '-')}"
+        section, _, field = name.replace("_", "-").partition(".")
         if isinstance(value, bool):
-            section, _, field = name.replace("_", "-").partition(".")
-            arguments.append(f"--{section}.{field}" if value else f"--{section}.no-{field}")
+            options.append(f"--{section}.{field}" if value else f"--{section}.no-{field}")
         elif value != "":
-            arguments += [flag, str(value)]
-    return ["-m", "jobs.train_lm", "gpt2-scratch", *arguments]
+            options.append(f"--{section}.{field}={value}")
+    return options
 
 
-def test_a_killed_job_goes_on_through_ray_job_submit_with_another_number_of_workers(
-    ray_head: dict[str, str], tiny: Make, reference: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def submitted(config: LanguageModelConfig) -> tuple[str, list[str]]:
+    """The README's `ray job submit … -- … python …` for a configuration: what is before `python`, and its arguments."""
+    (line,) = lines_like("ray job submit *")
+    submit, _, arguments = line.partition(" python ")
+    paths = {
+        "s3://bucket/openwebtext2/train": config.data.train,
+        "s3://bucket/openwebtext2/validation": config.data.validation,
+        "s3://bucket/runs": config.run.storage,
+        "http://mlflow:5000": f"sqlite:///{config.run.storage}/mlflow.db",
+    }
+    words = [paths.get(word, word) for word in shlex.split(arguments)]
+    return submit, [*words, *(option for option in options_of(config) if option.partition("=")[0] not in words)]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "tolerance"),
+    [(2, 1e-6), pytest.param(1, 1e-5, marks=pytest.mark.long)],
+    ids=["as many workers", "fewer workers"],
+)
+def test_a_killed_job_goes_on_through_ray_job_submit(
+    ray_head: dict[str, str], tiny: Make, reference: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    num_workers: int, tolerance: float,
+) -> None:  # fmt: skip
     config = tiny("killed-job")
+    run = Path(config.run.directory)
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
     with (tmp_path / "first.log").open("w") as log:
         job = subprocess.Popen(
-            [sys.executable, *command(config)],
+            [sys.executable, *submitted(config)[1]],
             cwd=ROOT,
             env=environment,
             stdout=log,
@@ -227,28 +247,32 @@ def test_a_killed_job_goes_on_through_ray_job_submit_with_another_number_of_work
             start_new_session=True,
         )
         try:
-            wait_for(lambda: has_checkpoint(config) or job.poll() is not None)
+            wait_for(lambda: has_checkpoint(run) or job.poll() is not None)
             assert job.poll() is None, (tmp_path / "first.log").read_text()
         finally:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-    assert not (Path(config.run.directory) / "outcome.json").exists()
-    alone = tiny("killed-job", workers={"num_workers": 1})
+    assert not (run / "outcome.json").exists()
+    config = tiny("killed-job", workers={"num_workers": num_workers})
+    submit, arguments = submitted(config)
     # Ray gives a submitted job the address "auto", which on a machine with two heads, as here, may be the other one.
-    address = ["env", f"RAY_ADDRESS={ray_head['RAY_ADDRESS']}"]
-    submit = subprocess.run(
-        [str(BIN / "ray"), "job", "submit", "--address", ray_head["DASHBOARD"], "--working-dir", ".", "--",
-         *address, "python", *command(alone)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
+    assert submit.startswith("ray job submit ")
+    assert " -- env " in submit
+    submit = submit.replace("ray job submit", f"ray job submit --address {ray_head['DASHBOARD']}")
+    submit = submit.replace(" -- env ", f" -- env RAY_ADDRESS={ray_head['RAY_ADDRESS']} ")
+    done = subprocess.run(
+        f"{submit} python {shlex.join(arguments)}",
+        shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert "validation perplexity at τ" in submit.stdout, submit.stdout + submit.stderr
-    outcome = json.loads((Path(config.run.directory) / "outcome.json").read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "validation perplexity at τ" in done.stdout
+    outcome = json.loads((run / "outcome.json").read_text())
     assert 5 <= outcome["resumed_from_step"] < 40
-    assert f"continuing after step {outcome['resumed_from_step']}" in submit.stdout
-    assert outcome["world_size"] == 1
+    assert f"continuing after step {outcome['resumed_from_step']}" in done.stdout
+    assert outcome["world_size"] == num_workers
     jobs = MlflowClient(outcome["tracking_uri"]).get_run(outcome["mlflow_run_id"]).data.tags["ray_job_id"]
     assert re.fullmatch(r"[0-9a-f]{8}, raysubmit_\w+", jobs)
-    assert_same_losses(outcome, reference, tolerance=1e-5)
+    assert_same_losses(outcome, reference, tolerance)
     # A third start has nothing to do, and says so.
     assert train(config) == outcome
     assert "This run is finished" in capsys.readouterr().out
@@ -265,8 +289,10 @@ def test_a_killed_job_goes_on_through_ray_job_submit_with_another_number_of_work
 def test_ctrl_c_says_how_to_go_on(ray_head: dict[str, str], tiny: Make, by: signal.Signals) -> None:
     config = tiny("interrupted")
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
-    arguments = command(config)[2:]
-    status, said = run_until(lambda: has_checkpoint(config), "jobs.train_lm", arguments, environment, by=by)
+    arguments = ["gpt2-scratch", *options_of(config)]
+    status, said = run_until(
+        lambda: has_checkpoint(Path(config.run.directory)), "jobs.train_lm", arguments, environment, by=by
+    )
     assert status == 130, said
     assert f"the same command goes on from what is in {config.run.directory}" in said
     assert "Traceback" not in said
@@ -274,18 +300,20 @@ def test_ctrl_c_says_how_to_go_on(ray_head: dict[str, str], tiny: Make, by: sign
     assert [run.info.status for run in client.search_runs(["1"])] == ["KILLED"]
 
 
-@pytest.mark.long
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluster: dict[str, str], tiny: Make) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
+    cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny(
         "explodes",
         optimizer={"learning_rate_base": 1e30, "warmup_share": 0.0},
         run={"checkpoint_every": 1},
         workers={"num_workers": 1},
     )
-    with pytest.raises(FatalTrainingError, match=r"the loss of step \d+ is (nan|inf)") as error:
-        train(config)
-    message = str(error.value)
-    step = int(message.split("step ")[1].split()[0])
+    with pytest.raises(SystemExit) as ended:
+        train_lm.main(["gpt2-scratch", *options_of(config)])
+    assert ended.value.code == 1
+    message = capsys.readouterr().err
+    (step,) = map(int, re.findall(r"error: the loss of step (\d+) is (?:nan|inf)", message))
     assert message.count(".arrow:") == 8  # every block of the batch
     assert "part-" in message
     assert (Path(config.run.directory) / f"checkpoint-{step - 1:08d}" / "state.json").exists()
@@ -294,28 +322,32 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cluste
     assert [run.info.status for run in client.search_runs(["1"])] == ["FAILED"]
 
 
-def test_frozen_base_in_bf16_trains_the_tempnet_alone(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
+def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
+    home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny(
-        "frozen",
-        data={"tokenizer": ""},  # the model's own
-        model={"path": reference["export"]},  # frozen, as nothing else is said
-        temperature={"target_entropy": None, "calibrated_tau": 0.9, "num_calibration_tokens": 1024},
-        workers={"precision": "bf16", "zero_stage": 3, "num_workers": 1, "offload_optimizer": True},
-        run={"num_steps": 10},
-    )
-    with pytest.raises(CalibrationError):
-        train(replace(config, temperature=replace(config.temperature, calibrated_tau=1.9999)))
-    assert not Path(config.run.directory).exists()  # what cannot start holds no name
-    outcome = train(config)
+    (line,) = lines_like("jobs.train_lm frozen-small *")
+    options = [
+        "--run.num-steps=10", "--run.log-every=10", "--data.context-length=64", "--temperature.hidden-size=32",
+        "--temperature.num-prototypes=16", "--temperature.num-calibration-tokens=1024", "--optimizer.batch-size=8",
+        "--optimizer.learning-rate-tempnet=0.05", "--workers.num-workers=1", "--workers.num-threads=1",
+        "--workers.zero-stage=3", "--workers.offload-optimizer", "--validation.num-blocks=32",
+        "--validation.num-oracle-tokens=256",
+    ]  # fmt: skip
+    run = home / "runs" / "frozen-small"
+    with pytest.raises(SystemExit) as ended:
+        train_lm.main([*shlex.split(line)[3:], *options, "--temperature.calibrated-tau=1.9999"])
+    assert ended.value.code == 2
+    assert not run.exists()  # what cannot start holds no name
+    run_line(line, *options)
+    outcome = outcome_of(home, "frozen-small")
     losses = history(outcome, "train/loss")
     assert losses[10] < losses[1]
-    calibration = json.loads((Path(config.run.directory) / "calibration.json").read_text())
-    assert calibration["tau_mean"] == pytest.approx(0.9, abs=1e-3)
+    calibration = json.loads((run / "calibration.json").read_text())
+    assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
     # A run that is continued takes the ρ that it began with, whatever a calibration would find now.
-    write_json(f"{config.run.directory}/calibration.json", calibration | {"rho": 1.25})
+    write_json(f"{run}/calibration.json", calibration | {"rho": 1.25})
+    config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *options], job="train_lm", purpose="")
     assert make_plan(config).prepare().outcome["rho"] == 1.25
     before = AutoModelForCausalLM.from_pretrained(reference["export"], dtype=torch.bfloat16).state_dict()
     after = AutoModelForCausalLM.from_pretrained(outcome["export"], dtype=torch.bfloat16).state_dict()
@@ -323,7 +355,6 @@ def test_frozen_base_in_bf16_trains_the_tempnet_alone(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.long
 def test_finetuning_starts_from_the_saved_weights(
     cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
 ) -> None:
@@ -337,34 +368,3 @@ def test_finetuning_starts_from_the_saved_weights(
     outcome = train(config)
     assert history(outcome, "train/loss")[1] == pytest.approx(reference["validation"]["cross_entropy"], abs=0.5)
     assert not (Path(outcome["export"]) / "tempnet").exists()
-
-
-def test_the_readmes_other_commands_run(
-    reference: dict[str, Any], cluster: dict[str, str], corpus: Path, tmp_path: Path
-) -> None:
-    """The commands and the Python snippet of the README, with its sample paths replaced by this test's."""
-    paths = {
-        "runs/gpt2-scratch-small/export": reference["export"],
-        "data/sample/text/train": str(corpus / "train"),
-        "data/sample/tokenizer": str(corpus / "tokenizer"),
-        ".venv/bin/python": sys.executable,
-    }
-    jobs = "prepare_text|calibrate|generate|evaluate_lm|predict_temperatures .* --text"
-    lines = readme_lines(rf"echo |{re.escape(sys.executable)} -m jobs\.({jobs}) ", paths)
-    assert len(lines) == 8
-    readme = (ROOT / "README.md").read_text()
-    (tmp_path / "README.md").write_text(readme)
-    run_lines(lines, tmp_path, cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
-    assert (tmp_path / "temperatures.html").read_text().count('title="τ ') > 500
-    assert list((tmp_path / "prepared").glob("train-128-*/manifest.json"))
-    assert (tmp_path / "calibration" / "curve.png").stat().st_size > 5000
-    (record,) = map(json.loads, (tmp_path / "texts.jsonl").read_text().splitlines())
-    assert len(record["tau"]) == len(record["tokens"])
-    assert list((tmp_path / "temperatures").glob("*.parquet"))
-    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    snippet = snippet.replace("runs/gpt2-scratch-small/export", reference["export"])
-    scope: dict[str, Any] = {}
-    exec(snippet, scope)
-    generated = scope["result"].sequences[0, scope["prompt"]["input_ids"].shape[1] :]
-    assert len(generated) == 16 or generated[-1] == scope["tokenizer"].eos_token_id
-    assert scope["result"].temperatures.shape == (1, len(generated))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,37 +15,20 @@ import torch
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from support import ROOT, readme_lines, run_lines, tiny_run, training_worker_pids, wait_for
+from support import tiny_run, training_worker_pids, wait_for
 from transformers import AutoModel, AutoTokenizer
 
 from jobs.presets.sentences import PRESETS
-from jobs.sentence_evaluation.config import EvaluateSentencesConfig
-from jobs.sentence_evaluation.launch import evaluate
 from jobs.sentences.config import DocumentTemperatureSection, SentenceConfig
 from jobs.sentences.plan import make_plan
 from jobs.training.launch import train
 from jobs.training.tracking import TrackedRun, metric_history
-from pipelines.archives import list_archives
-from pipelines.text import Document, read_documents
-from pipelines.tokenization import train_wordpiece
 from tempnet.models.sentence_encoder import SentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 pytestmark = pytest.mark.cluster
 
 NUM_STEPS = 40
-
-
-def texts(directory: Path) -> Iterator[str]:
-    for archive in list_archives(str(directory)):
-        yield from (item.text for item in read_documents(str(directory), archive) if isinstance(item, Document))
-
-
-@pytest.fixture(scope="session")
-def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wordpiece")
-    train_wordpiece(texts(corpus / "train"), 400).save_pretrained(directory)
-    return directory
 
 
 def tiny_sentences(
@@ -175,32 +155,3 @@ def test_killed_and_continued_with_another_number_of_workers(
     outcome = train(make_plan(tiny_sentences(corpus, wordpiece, tmp_path, "killed", workers={"num_workers": 1})))
     assert 5 <= outcome["resumed_from_step"] < NUM_STEPS
     assert_same(outcome, reference)
-
-
-def test_the_readmes_evaluation_runs_and_is_continued(
-    cluster: dict[str, str], reference: dict[str, Any], tmp_path: Path
-) -> None:
-    data = tmp_path / "downstream"
-    (data / "CR").mkdir(parents=True)
-    for name, word in (("custrev.neg", "bad"), ("custrev.pos", "good")):
-        (data / "CR" / name).write_text("".join(f"{word} film {number}\n" for number in range(20)))
-    paths = {
-        "runs/declutr-small-small/export": reference["export"],
-        "senteval/data/downstream": str(data),
-        ".venv/bin/python": sys.executable,
-    }
-    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.evaluate_sentences ", paths)
-    environment = cluster | {"TEMPNET_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    run_lines([line], tmp_path, environment)
-    (cell,) = (tmp_path / "sentence-evaluation" / "cells").glob("*.json")
-    figures = json.loads(cell.read_text())
-    assert figures["num_sentences"] == 40
-    results = json.loads((tmp_path / "sentence-evaluation" / "results.json").read_text())
-    assert results["columns"][0]["metrics"] == {f"CR/{name}": value for name, value in figures.items()} | {
-        "CR/num_unreadable": 0
-    }
-    before = cell.stat().st_mtime_ns
-    settings = EvaluateSentencesConfig(models=(reference["export"],), data=str(data), storage=str(tmp_path))
-    (column,) = evaluate(settings)
-    assert column.metrics["CR/accuracy"] == figures["accuracy"]
-    assert cell.stat().st_mtime_ns == before

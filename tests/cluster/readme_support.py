@@ -1,0 +1,96 @@
+"""The shell lines of the README, the test that runs each of them, and how a line is run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+from fnmatch import fnmatchcase
+
+from support import ROOT
+
+README = (ROOT / "README.md").read_text()
+PYTHON = ".venv/bin/python -m "
+
+RUN_BY = {
+    "make run": "test_readme_text.py::test_what_make_run_runs",
+    # All tests are run by it, so that none of them can run it: that every test has its place there is a test of its own.
+    "make test": "../test_readme.py::test_every_cluster_test_is_in_one_half_of_make_test",
+    "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
+    "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
+    "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",
+    "jobs.train_lm gpt2-scratch-small --dry-run": "test_readme_text.py::test_looking_before_training",
+    "jobs.train_lm * --workers.zero-stage 3": (
+        "test_train_lm.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
+    ),
+    "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
+    "ray job submit *": "test_train_lm.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",
+    "echo *": "test_readme_text.py::test_generating",
+    "jobs.generate *": "test_readme_text.py::test_generating",
+    "jobs.calibrate tau-max *": "test_readme_text.py::test_generating",
+    "jobs.evaluate_lm *": "test_readme_text.py::test_evaluating",
+    "jobs.prepare_text *": "test_readme_text.py::test_preparing_text",
+    "jobs.predict_temperatures * --text *": "test_readme_text.py::test_predicting_temperatures_of_texts",
+    "jobs.reproduce *": "test_readme_text.py::test_reproducing",
+    "jobs.train_clip --help": "test_readme_images.py::test_looking_before_training",
+    "jobs.train_clip clip-cc3m-tempnet-small": "test_readme_images.py::test_training_and_scoring",
+    "jobs.evaluate_clip *": "test_readme_images.py::test_training_and_scoring",
+    "jobs.predict_temperatures * --images *": "test_readme_images.py::test_training_with_predicted_temperatures",
+    "jobs.train_clip clip-cc3m-sogclr-given-small": "test_readme_images.py::test_training_with_predicted_temperatures",
+    "jobs.train_clip clip-cc3m-isogclr-small *": "test_readme_images.py::test_training_another_loss",
+    "jobs.prepare_images *": "test_readme_images.py::test_preparing_images",
+    "jobs.train_sentences *": "test_readme_sentences.py::test_training_and_scoring",
+    "jobs.evaluate_sentences *": "test_readme_sentences.py::test_training_and_scoring",
+    "jobs.train_classifier *": (
+        "test_train_classifier.py::test_killed_and_continued_with_two_workers_and_beside_trials_that_fail"
+    ),
+    "jobs.sweep * --sweep.search band": "test_sweep.py::test_a_band_search_is_watched_reported_and_found_again",
+    "jobs.sweep * --sweep.axes *": "test_readme_sentences.py::test_sweeping_some_values",
+    "jobs.sweep * --dry-run": "test_readme_sentences.py::test_looking_before_sweeping",
+}
+"""Pattern of a line (without `.venv/bin/python -m` and comments) → the test in this directory that runs it."""
+
+
+def shell_lines() -> list[str]:
+    """Every shell line of the README, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def patterns_of(line: str) -> list[str]:
+    """The patterns of `RUN_BY` that a line has: one, for a line that some test runs."""
+    return [pattern for pattern in RUN_BY if fnmatchcase(line.removeprefix(PYTHON), pattern)]
+
+
+def lines_like(pattern: str) -> list[str]:
+    """The shell lines of the README that have a pattern of `RUN_BY`, in their order; at least one."""
+    found = [line for line in shell_lines() if patterns_of(line) == [pattern]]
+    assert found, f"the README has no line like {pattern!r}"
+    return found
+
+
+def recipe(target: str) -> list[str]:
+    """What `make TARGET` runs of this environment's programs, without the variables that it sets for them."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    return re.findall(r"^(?:[A-Z_]+=\S+ )*(\.venv/bin/\S+ (?!-m (?:pip|venv) ).*)$", shown.stdout, re.MULTILINE)
+
+
+def run_line(line: str, *options: str) -> None:
+    """Run a line `.venv/bin/python -m jobs.JOB …` with more options behind it; it must end well.
+
+    It is run by the job's own `main`, in this process, where the imports are paid for and a Ray is there.
+    """
+    assert line.startswith(PYTHON)
+    module, *arguments = shlex.split(line.removeprefix(PYTHON))
+    try:
+        status = importlib.import_module(module).main([*arguments, *options])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 0, f"{line}: exit status {status}"

@@ -1,0 +1,73 @@
+"""The README's commands on images, run as they stand in a directory like its reader's, by more options short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from readme_support import lines_like, run_line
+from safetensors.torch import load_file
+from support import outcome_of
+
+pytestmark = pytest.mark.cluster
+
+NUM_STEPS = 4
+OPTIONS = [
+    f"--run.num-steps={NUM_STEPS}", "--run.log-every=2", "--model.image-size=32", "--model.embedding-size=16",
+    "--model.image-stem-width=8", "--model.image-widths", "8", "16", "--model.image-depths", "1", "1",
+    "--model.text-hidden-size=16", "--model.text-num-layers=1", "--model.text-num-heads=2", "--temperature.rho=1",
+    "--temperature.hidden-size=8", "--temperature.num-prototypes=8", "--optimizer.batch-size=16",
+    "--workers.num-workers=1", "--workers.zero-stage=0", "--workers.num-threads=1", "--validation.batch-size=16",
+]  # fmt: skip
+
+
+@pytest.fixture
+def export(home: Path) -> Path:
+    """What `jobs.train_clip clip-cc3m-tempnet-small` leaves; trained once."""
+    directory = home / "runs" / "clip-cc3m-tempnet-small" / "export"
+    if not directory.exists():
+        run_line(*lines_like("jobs.train_clip clip-cc3m-tempnet-small"), *OPTIONS)
+    return directory
+
+
+def test_looking_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_line(*lines_like("jobs.train_clip --help"))
+    assert "clip-cc3m-tempnet-small" in capsys.readouterr().out
+
+
+def test_training_and_scoring(home: Path, export: Path) -> None:
+    assert {"image_encoder", "text_encoder", "tempnet_image", "tempnet_text"} <= {
+        path.name for path in export.iterdir()
+    }
+    run_line(*lines_like("jobs.evaluate_clip *"))
+    results = home / "runs" / "clip-evaluation" / "results.json"
+    (column,) = json.loads(results.read_text())["columns"]
+    assert column["metrics"]["test/num_images"] == 20
+    assert 0 <= column["metrics"]["test/mean_recall"] <= 1
+    assert column["metrics"]["concepts/num_classes"] == 2
+
+
+def test_training_with_predicted_temperatures(home: Path, export: Path) -> None:
+    run_line(*lines_like("jobs.predict_temperatures * --images *"))
+    run_line(*lines_like("jobs.train_clip clip-cc3m-sogclr-given-small"), *OPTIONS)
+    outcome = outcome_of(home, "clip-cc3m-sogclr-given-small")
+    states = load_file(
+        Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}" / "samples-00000-of-00001.safetensors"
+    )
+    written = pq.read_table(home / "runs" / "temperatures-small").sort_by("id")
+    for modality, name in enumerate(("tau_image", "tau_text")):
+        assert states["tau"][modality].tolist() == written[name].to_pylist()
+    assert outcome["validation"]["tau_mean"] == pytest.approx(states["tau"].double().mean().item())
+    assert sum(outcome["histograms"]["image"]) == written.num_rows == 100
+
+
+def test_training_another_loss(home: Path) -> None:
+    run_line(*lines_like("jobs.train_clip clip-cc3m-isogclr-small *"), *OPTIONS)
+    assert outcome_of(home, "isogclr-1")["num_steps"] == NUM_STEPS
+
+
+def test_preparing_images(home: Path) -> None:
+    run_line(*lines_like("jobs.prepare_images *"))
+    assert list((home / "runs" / "prepared").glob("train-pairs-*/manifest.json"))

@@ -1,0 +1,161 @@
+"""The README's commands on text, run as they stand in a directory like its reader's, by more options short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+from readme_support import README, lines_like, recipe, run_line
+from support import BIN, ROOT, free_port, wait_for_ports
+
+pytestmark = pytest.mark.cluster
+
+
+def test_what_make_run_runs(home: Path, reference: dict[str, Any]) -> None:
+    sample_data, train = recipe("run")
+    run_line(sample_data, "--directory", "sample", "--parts", "text", "--num-bytes", "1000000")
+    assert (home / "sample" / "tokenizer" / "tokenizer.json").is_file()
+    # The other is the run that all tests share.
+    assert train == ".venv/bin/python -m jobs.train_lm gpt2-scratch-small"
+    assert reference["run"] == "gpt2-scratch-small"
+
+
+def test_looking_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_line(*lines_like("jobs.train_lm --help"))
+    assert "gpt2-scratch-small" in capsys.readouterr().out
+    run_line(*lines_like("jobs.train_lm gpt2-scratch-small --dry-run"), "--run.name", "dry")
+    assert "target entropy" in capsys.readouterr().out
+    assert not (home / "runs" / "dry").exists()
+
+
+def test_preparing_text(home: Path) -> None:
+    run_line(*lines_like("jobs.prepare_text *"))
+    assert list((home / "runs" / "prepared").glob("train-128-*/manifest.json"))
+
+
+def test_calibrating_rho(home: Path, reference: dict[str, Any]) -> None:
+    run_line(*lines_like("jobs.calibrate rho *"), "--num-tokens", "1024")
+    assert json.loads((home / "calibration" / "calibration.json").read_text())["tau_mean"] == pytest.approx(
+        0.85, abs=1e-3
+    )
+    assert (home / "calibration" / "curve.png").stat().st_size > 5000
+
+
+def test_generating(home: Path, reference: dict[str, Any]) -> None:
+    subprocess.run(*lines_like("echo *"), shell=True, check=True)
+    run_line(*lines_like("jobs.generate *"))
+    (record,) = map(json.loads, (home / "texts.jsonl").read_text().splitlines())
+    assert record["prompt"] == "The temperature of a softmax"
+    assert len(record["tau"]) == len(record["tokens"]) <= 32
+    assert 'title="τ ' in (home / "texts.html").read_text()
+    run_line(*lines_like("jobs.calibrate tau-max *"))
+
+
+def test_the_python_of_the_readme_generates(home: Path, reference: dict[str, Any]) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    generated = scope["result"].sequences[0, scope["prompt"]["input_ids"].shape[1] :]
+    assert len(generated) == 16 or generated[-1] == scope["tokenizer"].eos_token_id
+    assert scope["result"].temperatures.shape == (1, len(generated))
+
+
+def test_evaluating(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run_line(*lines_like("jobs.evaluate_lm *"))
+    results = home / "runs" / "evaluation" / "results.json"
+    columns = {column["temperature"]: column["metrics"] for column in json.loads(results.read_text())["columns"]}
+    assert columns.keys() == {"one", "fixed:0.8", "tempnet"}
+    assert len({metrics["wikitext/word_perplexity"] for metrics in columns.values()}) == 3
+    assert (results.parent / "results.md").read_text() in capsys.readouterr().out
+
+
+def test_predicting_temperatures_of_texts(home: Path, reference: dict[str, Any]) -> None:
+    page, table = lines_like("jobs.predict_temperatures * --text *")
+    run_line(page)
+    assert (home / "temperatures.html").read_text().count('title="τ ') > 500
+    run_line(table)
+    rows = [row for part in (home / "temperatures").glob("part-*.parquet") for row in pq.read_table(part).to_pylist()]
+    assert len(rows) == 20
+    assert all(0.001 <= row["tau_mean"] <= 2.0 for row in rows)
+
+
+def test_reproducing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide, parameters, full, smoke = lines_like("jobs.reproduce *")
+    run_line(guide)
+    assert "T15" in capsys.readouterr().out
+    run_line(parameters)
+    assert "exact" in capsys.readouterr().out
+    run_line(full)
+    assert "GPU-hours" in capsys.readouterr().out
+    changes = {
+        "data.context_length": 64, "model.hidden_size": 64, "model.num_layers": 1, "model.num_heads": 4,
+        "temperature.hidden_size": 32, "temperature.num_prototypes": 16, "validation.num_oracle_tokens": 256,
+        "optimizer.batch_size": 8, "workers.num_workers": 1, "workers.zero_stage": 0,
+    }  # fmt: skip
+    run_line(smoke, "--arms", "ρ = 2", "--change", *(f"{name}={value}" for name, value in changes.items()))
+    assert "cannot be seen at this scale" in capsys.readouterr().out
+
+
+def check_server(command: list[str], port: int, directory: Path, environment: dict[str, str]) -> None:
+    """That an MLflow server starts, listens on loopback only, answers with the runs of a store, and ends when told to."""
+    with (directory / f"mlflow-{port}.log").open("w+") as log:
+        server = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            wait_for_ports(server, port, timeout=120)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
+                assert answer.read() == b"OK"
+            experiments = MlflowClient(f"http://127.0.0.1:{port}").search_experiments()
+            listeners = {
+                connection.laddr.ip
+                for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            assert listeners == {"127.0.0.1"}
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(timeout=60)
+    assert "Default" in {experiment.name for experiment in experiments}
+
+
+def test_mlflow_is_served_on_loopback(home: Path, reference: dict[str, Any]) -> None:
+    assert lines_like("make mlflow") == ["make mlflow"]
+    (line,) = recipe("mlflow")
+    port = free_port()
+    assert line.count(f"{ROOT}/runs/") == line.count(" 5000 ") == 1
+    line = line.replace(f"{ROOT}/runs/", f"{home}/runs/").replace(" 5000 ", f" {port} ")
+    command = line.split()
+    check_server([str(BIN / Path(command[0]).name), *command[1:]], port, home, dict(os.environ))
+
+
+def test_mlflow_is_served_for_a_team(home: Path, tmp_path: Path) -> None:
+    """With SQLite in the place of PostgreSQL, which a machine of tests need not have."""
+    assert lines_like("make mlflow-team") == ["make mlflow-team"]
+    (script,) = re.findall(r"^\t.*(infra/mlflow/\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    port = free_port()
+    settings = {
+        "MLFLOW_PORT": str(port),
+        "MLFLOW_DATABASE": f"sqlite:///{tmp_path}/team.db",
+        "MLFLOW_ARTIFACTS": str(tmp_path / "artifacts"),
+        "MLFLOW_WORKERS": "1",
+    }
+    check_server([str(ROOT / script)], port, tmp_path, os.environ | settings)
+    refused = subprocess.run(
+        [str(ROOT / script)],
+        env=os.environ | {"MLFLOW_DATABASE": "postgresql://me:secret@db/mlflow"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "secret" not in refused.stderr
