@@ -1,4 +1,4 @@
-"""A band search of the main job for real: a trial in the band, one that is cut short, and what is left of them."""
+"""Sweeps of the main job for real: a band search, and trials whose workers die."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import shlex
 import signal
 import sqlite3
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import ray
+from killing import kill_workers_after_checkpoints
 from mlflow import MlflowClient
-from support import readme_lines, run_until, wait_for
+from support import readme_lines, run_until, training_worker_pids, wait_for
 
 from jobs.command_line import parse_preset
 from jobs.presets.sweeps import PRESETS
@@ -111,3 +113,53 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert json.loads(outcome.read_text())["resumed_from_step"] == 6
     assert before["resumed_from_step"] == 0
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)
+
+
+def grid_words(corpus: Path, storage: Path, rates: str, num_steps: int = 40) -> list[str]:
+    """A sweep of learning rates, one trial after the other."""
+    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
+    return [
+        "gpt2-rho-lr-small", *words, f"--base.run.storage={storage}", f"--base.run.num-steps={num_steps}",
+        "--base.run.checkpoint-every=4", "--base.run.max-restarts=1", "--base.validation.every=100",
+        "--sweep.num-concurrent=1", "--sweep.axes", f"optimizer.learning-rate-base={rates}",
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    # The last rate is so high that the loss is not finite, for which the worker ends the run.
+    words = grid_words(corpus, tmp_path, "1e-3,2e-3,1e30")
+    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
+    killed, restarted, raised = (f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "1e+30"))
+
+    def kill() -> None:
+        kill_workers_after_checkpoints(cluster, tmp_path / "rho" / killed, times=2)
+        kill_workers_after_checkpoints(cluster, tmp_path / "rho" / restarted, times=1)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    results = run_sweep(make_sweep(config))
+    killer.join()
+    assert results.failed.keys() == {killed, raised}
+    assert "the loss of step" in results.failed[raised]
+    assert "died" in results.failed[killed]
+    rows = {row.name: row for row in results.rows}
+    assert rows.keys() == {killed, restarted, raised}
+    assert [bool(rows[name].error) for name in (killed, restarted, raised)] == [True, False, True]
+    assert rows[restarted].num_steps == 40
+    outcome = json.loads((tmp_path / "rho" / restarted / "outcome.json").read_text())
+    assert outcome["resumed_from_step"] >= 4
+
+    written = json.loads((tmp_path / "rho" / "results.json").read_text())
+    assert written["failed"] == results.failed
+    assert results.table.count("FAILED") == 2
+    assert f"→ {restarted}" in results.table
+    client = MlflowClient(results.tracking_uri)
+    experiment = client.get_experiment_by_name("language-models")
+    assert experiment is not None
+    found = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
+    assert found == {"rho": "FAILED", killed: "FAILED", restarted: "FINISHED", raised: "FAILED"}
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+    assert not training_worker_pids(cluster)
