@@ -1,0 +1,115 @@
+"""Every contrastive loss on Ray Train with DeepSpeed: two workers compute what one computes of the same batches."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from clip_training_support import NUM_PAIRS, tiny_clip_config, write_tiny_images
+from contrastive_walk import NUM_STEPS, NUM_STEPS_BEFORE_ALL_ARE_VISITED, walk
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch import Tensor
+
+from jobs.clip.config import ClipConfig, with_absolute_paths
+from jobs.clip.plan import make_plan
+from jobs.cluster import CPU_ENVIRONMENT, start_ray
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.state import SampleState
+from tempnet.models.towers import random_tower
+
+pytestmark = pytest.mark.cluster
+
+WORLD_SIZES = (1, 2)
+
+
+def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
+    """Without clipping, which would hide a gradient that is too large on all parameters; a tower with batch norms but
+    without ReLU and max pooling, at whose kinks a last digit turns gradients on or off."""
+    return tiny_clip_config(
+        images,
+        images.parent,
+        "walk",
+        run={"num_steps": NUM_STEPS},
+        temperature={
+            "loss": loss,
+            "target_tau": 0.2 if loss == "tempnet" else None,
+            # Every last digit of a cosine counts 1/τ times.
+            "tau": 0.1,
+            "tau_min": 0.05,
+            "tau_max": 0.5,
+            "table": str(images) if loss == "sogclr_given" else "",
+        },
+        model={"image_path": str(images.parent / "smooth")},
+        optimizer={"max_grad_norm": 0.0, "learning_rate_base": 3e-4, "learning_rate_tempnet": 1e-3},
+        workers={"num_workers": num_workers},
+    )
+
+
+@pytest.fixture(scope="module")
+def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """World size → what its workers found: one worker group each, which walks through all losses."""
+    directory = tmp_path_factory.mktemp("worlds")
+    images = write_tiny_images(directory / "images")
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4, "layer_type": "x", "hidden_act": "gelu"}
+    random_tower("regnet", "image", embedding_size=8, **sizes).save_pretrained(directory / "smooth")
+    given_tau = 0.05 + 0.45 * torch.rand(2, NUM_PAIRS, generator=torch.Generator().manual_seed(0)).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        start_ray()
+        spec = make_plan(configuration("sogclr", images, 1)).prepare().spec
+        for size in WORLD_SIZES:
+            specs = {}
+            for loss in LOSS_KINDS:
+                config = with_absolute_paths(configuration(loss, images, size))
+                specs[loss] = replace(spec, config=config, given_tau=given_tau if loss == "sogclr_given" else None)
+            environment = {
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(Path(__file__).parent),
+                "DS_ACCELERATOR": "cpu",
+            }
+            TorchTrainer(
+                walk,
+                train_loop_config={"specs": specs, "directory": str(directory / str(size))},
+                scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
+                run_config=RunConfig(
+                    name=f"walk-{size}",
+                    storage_path=str(directory / "ray"),
+                    worker_runtime_env={"env_vars": environment | CPU_ENVIRONMENT},
+                ),
+            ).fit()
+    return {size: directory / str(size) for size in WORLD_SIZES}
+
+
+def sample_state(loss: str, directory: Path, size: int) -> dict[str, Tensor]:
+    """The columns, whole, in the order of ids."""
+    state = SampleState(NUM_PAIRS, ContrastiveLossConfig.for_name(loss).state_columns)
+    state.load(directory, size)
+    return state.columns
+
+
+@pytest.mark.parametrize("loss", LOSS_KINDS)
+def test_two_workers_compute_what_one_does(walks: dict[int, Path], loss: str) -> None:
+    alone, shared = (torch.load(walks[size] / f"{loss}.pt", weights_only=True) for size in WORLD_SIZES)
+    assert shared.keys() == alone.keys()
+    torch.testing.assert_close(shared.pop("losses"), losses := alone.pop("losses"), rtol=1e-6, atol=1e-5)
+    assert len(losses) == NUM_STEPS
+    largest = max(value.norm() for key, value in alone.items() if key.startswith("gradients"))
+    for key, value in alone.items():
+        if key.startswith("gradients"):
+            # Some are rounding and nothing else (an attention's key biases).
+            assert (shared[key] - value).norm() < 1e-4 * value.norm() + 3e-6 * largest, key
+        else:
+            torch.testing.assert_close(shared[key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+    if not ContrastiveLossConfig.for_name(loss).state_columns:
+        return
+    for step in (NUM_STEPS_BEFORE_ALL_ARE_VISITED, NUM_STEPS):
+        one, two = (sample_state(loss, walks[size] / loss / str(step), size) for size in WORLD_SIZES)
+        assert torch.isneginf(one["log_u"]).any() == (step < NUM_STEPS)
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-5, msg=f"{name} after {step} steps")
