@@ -233,17 +233,19 @@ def calibrate_tau_max(job: TauMax) -> None:
         shares = found if number <= 2 else shares + found
         share = Share.of(shares)
         network.set_tau_max_eval(tau_max_for_mean(network.config, share.mean, wanted=job.mean_tau))
-        error = share.standard_error * job.mean_tau / share.mean
+        uncertainty = share.standard_error * job.mean_tau / share.mean
         mean = torch.cat(texts).mean().item()
-        print(f"{number:>6}{now:>10.4f}{mean:>10.4f}{network.config.tau_max_eval:>22.4f}{error:>12.4f}", flush=True)
-        if number > 1 and error <= job.tolerance:
+        print(
+            f"{number:>6}{now:>10.4f}{mean:>10.4f}{network.config.tau_max_eval:>22.4f}{uncertainty:>12.4f}", flush=True
+        )
+        if number > 1 and uncertainty <= job.tolerance:
             break
     else:
         raise CalibrationError(
-            f"after {job.max_rounds} rounds the mean temperature is only known to ± {error:.4f}, wanted is "
+            f"after {job.max_rounds} rounds the mean temperature is only known to ± {uncertainty:.4f}, wanted is "
             f"{job.tolerance:g}: generate more (num_new_tokens, num_prompts), or allow a larger tolerance"
         )
-    print(f"τ_max = {network.config.tau_max_eval:.4f} gives a mean τ of {job.mean_tau:g} ± {error:.4f}")
+    print(f"τ_max = {network.config.tau_max_eval:.4f} gives a mean τ of {job.mean_tau:g} ± {uncertainty:.4f}")
     if job.dry_run or directory is None:
         return
     network.save_pretrained(directory)

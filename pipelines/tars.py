@@ -102,13 +102,13 @@ def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]
 def _complete(info: tarfile.TarInfo, fields: dict[str, str], block: bytes, source: _Source, position: int) -> int:
     """Fill in what extended headers say of a member. Returns the bytes it has in the archive."""
     if info.type == tarfile.GNUTYPE_SPARSE:
-        info.sparse = []
+        info.sparse = []  # type: ignore[assignment]  # a list in the code of tarfile, bytes in its stubs
         is_extended = block[482]
         while is_extended:
             block = source.read(_BLOCK_BYTES)
             is_extended = len(block) == _BLOCK_BYTES and block[504]
     elif _SPARSE in fields:
-        info.sparse = []
+        info.sparse = []  # type: ignore[assignment]
     name = fields.get("path", info.name)
     info.name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     if "size" in fields:

@@ -128,7 +128,8 @@ class ChunkSums:
                 total.sub_(total.mean(-1, keepdim=True))
         weight_grad = None if self.weight_grad is None else self.weight_grad.to(self.dtypes[1])
         bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.dtypes[1])
-        return self.hidden_grad, weight_grad, bias_grad, *(self.parameter_grads or [None] * len(self.parameters))
+        parameter_grads = self.parameter_grads if self.needs_network_grad else [None] * len(self.parameters)
+        return self.hidden_grad, weight_grad, bias_grad, *parameter_grads
 
     def _add_chunk(self, part: slice, targets: Tensor, row_weights: Tensor | None) -> None:
         hidden = self.hidden[part]
