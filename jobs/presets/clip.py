@@ -126,7 +126,7 @@ def _noise(percent: int) -> Preset:
         )
 
     preset.__doc__ = (
-        f"TempNet with noise in {percent} % of the captions (Figure 5); the rival: --temperature.loss isogclr."
+        f"TempNet with noise in {percent} % of the captions (Figure 5); rival: isogclr and data.caption_noise."
     )
     return preset
 
@@ -152,12 +152,18 @@ def small(config: ClipConfig) -> ClipConfig:
             text_dropout=0.0,
             text_attention="eager",
         )
-    # Mean τ ends in the band by these (docs/log.md). In joint training it falls as long as ρ is above the KL that the base
-    # has reached, and the paces decide where it ends; a frozen base has an optimum, which 4.5 puts there.
-    rho = 4.5 if model.freeze else 7.0
-    temperature = replace(temperature, rho=rho, table=SMALL_TABLE if temperature.table else "")
+    # A frozen base has an optimum, which 4.5 puts into the papers' band of mean τ (docs/log.md).
+    temperature = replace(temperature, rho=4.5 if model.freeze else 7.0, table=SMALL_TABLE if temperature.table else "")
+    # A frozen base does not give way: its TempNets may learn as fast as they can.
+    optimizer = replace(config.optimizer, learning_rate_tempnet=1e-2 if model.freeze else 5e-4)
     if temperature.loss == "isogclr":
         temperature = replace(temperature, tau=0.02, tau_step=5e-4)
+    if temperature.loss == "tempnet" and not model.freeze:
+        # In joint training the mean of τ falls as long as ρ is above the KL that the base has reached, faster than
+        # temperatures learn to differ. So ρ follows that KL and holds the mean, and the TempNets learn fast, but only once
+        # the base knows something.
+        temperature = replace(temperature, rho=3.0, target_tau=0.02)
+        optimizer = replace(optimizer, learning_rate_tempnet=1e-2, rest_share_tempnet=0.4)
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-small", num_steps=800, checkpoint_every=200, log_every=20),
@@ -171,14 +177,7 @@ def small(config: ClipConfig) -> ClipConfig:
         ),
         model=model,
         temperature=temperature,
-        optimizer=replace(
-            config.optimizer,
-            batch_size=128,
-            learning_rate_base=1e-3,
-            # A frozen base does not give way: its TempNets may learn as fast as they can.
-            learning_rate_tempnet=1e-2 if model.freeze else 5e-4,
-            warmup_share=0.05,
-        ),
+        optimizer=replace(optimizer, batch_size=128, learning_rate_base=1e-3, warmup_share=0.05),
         workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=1),
         validation=RetrievalValidationSection(every=200),
     )

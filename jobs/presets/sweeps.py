@@ -69,6 +69,9 @@ def clip_rho_lr_small() -> ClipSweep:
             base,
             run=replace(base.run, name="clip-rho-lr-small", num_steps=300),
             workers=replace(base.workers, num_workers=1, zero_stage=0),
+            # A sweep of ρ looks for the one that brings the mean of τ into the band, so that nothing else may hold it there.
+            temperature=replace(base.temperature, target_tau=None),
+            optimizer=replace(base.optimizer, rest_share_tempnet=0.0),
             validation=replace(base.validation, every=30),
             tracking=replace(base.tracking, paper="TempNet, Table 6"),
         ),

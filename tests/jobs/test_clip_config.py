@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,15 @@ def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
             assert (loss.tau_min, loss.tau_max, loss.gamma, loss.tau) == (0.001, 0.05, 0.8, 0.01)
 
 
+@pytest.mark.parametrize(
+    "name", ["clip-cc3m-tempnet-small", "clip-cc3m-noise-15-small", "clip-cc12m-tempnet-frozen-small"]
+)
+def test_the_rho_of_a_small_tempnet_can_be_reached_in_a_batch(name: str) -> None:
+    config = PRESETS[name]()
+    assert config.temperature.rho < math.log(config.optimizer.batch_size - 1)
+    assert config.model.freeze == (config.temperature.target_tau is None)
+
+
 def test_the_presets_cover_every_loss() -> None:
     shown = {PRESETS[name]().temperature.loss for name in PRESETS}
     assert shown | {"clip_fixed"} == set(LOSS_KINDS)
@@ -63,6 +73,10 @@ def test_the_presets_cover_every_loss() -> None:
         (["--temperature.loss", "simclr"], "temperature.loss = 'simclr' is unknown: choose one of clip"),
         (["--temperature.loss", "sogclr_given"], "the loss sogclr_given needs a table"),
         (["--temperature.input-shift", "mean"], "temperature.input_shift = mean shifts logits"),
+        (
+            ["--temperature.target-tau", "None", "--temperature.loss", "sogclr_given"],
+            "the loss sogclr_given needs a table",
+        ),
         (["--temperature.tau-min", "0.1"], "0 < tau_min < tau_max does not hold"),
         (["--temperature.gamma", "0"], "gamma = 0 must lie in (0, 1]"),
         (["--model.freeze"], "model.freeze = True needs model.path"),
@@ -129,8 +143,9 @@ def test_a_good_configuration_has_a_plan(change: Change) -> None:
     text = plan.describe()
     assert "128 pairs: 2 workers × 64, each image against 127 captions" in text
     assert "normaliser global, τ in [0.001, 0.05], ρ = " in text
-    assert "ρ = 7 is not below log(127 negatives of a batch) = 4.84" in text
-    assert "negatives of a batch" not in make_plan(change(temperature={"rho": 4.8})).describe()
+    assert "negatives of a batch" not in text
+    above = make_plan(change(temperature={"rho": 7.0})).describe()
+    assert "ρ = 7 is not below log(127 negatives of a batch) = 4.84" in above
     # Table 13's formula for two networks on embeddings of 128.
     assert plan.num_tempnet_parameters == 2 * (128 * 256 + 256 + 256 * 256 + 256 + 2)
 
@@ -148,7 +163,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
             r"workers\.activation_checkpointing = True would run the batch",
         ),
         (
-            {"temperature": {"loss": "sogclr_given", "table": str(tmp_path / "none")}},
+            {"temperature": {"loss": "sogclr_given", "target_tau": None, "table": str(tmp_path / "none")}},
             r"temperature\.table = .* not exist",
         ),
     ]
@@ -201,7 +216,7 @@ def test_a_saved_encoder_must_have_the_sizes_that_the_configuration_says(change:
     with pytest.raises(ValueError, match=r"model\.image_size = 32, but model\.path = .* was made for 48"):
         make_plan(change(model=saved | {"image_size": 32}))
     with pytest.raises(ValueError, match=r"leaves nothing to train with temperature\.loss = 'clip'"):
-        change(model=saved, temperature={"loss": "clip"})
+        change(model=saved, temperature={"loss": "clip", "target_tau": None})
 
 
 def test_a_refusal_reaches_the_person_as_one_line_and_status_2(

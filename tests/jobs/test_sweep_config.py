@@ -28,6 +28,7 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
     assert len({trial.run.name for _, trial in trials}) == len({configuration_hash(trial) for _, trial in trials}) == 16
     for point, trial in trials:
         assert trial.temperature.rho == point["temperature.rho"]
+        assert trial.temperature.target_tau is None  # a steered ρ would be none of the point's
         assert trial.optimizer.learning_rate_tempnet == point["optimizer.learning_rate_tempnet"]
         assert trial.run.directory == f"{config.run.directory}/{trial.run.name}"
         assert trial.run.prepared_directory == config.run.prepared_directory
