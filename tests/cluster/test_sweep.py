@@ -1,4 +1,4 @@
-"""Sweeps of the main job for real: a band search, and trials whose workers die."""
+"""Sweeps of the main job for real: a band search, trials that fail, and a sweep that is killed and goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from killing import kill_workers_after_checkpoints
+from killing import kill_workers_after_checkpoints, last_checkpoint
 from mlflow import MlflowClient
 from support import readme_lines, run_until, training_worker_pids, wait_for
 
@@ -163,3 +163,69 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     assert found == {"rho": "FAILED", killed: "FAILED", restarted: "FINISHED", raised: "FAILED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
+
+
+@pytest.mark.long
+def test_a_killed_sweep_goes_on(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = grid_words(corpus, tmp_path, "1e-3,2e-3,3e-3")
+    first, second, third = (tmp_path / "rho" / f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "0.003"))
+    status, said = run_until(lambda: last_checkpoint(second) >= 4, "jobs.sweep", words, cluster)
+    assert status == -signal.SIGKILL, said
+    assert not (second / "outcome.json").exists()
+    assert not (tmp_path / "rho" / "results.json").exists()
+    before = (first / "outcome.json").stat().st_mtime_ns
+
+    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
+    results = run_sweep(make_sweep(config))
+    assert "1 trials finished before" in capsys.readouterr().out
+    assert not results.failed
+    assert (first / "outcome.json").stat().st_mtime_ns == before
+    outcomes = [json.loads((trial / "outcome.json").read_text()) for trial in (first, second, third)]
+    assert [outcome["num_steps"] for outcome in outcomes] == [40, 40, 40]
+    assert outcomes[1]["resumed_from_step"] >= 4
+    assert outcomes[2]["resumed_from_step"] == 0
+
+    written = json.loads((tmp_path / "rho" / "results.json").read_text())
+    assert [row["name"] for row in written["rows"]] == [trial.name for trial in (first, second, third)]
+    assert [row["tau_mean"] for row in written["rows"]] == [one["validation"]["tau_mean"] for one in outcomes]
+    assert written["failed"] == {}
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("language-models")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(run.info.run_name for run in children) == sorted(trial.name for trial in (first, second, third))
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert len(runs) == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_band_search_that_starts_far_outside_its_band_finds_it(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, seed: int
+) -> None:
+    low, high = 1.5, 1.95
+    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
+    words += [
+        f"--base.run.storage={tmp_path}", "--base.run.num-steps=60", f"--base.run.seed={seed}",
+        "--base.validation.every=5", "--sweep.search=band", "--sweep.budget=3", "--sweep.band", str(low), str(high),
+        # Mean temperatures from 1.8 to .99 on this corpus, and .98 in the middle, where the search begins.
+        "--sweep.axes", "temperature.rho=0.3,1.7,3.1,4.5", "optimizer.learning-rate-base=2e-3,3e-3,4e-3,5e-3",
+    ]  # fmt: skip
+    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
+    results = run_sweep(make_sweep(config))
+    assert not results.failed
+    first, *_ = results.rows
+    assert first.tau_mean < low / 1.5
+    found = next(row for row in results.rows if row.is_in_band)
+    assert low <= found.tau_mean <= high
+    assert found.num_steps == 60
+    assert sum(row.num_steps for row in results.rows) <= 3 * 60
+    # By its own measure: the trial's last validation.
+    outcome = json.loads((tmp_path / "rho" / found.name / "outcome.json").read_text())
+    assert low <= outcome["validation"]["tau_mean"] <= high
+    for row in results.rows:
+        print(seed, row.name, row.tau_mean, row.loss, row.num_steps, row.stopped)

@@ -7,15 +7,18 @@ import re
 import shlex
 import signal
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from killing import kill_workers_after_checkpoints
 from mlflow import MlflowClient
 from safetensors.torch import load_file
-from support import readme_lines, run_until, wait_for
+from support import readme_lines, run_until, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
@@ -24,6 +27,8 @@ from jobs.classifiers.plan import ClassifierPlan, make_plan
 from jobs.command_line import parse_preset
 from jobs.presets.classifiers import PRESETS
 from jobs.training.tracking import TrackedRun, metric_history, open_run
+from jobs.training.watch import Validation
+from jobs.trials.parent import open_parent
 from jobs.trials.run import Trial, one_round, run_trials
 from pipelines.manifest import read_json
 from pipelines.tokenization import train_wordpiece
@@ -172,3 +177,98 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert model.config.id2label == {0: "negative", 1: "positive"}
     assert AutoTokenizer.from_pretrained(export).encode("good film")
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.long
+def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
+    changes = ["--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4"]
+    words = [*arguments(downstream, tmp_path), *changes]
+
+    # A worker asks the watch after every validation.
+    class Raises:
+        def __init__(self, *, always: bool) -> None:
+            self.always = always
+
+        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+            if len(validations) == 4 and (self.always or not os.path.exists(tmp_path / "raised")):
+                (tmp_path / "raised").touch()
+                raise OSError("the disk is gone")
+            return ""
+
+    class Kills:
+        def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return ""
+
+    work = make_cross_validation(configuration(words))
+    parent = open_parent(
+        work.config, run=work.config.run, tracking=work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4,
+        data_sets={},
+    )  # fmt: skip
+    assert parent is not None
+    cell = work.cells[0]
+    watches = {"once": Raises(always=False), "always": Raises(always=True), "killed": Kills(), "fine": None}
+    outcomes = run_trials(
+        one_round(
+            [Trial(config=named(cell, name), make_plan=make_plan, watch=watch) for name, watch in watches.items()]
+        ),
+        length=4,
+        directory=str(tmp_path / "trials"),
+        parent=parent,
+        num_concurrent=2,
+        data_cpus=0.0,
+        describe=lambda outcome: f"{outcome['num_steps']}",
+    )
+    assert outcomes.finished.keys() == {"once", "fine"}
+    assert outcomes.finished["once"]["resumed_from_step"] in (4, 8, 12)
+    assert outcomes.finished["fine"]["resumed_from_step"] == 0
+    assert outcomes.failed.keys() == {"always", "killed"}
+    assert "the disk is gone" in outcomes.failed["always"]
+    assert "died" in outcomes.failed["killed"]
+    client = MlflowClient(parent.uri)
+    experiment = client.get_experiment_by_name("classifiers")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
+    assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED"}
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+    assert not training_worker_pids(cluster)
+    # Restarted, it ends where the one ends that was left alone.
+    once, fine = (history(named(cell, name), "train/loss") for name in ("once", "fine"))
+    assert once == pytest.approx(fine, abs=1e-6)
+
+
+@pytest.mark.long
+def test_a_cross_validation_shows_the_cell_whose_worker_was_killed_and_makes_it_good(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
+    words = [*arguments(downstream, tmp_path), "--run.num-steps", "40"]  # no restarts
+    first, second = configuration(words).cells()
+    killer = threading.Thread(
+        target=kill_workers_after_checkpoints, args=(cluster, first.run.directory), kwargs={"times": 1}
+    )
+    killer.start()
+    results = cross_validate(make_cross_validation(configuration(words)))
+    killer.join()
+    assert results.failed.keys() == {first.run.name}
+    (row,) = results.rows
+    assert (len(row.accuracies), row.num_failed) == (1, 1)
+    client = MlflowClient(results.tracking_uri)
+    experiment = client.get_experiment_by_name("classifiers")
+    assert experiment is not None
+
+    def statuses() -> dict[str | None, str]:
+        return {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
+
+    whole = configuration(words).run.name
+    assert statuses() == {whole: "FAILED", first.run.name: "FAILED", second.run.name: "FINISHED"}
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+
+    results = cross_validate(make_cross_validation(configuration(words)))
+    assert not results.failed
+    (row,) = results.rows
+    assert (len(row.accuracies), row.num_failed) == (2, 0)
+    assert read_json(f"{first.run.directory}/outcome.json")["resumed_from_step"] >= 4
+    assert statuses() == dict.fromkeys((whole, first.run.name, second.run.name), "FINISHED")
