@@ -118,7 +118,7 @@ def test_what_is_no_tower_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path.name} holds no weights that can be read"):
         load_tower(tmp_path, "image")
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=f"{tmp_path.name} holds no weights that can be read"):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}/model.safetensors .* is cut or corrupt"):
         load_tower(tmp_path, "image")
     tower = tiny_tower("clip_vision_model")
     tower.vision_model.save_pretrained(tmp_path)
