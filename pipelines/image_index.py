@@ -189,9 +189,8 @@ def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, deta
         return shard
     problems, examples = Counter(shard.problems), list(shard.examples)
     name = shard.archive.rsplit("/", 1)[-1]
-    problem = Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}")
+    problem = Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}", count=number)
     losses.add(shard.archive, problem, problems, examples)
-    problems[kind] += number - 1
     return replace(shard, problems=dict(problems), examples=examples)
 
 

@@ -43,7 +43,13 @@ class Losses:
             problems, examples: as `note` changes them.
         """
         note(problem, problems, examples)
-        line = {"kind": problem.kind, "archive": archive, "where": problem.where, "message": problem.detail}
+        line = {
+            "kind": problem.kind,
+            "archive": archive,
+            "where": problem.where,
+            "message": problem.detail,
+            "count": problem.count,
+        }
         self._stream.write(json.dumps(line).encode() + b"\n")
 
 

@@ -19,11 +19,13 @@ class Problem:
     where: str
     """The record, or the archive or its member, relative to the URI that is read."""
     detail: str
+    count: int = 1
+    """How many records it stands for: more than one where only their number can be estimated."""
 
 
 def note(problem: Problem, problems: Counter[str], examples: list[str]) -> None:
     """Count a problem by kind and remember the first few."""
-    problems[problem.kind] += 1
+    problems[problem.kind] += problem.count
     if len(examples) < _NUM_EXAMPLES:
         examples.append(f"{problem.where} ({problem.kind}: {problem.detail})")
 

@@ -103,7 +103,9 @@ def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(
     storage = ["--storage", str(tmp_path / "runs")]
     listed = tmp_path / "losses.jsonl"
     assert main(["--source", str(shards), "--max-bad-share", "0.5", "--problems", str(listed), *storage]) == 0
-    kinds = Counter(json.loads(line)["kind"] for line in listed.read_text().splitlines())
+    kinds: Counter[str] = Counter()
+    for loss in map(json.loads, listed.read_text().splitlines()):
+        kinds[loss["kind"]] += loss["count"]
     printed = capsys.readouterr().out
     manifest = ImageManifest.load(printed.splitlines()[0])
     assert kinds == manifest.problems
