@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from pyarrow.fs import LocalFileSystem
 
 from pipelines.archives import resolve
 from pipelines.manifest import read_json, write_json
@@ -97,6 +98,8 @@ class Lease:
             if self._is_mine(self._read() or {}):
                 filesystem, path = resolve(self._uri)
                 filesystem.delete_file(path)
+                if isinstance(filesystem, LocalFileSystem):
+                    Path(path).parent.rmdir()  # a run that could not start leaves nothing; fails where anything is in it
 
     def _wait_until_dead(self, held: dict[str, Any]) -> None:
         is_here = held.get("machine") == self._owner["machine"]
