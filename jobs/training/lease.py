@@ -99,7 +99,7 @@ class Lease:
                 filesystem, path = resolve(self._uri)
                 filesystem.delete_file(path)
                 if isinstance(filesystem, LocalFileSystem):
-                    Path(path).parent.rmdir()  # a run that could not start leaves nothing; fails where anything is in it
+                    Path(path).parent.rmdir()  # so that a run which could not start leaves nothing
 
     def _wait_until_dead(self, held: dict[str, Any]) -> None:
         is_here = held.get("machine") == self._owner["machine"]
