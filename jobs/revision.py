@@ -1,6 +1,8 @@
 """The revision of the code, for a job that is submitted: Ray leaves `.git` out of what it uploads.
 
-TEMPNET_REVISION=$(python -m jobs.revision)
+python -m jobs.revision
+
+A submission hands it on as `env TEMPNET_REVISION=$(python -m jobs.revision)`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,6 @@ def test_nowhere_to_save_is_said_before_anything_is_loaded(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path / "nothing", prompts))
+        main(arguments(tmp_path, prompts))  # a directory, but of no model, and without a TempNet
     assert stop.value.code == 2
     assert "nowhere to save tau_max_eval" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_the_presets_cover_every_loss() -> None:
         ),
         (["--workers.zero-stage", "3"], "workers.zero_stage = 3"),
         (["--temperature.loss", "simclr"], "temperature.loss = 'simclr' is unknown: choose one of clip"),
-        (["--temperature.loss", "sogclr_given"], "the loss sogclr_given needs a table"),
+        (["--temperature.loss", "sogclr_given"], "temperature.target_tau = 0.02 steers the ρ of a robust loss"),
         (["--temperature.input-shift", "mean"], "temperature.input_shift = mean shifts logits"),
         (
             ["--temperature.target-tau", "None", "--temperature.loss", "sogclr_given"],

@@ -51,7 +51,9 @@ def test_what_does_not_fit_is_refused(files: Path, tmp_path: Path, capsys: pytes
 
     assert "nowhere" in run(images=tmp_path / "nowhere")
     assert "holds no TempNet" in run(model=tmp_path)
-    assert "no directory with a dual encoder" in run(model=tmp_path / "nothing", tempnet=files / "model")
+    assert "nothing' is missing: there is no such directory" in run(model=tmp_path / "nothing", tempnet=files / "model")
+    (tmp_path / "empty").mkdir()
+    assert "empty holds no Transformers model" in run(model=tmp_path / "empty", tempnet=files / "model")
     other = tmp_path / "other"
     shutil.copytree(files / "model", other)
     TempNet(TempNetConfig.for_embeddings(7, hidden_size=4, num_prototypes=4)).save_pretrained(other / "tempnet_text")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tyro
 
-from jobs import calibrate, prepare_images, prepare_text, reproduce, sample_data, train_clip, train_lm
+from jobs import calibrate, prepare_images, prepare_text, reproduce, revision, sample_data, train_clip, train_lm
 from jobs.clip_evaluation.config import EvaluateClipConfig
 from jobs.clip_evaluation.data import retrieval_sources
 from jobs.command_line import parse_preset
@@ -62,6 +62,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "prepare_images": of(prepare_images.PrepareImagesJob),
     "prepare_text": of(prepare_text.PrepareTextJob),
     "reproduce": reproduce.parse,
+    "revision": revision.main,
     "sample_data": of(sample_data.SampleDataConfig),
 }
 

@@ -148,8 +148,11 @@ def test_what_does_not_fit_together_is_refused_before_ray(data: Path, tmp_path: 
     AutoModelForMaskedLM.from_config(model).save_pretrained(tmp_path / "short")
     with pytest.raises(ValueError, match=r"32 with 2 special tokens is more than the 29 positions .* at most 27"):
         make_plan(replace(config, model=replace(config.model, path=str(tmp_path / "short"))))
-    with pytest.raises(ValueError, match=r"model\.path = .*nothing' holds no encoder with an MLM head"):
+    with pytest.raises(ValueError, match=r"model\.path = .*nothing' is missing"):
         make_plan(replace(config, model=replace(config.model, path=str(tmp_path / "nothing"))))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"model\.path = .*empty' holds no encoder with an MLM head"):
+        make_plan(replace(config, model=replace(config.model, path=str(tmp_path / "empty"))))
 
 
 def test_paths_are_made_absolute_for_the_workers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
