@@ -132,6 +132,10 @@ def write_images(
         # Forked, as starting an interpreter anew would import all that the calling job has imported, for seconds.
         with multiprocessing.get_context("fork").Pool(num_processes or os.cpu_count()) as pool:
             pool.map(_write_archive, archives, chunksize=1)
+            # Leaving the block ends the processes by SIGTERM, for which a job that has started Ray has a handler: a process
+            # that waits for a lock would not run it, and be waited for without end.
+            pool.close()
+            pool.join()
         (staging / "zero_shot" / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
         (staging / "concepts.json").write_text(json.dumps(_concept_table(frequencies), indent=1) + "\n")
         num_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
