@@ -20,6 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,59 +135,51 @@ def open_run(
         ConnectionError: if MLflow refuses.
     """
     tags = {**origin_tags(), **tags}
-    try:
-        return _open_run(
-            uri, experiment, name, directory=directory, parameters=parameters, tags=tags, data_sets=data_sets
-        )
-    except MlflowException as error:  # its text may hold the whole address
-        raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
-
-
-def _open_run(
-    uri: str,
-    experiment: str,
-    name: str,
-    *,
-    directory: str,
-    parameters: Mapping[str, Any],
-    tags: Mapping[str, str],
-    data_sets: Mapping[str, tuple[str, str, str]],
-) -> TrackedRun:
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    client = MlflowClient(uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
-        location = None
+    with _naming_refusals(uri, name):
         if uri.startswith("sqlite:///"):
-            location = (Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts").as_uri()
-        experiment_id = client.create_experiment(experiment, artifact_location=location)
-    else:
-        experiment_id = found.experiment_id
-    quote = '"' if "'" in directory else "'"  # MLflow knows no escapes
-    same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
-    existing = client.search_runs([experiment_id], filter_string=same, max_results=1)
-    if existing:
-        (run,) = existing
-        client.set_terminated(run.info.run_id, status="RUNNING")
-        known, job = run.data.tags.get(_JOB_TAG, ""), tags.get(_JOB_TAG, "")
-        if job and job not in known.split(", "):
-            client.set_tag(run.info.run_id, _JOB_TAG, f"{known}, {job}" if known else job)
-        return TrackedRun(uri=uri, run_id=run.info.run_id)
-    run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags})
-    run_id = run.info.run_id
-    client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
-    inputs = [
-        DatasetInput(
-            dataset=Dataset(
-                name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": masked(source)})
-            ),
-            tags=[InputTag("mlflow.data.context", context)],
-        )
-        for context, (data_name, digest, source) in data_sets.items()
-    ]
-    client.log_inputs(run_id, inputs)
-    return TrackedRun(uri=uri, run_id=run_id)
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            location = None
+            if uri.startswith("sqlite:///"):
+                location = (Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts").as_uri()
+            experiment_id = client.create_experiment(experiment, artifact_location=location)
+        else:
+            experiment_id = found.experiment_id
+        quote = '"' if "'" in directory else "'"  # MLflow knows no escapes
+        same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
+        existing = client.search_runs([experiment_id], filter_string=same, max_results=1)
+        if existing:
+            (run,) = existing
+            client.set_terminated(run.info.run_id, status="RUNNING")
+            known, job = run.data.tags.get(_JOB_TAG, ""), tags.get(_JOB_TAG, "")
+            if job and job not in known.split(", "):
+                client.set_tag(run.info.run_id, _JOB_TAG, f"{known}, {job}" if known else job)
+            return TrackedRun(uri=uri, run_id=run.info.run_id)
+        run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags})
+        run_id = run.info.run_id
+        client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
+        inputs = [
+            DatasetInput(
+                dataset=Dataset(
+                    name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": masked(source)})
+                ),
+                tags=[InputTag("mlflow.data.context", context)],
+            )
+            for context, (data_name, digest, source) in data_sets.items()
+        ]
+        client.log_inputs(run_id, inputs)
+        return TrackedRun(uri=uri, run_id=run_id)
+
+
+@contextmanager
+def _naming_refusals(uri: str, name: str) -> Iterator[None]:
+    """What MLflow raises as an error without a login, which its own text may hold as part of the address."""
+    try:
+        yield
+    except MlflowException as error:
+        raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
 
 
 def where_to_browse(uri: str) -> str:
