@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-rest lint style types format lock mlflow mlflow-team bench clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock mlflow mlflow-team bench clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,9 +25,10 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
-# Two at a time, the longest first, each with a Ray of its own: with more of them two cores are too busy for a Ray to start.
+# Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first is the longest
+# of `test-all`; in this order both forms keep two of them at work until near the end.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 test-rest test-text test-fast types
+	$(MAKE) --no-print-directory --jobs 2 test-rest test-text test-encoders test-fast types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
@@ -35,6 +36,8 @@ test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more
 CLUSTER := cluster and not long
 FAST := not cluster and not long
 TEXT := $(foreach name,text_data train_lm reproduce readme_text readme_sentences,tests/cluster/test_$(name).py)
+ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
+	predict_pair_temperatures,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
@@ -43,8 +46,11 @@ test-fast: setup  ## Unit and property tests only (a few minutes)
 test-text: setup  ## Text and language models on a real Ray with DeepSpeed and MLflow
 	$(PYTEST) -m "$(CLUSTER)" $(TEXT)
 
-test-rest: setup  ## All other tests on a real Ray
-	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT))
+test-encoders: setup  ## Dual encoders, sentences and classifiers on a real Ray
+	$(PYTEST) -m "$(CLUSTER)" $(ENCODERS)
+
+test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
+	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS))
 
 lint: style types  ## Style, import direction, types
 

@@ -40,13 +40,19 @@ def test_a_line_of_which_no_test_knows_is_seen() -> None:
     assert not patterns_of(".venv/bin/python -m jobs.train_lm another-preset")
 
 
-def test_every_cluster_test_is_in_one_half_of_make_test() -> None:
-    text = set(re.findall(r"test_\w+\.py", " ".join(recipe("test-text"))))
+def test_every_cluster_test_is_in_one_part_of_make_test() -> None:
+    text, encoders = (
+        set(re.findall(r"test_\w+\.py", " ".join(recipe(f"test-{part}")))) for part in ("text", "encoders")
+    )
     rest = " ".join(recipe("test-rest"))
     files = {path.name for path in CLUSTER.glob("test_*.py")}
     assert text
-    assert text < files
-    assert set(re.findall(r"--ignore=tests/cluster/(test_\w+\.py)", rest)) == text
+    assert encoders
+    assert not text & encoders
+    assert text | encoders < files
+    assert set(re.findall(r"--ignore=tests/cluster/(test_\w+\.py)", rest)) == text | encoders
+    whole = recipe("test")
+    assert all(line in whole for part in ("text", "encoders", "rest", "fast") for line in recipe(f"test-{part}"))
     assert "long" in rest
 
 

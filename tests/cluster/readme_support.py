@@ -17,7 +17,7 @@ PYTHON = ".venv/bin/python -m "
 RUN_BY = {
     "make run": "test_readme_text.py::test_what_make_run_runs",
     # All tests are run by it, so that none of them can run it: that every test has its place there is a test of its own.
-    "make test": "../test_readme.py::test_every_cluster_test_is_in_one_half_of_make_test",
+    "make test": "../test_readme.py::test_every_cluster_test_is_in_one_part_of_make_test",
     "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
     "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
     "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",
