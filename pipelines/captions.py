@@ -44,6 +44,12 @@ class CaptionEncoder:
         backend.enable_padding(length=self.num_text_tokens, pad_id=self.tokenizer.pad_token_id or 0)
         return backend
 
+    def are_cut(self, texts: Sequence[str]) -> np.ndarray:
+        """(n,) bool: which captions have more than t tokens and lose some."""
+        return np.array(
+            [bool(encoding.overflowing) for encoding in self._backend.encode_batch(list(texts))], dtype=bool
+        )
+
     def encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """`input_ids` and `attention_mask`, each (n, t) int64."""
         encodings = self._backend.encode_batch(list(texts))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jobs.clip.config import ClipConfig, with_absolute_paths
-from jobs.clip.data import preparation, prepared
+from jobs.clip.data import pair_source, preparation, prepared
 from jobs.clip.models import build_encoder, build_tempnets
 from jobs.clip.report import summary_table, write_report
 from jobs.training.contrastive import check_sizes
@@ -110,6 +110,8 @@ class ClipPlan:
             noun="pairs",
         )
         loss = config.temperature.loss_config
+        share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
+        share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
         return PreparedTask(
             config=config,
             spec=ClipSpec(
@@ -118,7 +120,12 @@ class ClipPlan:
                 validation_directory=validation.directory,
                 given_tau=_given_tau(config, train),
             ),
-            parameters={"num_pairs": train.num_pairs, "num_images": train.num_images},
+            parameters={
+                "num_pairs": train.num_pairs,
+                "num_images": train.num_images,
+                "share_cut_train": share_cut["train"],
+                "share_cut_validation": share_cut["validation"],
+            },
             data_sets={
                 "training": data_set(self.config.data.train, train.digest),
                 "validation": data_set(self.config.data.validation, validation.digest),
@@ -129,6 +136,8 @@ class ClipPlan:
                 "tau_min": loss.tau_min,
                 "tau_max": loss.tau_max,
                 "num_samples_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
+                "share_cut": share_cut,
+                "num_text_tokens": config.data.num_text_tokens,
                 "num_pairs_train": train.num_pairs,
                 "num_epochs": config.run.num_steps * config.optimizer.batch_size / train.num_pairs,
             },

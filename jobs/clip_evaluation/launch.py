@@ -27,12 +27,12 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
     """
     _ = resolved_uri(config.tracking, config.run.resolved_storage)
     models = [ModelSpec.read(*one) for one in zip(model_labels(config.models), config.models, strict=True)]
-    tokenizers = [caption_encoder(model).tokenizer for model in models]
+    encoders = [caption_encoder(model) for model in models]
     zero_shot = [ZeroShot.read(config, name, uri) for name, uri in named_values("zero_shot", config.zero_shot).items()]
     for folders in zero_shot:
         if number := folders.images.folders.num_left_out:
             print(f"{folders.name}: {number} files that are no images by their names are left out")
-    data: list[DataSet] = [*Retrieval.prepare_all(config, tokenizers[0]), *zero_shot]
+    data: list[DataSet] = [*Retrieval.prepare_all(config, encoders[0].tokenizer), *zero_shot]
     units = [_units(config, model, one) for model in models for one in data]
     store = EmbeddingStore(config.run.directory)
     _encode_missing(config, [unit for image, text in units for unit in (*image, *text)], data, store)
@@ -41,6 +41,7 @@ def evaluate(config: EvaluateClipConfig) -> list[Column]:
         metrics: dict[str, float] = {}
         for one, (image, text) in zip(data, units[number * len(data) :], strict=False):
             figures = one.figures(_embeddings(store, image), _embeddings(store, text))
+            figures["share_cut"] = float(encoders[number].are_cut(one.texts).mean())
             metrics |= {f"{one.name}/{name}": value for name, value in figures.items()}
         columns.append(Column(model=model, metrics=metrics))
     publish(

@@ -16,6 +16,7 @@ _TITLES = {
     "num_texts": "texts",
     "num_classes": "classes",
     "num_unreadable": "unreadable",
+    "share_cut": "texts cut to the model's tokens",
 }
 
 
@@ -29,10 +30,12 @@ class Column:
 
 
 def markdown(columns: list[Column]) -> str:
-    """The table; shares are in per cent."""
+    """The table; shares are in per cent. Where no text was cut, there is no row for it."""
     rows = [["%", *(column.model.label for column in columns)]]
     for name in dict.fromkeys(name for column in columns for name in column.metrics):
         data, _, figure = name.partition("/")
+        if figure == "share_cut" and not any(column.metrics[name] for column in columns):
+            continue
         kind, _, k = figure.partition("@")
         rows.append([f"{data} {_TITLES[kind]}{k}", *(_cell(kind, column.metrics[name]) for column in columns)])
     return markdown_table(rows)

@@ -124,6 +124,10 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
         expected["pairs/mean_recall"] = float(np.mean(list(expected.values())))
         expected |= {f"classes/top@{k}": found(photo @ classes.T, is_class, k) for k in (1, 3, 5)}
         expected |= {"pairs/num_images": 19, "pairs/num_texts": len(captions), "pairs/num_unreadable": 1}
+        tokenizer = AutoTokenizer.from_pretrained(f"{path}/text_encoder" if title == "ours" else path)
+        for data, its_texts in (("pairs", [text for text, _ in captions]), ("classes", prompts)):
+            lengths = [len(tokenizer(text)["input_ids"]) for text in its_texts]
+            expected[f"{data}/share_cut"] = float(np.mean(np.array(lengths) > 40))
         expected |= {"classes/num_images": 20, "classes/num_classes": 3, "classes/num_unreadable": 1}
         assert columns[title] == pytest.approx(expected, abs=1e-6)
         for name, reference in (("image", image), ("text", text)):

@@ -99,6 +99,8 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
     best = max(history(reference, "validation/mean_recall").values())
     assert reference["best_rating"] == best
     assert all(math.isfinite(value) for value in history(reference, "validation/cross_entropy_tau").values())
+    assert reference["share_cut"] == {"train": 0.0, "validation": 0.0}
+    assert "captions cut to" in (Path(reference["directory"]) / "report" / "summary.txt").read_text()
     assert sum(reference["histograms"]["image"]) == 20
     assert sum(reference["histograms"]["text"]) == 100
 

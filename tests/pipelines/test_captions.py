@@ -48,6 +48,13 @@ def test_tokens_are_those_of_the_tokenizer_cut_and_padded(num_text_tokens: int) 
     assert tokenizer("w1 " * 100)["input_ids"] == [2, *[5] * 100, 3]  # its own state is as it was
 
 
+@pytest.mark.parametrize("num_text_tokens", [3, 4, 5, 42, 43])
+def test_captions_that_lose_tokens_are_told(num_text_tokens: int) -> None:
+    tokenizer = bert_like()
+    are_cut = CaptionEncoder(tokenizer=tokenizer, num_text_tokens=num_text_tokens).are_cut(TEXTS)
+    assert are_cut.tolist() == [len(row) > num_text_tokens for row in tokenizer(TEXTS)["input_ids"]]
+
+
 def test_a_tokenizer_without_padding_pads_under_the_mask() -> None:
     tokenizer = train_bpe(["a dog runs"] * 5, 270)
     assert tokenizer.pad_token_id is None

@@ -97,6 +97,17 @@ def test_pairs_and_images_are_numbered_densely_and_bad_ones_counted(manifest: Im
     assert numbers.tolist() == images.tolist()
 
 
+def test_the_share_of_captions_that_are_cut_is_that_of_all_or_of_a_spread_sample(manifest: ImageManifest) -> None:
+    lengths = [len(row) for row in TOKENIZER(source(manifest).captions()[0])["input_ids"]]
+    for num_text_tokens in range(min(lengths), max(lengths) + 1):
+        expected = sum(length > num_text_tokens for length in lengths) / len(lengths)
+        assert source(manifest, num_text_tokens=num_text_tokens).share_of_captions_cut() == pytest.approx(expected)
+    # Of 4 captions from shards 0 and 2, two come from each.
+    few = [*lengths[:2], *lengths[12:14]]
+    shortest = source(manifest, num_text_tokens=min(few))
+    assert shortest.share_of_captions_cut(max_captions=4, max_shards=2) == sum(n > min(few) for n in few) / 4
+
+
 def test_a_key_that_occurs_again_is_dropped_wherever_it_is(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_tar(
