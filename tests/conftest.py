@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # No test is one of speed: a busy machine may be slow at any of them.
@@ -11,3 +15,21 @@ settings.register_profile("tempnet", deadline=None)
 settings.load_profile("tempnet")
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a file system of some megabytes; a test that needs one is skipped where none can be mounted."""
+    at = tmp_path / "disk"
+
+    def mount(megabytes: int) -> Path:
+        at.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(at)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+        return at
+
+    yield mount
+    if at.is_mount():
+        subprocess.run(["umount", "--lazy", str(at)], check=True)  # a process of the test may still be there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,27 +104,14 @@ def fill(disk: Path) -> None:
                 continue
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 megabytes."""
-    at = tmp_path / "disk"
-    at.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(at)], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "--lazy", str(at)], check=True)
-
-
 def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
-    cluster: dict[str, str], tiny: Make, small_disk: Path, capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, str], tiny: Make, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    disk = small_disk(64)
     # Threads are left to the layout: beside others a run has one, alone all cores.
     config = tiny(
         "full",
-        run={"storage": str(small_disk), "max_restarts": 3, "num_steps": 80},
+        run={"storage": str(disk), "max_restarts": 3, "num_steps": 80},
         workers={"num_workers": 1, "num_threads": 0},
         tracking={"enabled": False},
     )
@@ -133,7 +119,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
 
     def fill_the_disk() -> None:
         wait_for((run / SNAPSHOT_FILE).exists)
-        fill(small_disk)
+        fill(disk)
 
     with at_the_same_time(fill_the_disk), pytest.raises(FatalTrainingError) as caught:
         train(make_plan(config), shares_cores=True)
@@ -143,7 +129,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     assert "\n" not in message
     assert "restart" not in capsys.readouterr().out
     step = int(message.split("checkpoint of step ")[1].split(",")[0])
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     killed: list[int] = []
 
     def kill_a_worker() -> None:

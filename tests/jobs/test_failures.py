@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -115,21 +114,8 @@ def test_waiting_for_room_is_told_every_minute_and_has_an_end(
     assert [wait(), wait(), wait()] == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
 
 
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    at = tmp_path / "full"
-    at.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(at)], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", str(at)], check=True)
-
-
-def test_whoever_writes_a_full_disk_is_told_with_the_path(full_disk: Path) -> None:
+def test_whoever_writes_a_full_disk_is_told_with_the_path(small_disk: Callable[[int], Path]) -> None:
+    full_disk = small_disk(1)
     tensors = {"weight": torch.zeros(1 << 20)}
 
     def copy() -> None:
@@ -151,7 +137,8 @@ def test_whoever_writes_a_full_disk_is_told_with_the_path(full_disk: Path) -> No
         (full_disk / "file").unlink(missing_ok=True)
 
 
-def test_a_small_file_outlives_a_full_disk(full_disk: Path) -> None:
+def test_a_small_file_outlives_a_full_disk(small_disk: Callable[[int], Path]) -> None:
+    full_disk = small_disk(1)
     uri = str(full_disk / "outcome.json")
     write_json(uri, {"step": 1})
     with pytest.raises(OSError, match=r"No space left on device: '.*outcome\.json'"):
