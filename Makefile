@@ -13,7 +13,7 @@ help:  ## List the targets
 
 setup: $(VENV)/.ready  ## Make the environment in .venv from requirements.lock
 
-# torch comes first because DeepSpeed's build reads it; nothing is compiled (DS_BUILD_OPS=0, and jobs/training/engine.py).
+# torch comes first because DeepSpeed's build reads it; nothing is compiled (DS_BUILD_OPS=0, and jobs/engine/deepspeed_engine.py).
 $(VENV)/.ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock pip setuptools wheel ninja torch

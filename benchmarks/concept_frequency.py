@@ -28,7 +28,7 @@ import tyro
 from safetensors.torch import load_file
 from torch import Tensor
 
-from jobs.presets.clip import SAMPLE_IMAGES
+from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.image_manifest import ImageManifest, read_index
 from pipelines.pairs import PairSource
 from pipelines.tokenization import load_tokenizer

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from jobs.command_line import fail
+from jobs.engine.command_line import fail
 from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_statistics
 
 

@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 import tyro
 
-from jobs.language_models.config import LanguageModelConfig
-from jobs.presets.language_models import PRESETS
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets.language_models import PRESETS
 
 Variant = Literal["bare", "bare + statistics", "DeepSpeed + statistics", "job"]
 
@@ -63,9 +63,9 @@ def configuration(arguments: Arguments) -> LanguageModelConfig:
 
 def run_job(config: LanguageModelConfig) -> dict[str, float]:
     """The job itself; its own log gives the speeds."""
-    from jobs.language_models.plan import make_plan
-    from jobs.training.launch import train
-    from jobs.training.tracking import TrackedRun, metric_history
+    from jobs.engine.launch import train
+    from jobs.engine.tracking import TrackedRun, metric_history
+    from jobs.tasks.language_model.plan import make_plan
 
     outcome = train(make_plan(config))
     history = metric_history(
@@ -79,12 +79,12 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     """A single process; the blocks are read into memory beforehand."""
     import torch.distributed as dist
 
-    from jobs.language_models.models import build_model
-    from jobs.language_models.task import language_model_groups
-    from jobs.language_models.validation import to_tensors
-    from jobs.training.engine import start_engine
-    from jobs.training.schedules import decay_with_warmup
-    from jobs.training.task import with_and_without_decay
+    from jobs.engine.deepspeed_engine import start_engine
+    from jobs.engine.schedules import decay_with_warmup
+    from jobs.engine.task import with_and_without_decay
+    from jobs.tasks.language_model.models import build_model
+    from jobs.tasks.language_model.task import language_model_groups
+    from jobs.tasks.language_model.validation import to_tensors
     from pipelines.blocks import read_range
     from pipelines.manifest import Manifest
     from pipelines.tokenization import load_tokenizer

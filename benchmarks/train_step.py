@@ -19,7 +19,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.reproduction.direct import training_step
+from jobs.studies.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig

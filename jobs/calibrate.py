@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.engine.command_line import fail, run_job
 
 _DEFAULT_CONTEXT_LENGTH = 256
 
@@ -89,18 +89,18 @@ class TauMax:
 
 def calibrate_rho(job: Rho) -> None:
     """Run `rho`: prepare the text, calibrate as a Ray task, print and plot."""
-    from jobs.cluster import start_ray
-    from jobs.language_models.calibration import calibration_of
-    from jobs.language_models.config import (
+    from jobs.engine.cluster import start_ray
+    from jobs.engine.config import RunSection, WorkersSection
+    from jobs.tasks.language_model.calibration import calibration_of
+    from jobs.tasks.language_model.config import (
         DataSection,
         LanguageModelConfig,
         ModelSection,
         TemperatureSection,
         with_absolute_paths,
     )
-    from jobs.language_models.data import prepared
-    from jobs.language_models.models import base_shapes
-    from jobs.training.config import RunSection, WorkersSection
+    from jobs.tasks.language_model.data import prepared
+    from jobs.tasks.language_model.models import base_shapes
     from pipelines.archives import list_archives
     from pipelines.tokenization import load_tokenizer
 

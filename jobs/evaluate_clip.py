@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.clip_evaluation.config import EvaluateClipConfig
-from jobs.command_line import FAILED, fail, run_job
+from jobs.engine.command_line import FAILED, fail, run_job
+from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt field should not wait for Ray and Transformers.
     from transformers.utils.logging import disable_progress_bar
 
-    from jobs.clip_evaluation.launch import evaluate
-    from jobs.clip_evaluation.table import markdown
-    from jobs.evaluation.errors import EvaluationFailedError
+    from jobs.scoring.dual_encoders.launch import evaluate
+    from jobs.scoring.dual_encoders.table import markdown
+    from jobs.scoring.language_models.errors import EvaluationFailedError
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import FAILED, fail, run_job
-from jobs.evaluation.config import EvaluateConfig
+from jobs.engine.command_line import FAILED, fail, run_job
+from jobs.scoring.language_models.config import EvaluateConfig
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,9 +18,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m jobs.evaluate_lm", description=__doc__)
         # Imported late: a misspelt field should not wait for Ray and the harness.
-        from jobs.evaluation.errors import EvaluationFailedError
-        from jobs.evaluation.launch import evaluate
-        from jobs.evaluation.table import markdown
+        from jobs.scoring.language_models.errors import EvaluationFailedError
+        from jobs.scoring.language_models.launch import evaluate
+        from jobs.scoring.language_models.table import markdown
     except ValueError as error:
         fail(str(error))
     try:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import FAILED, fail, run_job
-from jobs.sentence_evaluation.config import EvaluateSentencesConfig
+from jobs.engine.command_line import FAILED, fail, run_job
+from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt field should not wait for Ray and Transformers.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.evaluation.errors import EvaluationFailedError
-    from jobs.sentence_evaluation.launch import evaluate
-    from jobs.sentence_evaluation.table import markdown
+    from jobs.scoring.language_models.errors import EvaluationFailedError
+    from jobs.scoring.sentence_encoders.launch import evaluate
+    from jobs.scoring.sentence_encoders.table import markdown
     from pipelines.problems import TooManyProblemsError
 
     disable_progress_bar()

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from jobs.command_line import fail, run_job
-from jobs.generation.config import GenerateConfig
-from jobs.generation.gsm8k import divisors, majority_score
-from jobs.generation.job import Outcome, run
+from jobs.engine.command_line import fail, run_job
+from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.gsm8k import divisors, majority_score
+from jobs.scoring.generation.job import Outcome, run
 
 # A page of more texts is slow to open.
 MAX_SECTIONS = 200
@@ -88,7 +88,7 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
 
 def page(outcome: Outcome, config: GenerateConfig) -> str:
     """A page of the generated tokens, coloured by τ, with the entropy beside it."""
-    from jobs.language_models.report import coloured_page
+    from jobs.tasks.language_model.report import coloured_page
 
     sections, keys = {}, _keys(outcome, config)
     for key in keys[:MAX_SECTIONS]:

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 import tyro
 
-from jobs.command_line import FAILED, fail, run_job
-from jobs.pair_prediction.config import PredictPairTemperaturesConfig
-from jobs.prediction.config import PredictTemperaturesConfig
+from jobs.engine.command_line import FAILED, fail, run_job
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 
 Config = TypeVar("Config")
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
-    from jobs.prediction.page import check_page, first_documents, write_page
-    from jobs.prediction.settings import claim_output, resolve_settings
+    from jobs.scoring.temperatures.texts.page import check_page, first_documents, write_page
+    from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
     from pipelines.archives import resolve
     from pipelines.problems import TooManyProblemsError
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.output:
             output = config.output if "://" in config.output else resolve(config.output)[1]
             claim_output(output, settings.record(archives))
-            from jobs.prediction.job import on_worker, predict_archives
+            from jobs.scoring.temperatures.texts.job import on_worker, predict_archives
 
             summary = predict_archives(settings, archives, output, config.workers, max_bad_share=config.max_bad_share)
             _print_summary(summary, output)
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.pair_prediction.job import PairPredictionFailedError, predict_pairs
-    from jobs.pair_prediction.settings import resolve_settings
-    from jobs.prediction.settings import claim_output
+    from jobs.scoring.temperatures.pairs.job import PairPredictionFailedError, predict_pairs
+    from jobs.scoring.temperatures.pairs.settings import resolve_settings
+    from jobs.scoring.temperatures.texts.settings import claim_output
     from pipelines.archives import resolve
     from pipelines.problems import TooManyProblemsError
 

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from jobs.command_line import fail, run_job
-from jobs.training.config import RunSection
+from jobs.engine.command_line import fail, run_job
+from jobs.engine.config import RunSection
 from pipelines.prepare_images import PrepareImagesConfig
 
 _NUM_EXAMPLES = 10
@@ -33,7 +33,7 @@ class PrepareImagesJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job."""
-    from jobs.cluster import start_ray
+    from jobs.engine.cluster import start_ray
     from pipelines.prepare_images import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError
 

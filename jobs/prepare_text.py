@@ -13,8 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from jobs.command_line import fail, run_job
-from jobs.training.config import RunSection
+from jobs.engine.command_line import fail, run_job
+from jobs.engine.config import RunSection
 from pipelines.prepare import PrepareConfig
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
     except ValueError as error:
         fail(str(error))
-    from jobs.cluster import start_ray
+    from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.documents import DocumentConfig
     from pipelines.manifest import Layout

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.command_line import FAILED, REFUSED, fail, run_job
-from jobs.reproduction.config import ReproduceConfig
-from jobs.reproduction.experiments.registry import EXPERIMENTS, find
+from jobs.engine.command_line import FAILED, REFUSED, fail, run_job
+from jobs.studies.reproduction.config import ReproduceConfig
+from jobs.studies.reproduction.experiments.registry import EXPERIMENTS, find
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt experiment should not wait for Ray.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.evaluation.errors import EvaluationFailedError
-    from jobs.reproduction.launch import run_reproduction
-    from jobs.reproduction.plan import make_reproduction
-    from jobs.trials.command import run_command
+    from jobs.scoring.language_models.errors import EvaluationFailedError
+    from jobs.studies.reproduction.launch import run_reproduction
+    from jobs.studies.reproduction.plan import make_reproduction
+    from jobs.studies.trials.command import run_command
 
     disable_progress_bar()
     set_verbosity_error()

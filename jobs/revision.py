@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.command_line import fail, run_job
+from jobs.engine.command_line import fail, run_job
 
 VARIABLE = "TEMPNET_REVISION"
 """Environment variable that tells a job the revision of its code where there is no checkout."""

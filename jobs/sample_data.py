@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.command_line import fail, run_job
+from jobs.engine.command_line import fail, run_job
 from pipelines.archives import list_archives
 from pipelines.sample_images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample_text import NUM_BYTES_DEFAULT, write_corpus

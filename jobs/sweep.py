@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.command_line import parse_preset, run_job
-from jobs.presets.sweeps import PRESETS
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.studies.sweeps.presets import PRESETS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a trial failed."""
     config, dry_run = parse_preset(PRESETS, arguments, job="sweep", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
-    from jobs.sweeps.launch import make_sweep, run_sweep
-    from jobs.trials.command import run_command
+    from jobs.studies.sweeps.launch import make_sweep, run_sweep
+    from jobs.studies.trials.command import run_command
 
     return run_command(
         config, make_sweep, run_sweep, dry_run=dry_run, files="report.html shows the mean temperature over the axes"

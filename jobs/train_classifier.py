@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.command_line import parse_preset, run_job
-from jobs.presets.classifiers import PRESETS
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.tasks.presets.classifiers import PRESETS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
-    from jobs.trials.command import run_command
+    from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
+    from jobs.studies.trials.command import run_command
 
     disable_progress_bar()
     set_verbosity_error()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.clip.config import ClipConfig
-from jobs.command_line import parse_preset, run_job
-from jobs.presets.clip import PRESETS
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.presets.clip import PRESETS
 
 
 def evaluation_of(config: ClipConfig, export: str) -> list[str]:
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_clip", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
-    from jobs.clip.plan import make_plan
-    from jobs.training.command import print_where_to_look, run_command
+    from jobs.engine.command import print_where_to_look, run_command
+    from jobs.tasks.dual_encoder.plan import make_plan
 
     outcome = run_command(config, make_plan, dry_run=dry_run)
     if outcome is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.command_line import parse_preset, run_job
-from jobs.language_models.config import LanguageModelConfig
-from jobs.presets.language_models import PRESETS
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets.language_models import PRESETS
 
 
 def look_at(config: LanguageModelConfig, export: str) -> list[str]:
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_lm", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
-    from jobs.language_models.plan import make_plan
-    from jobs.training.command import print_where_to_look, run_command
+    from jobs.engine.command import print_where_to_look, run_command
+    from jobs.tasks.language_model.plan import make_plan
 
     outcome = run_command(config, make_plan, dry_run=dry_run)
     if outcome is not None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.command_line import parse_preset, run_job
-from jobs.presets.sentences import PRESETS
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.tasks.presets.sentences import PRESETS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_sentences", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
-    from jobs.sentences.plan import make_plan
-    from jobs.training.command import print_where_to_look, run_command
+    from jobs.engine.command import print_where_to_look, run_command
+    from jobs.tasks.sentence_encoder.plan import make_plan
 
     outcome = run_command(config, make_plan, dry_run=dry_run)
     if outcome is not None:

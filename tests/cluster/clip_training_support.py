@@ -13,16 +13,16 @@ from typing import Any
 
 from support import tiny_run
 
-from jobs.clip.config import (
+from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
+from jobs.engine.launch import train
+from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
     PairDataSection,
     PairTemperatureSection,
     RetrievalValidationSection,
 )
-from jobs.clip.plan import make_plan
-from jobs.training.config import OptimizerSection, TrackingSection, WorkersSection
-from jobs.training.launch import train
+from jobs.tasks.dual_encoder.plan import make_plan
 from pipelines.sample_images import read_captions, write_images
 from pipelines.tokenization import train_wordpiece
 

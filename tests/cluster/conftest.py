@@ -26,7 +26,7 @@ from support import (
     write_jsonl_zst,
 )
 
-from jobs.language_models.config import LanguageModelConfig
+from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.archives import list_archives
 from pipelines.text import Document, read_documents
 from pipelines.tokenization import train_bpe, train_wordpiece
@@ -39,7 +39,7 @@ def ray_head() -> Iterator[dict[str, str]]:
     # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
     # Nor is there a cloud to take this node away: a process less for every run.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    # Told to end, the head would wait half a minute for others to take its work over. The rest is as `jobs.cluster` has it.
+    # Told to end, the head would wait half a minute for others to take its work over. All else is `jobs.engine.cluster`.
     environment = os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -84,7 +84,7 @@ def ray_head() -> Iterator[dict[str, str]]:
 @contextmanager
 def connected(ray_head: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
     """This process connected to the head, and what else may be patched meanwhile."""
-    from jobs.cluster import start_ray
+    from jobs.engine.cluster import start_ray
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):

@@ -19,9 +19,9 @@ def walk(settings: Mapping[str, Any]) -> None:
     `<directory>/<name>.pt`: losses (steps,), the weights, and Adam's first moments, which are sums of gradients."""
     import ray.train
 
-    from jobs.training.checkpoint import SafeCheckpointEngine
-    from jobs.training.engine import start_engine, whole_parameters
-    from jobs.training.reshard import _parts, _whole_moments
+    from jobs.engine.checkpoint import SafeCheckpointEngine
+    from jobs.engine.deepspeed_engine import start_engine, whole_parameters
+    from jobs.engine.reshard import _parts, _whole_moments
 
     torch.set_num_threads(1)
     context = ray.train.get_context()

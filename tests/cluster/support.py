@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import zstandard
 
-from jobs.command_line import parse_preset
-from jobs.language_models.config import LanguageModelConfig
-from jobs.presets.language_models import PRESETS
-from jobs.training.config import RunSection
+from jobs.engine.command_line import parse_preset
+from jobs.engine.config import RunSection
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.presets.language_models import PRESETS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

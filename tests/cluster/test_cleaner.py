@@ -11,8 +11,8 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.state.util import is_actor_alive
 
-from jobs.training.cleaner import OwnClusterCleaner, OwnClusterCleanerCallback
-from jobs.training.trainer import Trainer
+from jobs.engine.cleaner import OwnClusterCleaner, OwnClusterCleanerCallback
+from jobs.engine.trainer import Trainer
 
 pytestmark = pytest.mark.cluster
 

@@ -14,9 +14,9 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor
 
-from jobs.clip.config import ClipConfig, with_absolute_paths
-from jobs.clip.plan import make_plan
-from jobs.cluster import CPU_ENVIRONMENT, start_ray
+from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
+from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
+from jobs.tasks.dual_encoder.plan import make_plan
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 from tempnet.models.towers import random_tower

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, CLIPModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from jobs import evaluate_clip
-from jobs.clip_evaluation import launch
-from jobs.clip_evaluation.prompts import read_templates
-from jobs.clip_evaluation.units import EmbeddingStore
+from jobs.scoring.dual_encoders import launch
+from jobs.scoring.dual_encoders.prompts import read_templates
+from jobs.scoring.dual_encoders.units import EmbeddingStore
 from tempnet.models.dual_encoder import DualEncoder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -67,7 +67,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr("jobs.clip_evaluation.units.NUM_IMAGES_PER_UNIT", 8)
+    monkeypatch.setattr("jobs.scoring.dual_encoders.units.NUM_IMAGES_PER_UNIT", 8)
     images, captions = make_pairs(tmp_path / "pairs")
     photos, labels = make_classes(tmp_path / "classes.tar")
     models = {

@@ -15,13 +15,13 @@ from mlflow import MlflowClient
 from scipy.stats import spearmanr
 
 from jobs import evaluate_lm
-from jobs.evaluation import launch
-from jobs.evaluation.config import EvaluateConfig, EvaluationWorkersSection
-from jobs.evaluation.errors import EvaluationFailedError
-from jobs.evaluation.launch import evaluate
-from jobs.evaluation.table import Column
-from jobs.evaluation.windows import num_words, wikitext_pages
-from jobs.training.config import TrackingSection
+from jobs.engine.config import TrackingSection
+from jobs.scoring.language_models import launch
+from jobs.scoring.language_models.config import EvaluateConfig, EvaluationWorkersSection
+from jobs.scoring.language_models.errors import EvaluationFailedError
+from jobs.scoring.language_models.launch import evaluate
+from jobs.scoring.language_models.table import Column
+from jobs.scoring.language_models.windows import num_words, wikitext_pages
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two models, three temperatures, three tasks, many slices; `config(name, num_workers, **changes)`."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr("jobs.evaluation.windows.NUM_TOKENS_PER_SLICE", 48)
+    monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
 
     def make(name: str, num_workers: int, **changes: Any) -> EvaluateConfig:
         defaults: dict[str, Any] = {

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 SCRIPT = """
 import os
 import ray
-from jobs.cluster import start_ray
+from jobs.engine.cluster import start_ray
 
 start_ray()
 print(os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import BIN, ROOT, free_port, wait_for, wait_for_ports
 
-from jobs.training.tracking import MetricLogger, metric_history, open_run
+from jobs.engine.tracking import MetricLogger, metric_history, open_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

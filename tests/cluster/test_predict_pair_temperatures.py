@@ -12,12 +12,12 @@ import torch
 from clip_support import make_dual_encoder, make_pairs
 from support import run_until
 
-from jobs.pair_prediction.config import PredictPairTemperaturesConfig
-from jobs.pair_prediction.job import predict_pairs
-from jobs.pair_prediction.settings import resolve_settings
 from jobs.predict_temperatures import main
-from jobs.prediction.config import PredictionWorkers
-from jobs.prediction.settings import claim_output
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.pairs.job import predict_pairs
+from jobs.scoring.temperatures.pairs.settings import resolve_settings
+from jobs.scoring.temperatures.texts.config import PredictionWorkers
+from jobs.scoring.temperatures.texts.settings import claim_output
 from pipelines.image_manifest import ImageManifest
 from pipelines.temperature_table import read_temperatures
 from pipelines.tokenization import load_tokenizer

@@ -13,10 +13,10 @@ from prediction_support import save_tiny_model, some_texts
 from support import run_until, write_jsonl_zst
 
 from jobs.predict_temperatures import main
-from jobs.prediction.config import PredictionWorkers, PredictTemperaturesConfig
-from jobs.prediction.job import predict_archives
-from jobs.prediction.predictor import Predictor
-from jobs.prediction.settings import claim_output, resolve_settings
+from jobs.scoring.temperatures.texts.config import PredictionWorkers, PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts.job import predict_archives
+from jobs.scoring.temperatures.texts.predictor import Predictor
+from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
 from pipelines.problems import TooManyProblemsError
 from pipelines.tokenization import load_tokenizer
 

@@ -10,8 +10,8 @@ import pytest
 from readme_support import lines_like, run_line
 from support import LANGUAGE_MODEL_OPTIONS, outcome_of
 
-from jobs.sentence_evaluation.config import EvaluateSentencesConfig
-from jobs.sentence_evaluation.launch import evaluate
+from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+from jobs.scoring.sentence_encoders.launch import evaluate
 
 pytestmark = pytest.mark.cluster
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from jobs.reproduction.config import ReproduceConfig
-from jobs.reproduction.launch import run_reproduction
-from jobs.reproduction.plan import make_reproduction
+from jobs.studies.reproduction.config import ReproduceConfig
+from jobs.studies.reproduction.launch import run_reproduction
+from jobs.studies.reproduction.plan import make_reproduction
 
 pytestmark = pytest.mark.cluster
 

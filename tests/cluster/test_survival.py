@@ -14,13 +14,13 @@ import ray
 from killing import kill_workers, last_checkpoint
 from support import training_worker_pids, wait_for
 
-from jobs.language_models.config import LanguageModelConfig
-from jobs.language_models.plan import make_plan
-from jobs.training.checkpoint_files import find_changed_file, find_damage
-from jobs.training.job import FatalTrainingError
-from jobs.training.launch import train
-from jobs.training.resumption import SNAPSHOT_FILE
-from jobs.training.tracking import TrackedRun, metric_history
+from jobs.engine.checkpoint_files import find_changed_file, find_damage
+from jobs.engine.job import FatalTrainingError
+from jobs.engine.launch import train
+from jobs.engine.resumption import SNAPSHOT_FILE
+from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

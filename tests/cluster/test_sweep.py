@@ -18,9 +18,9 @@ from killing import kill_workers_after_checkpoints, last_checkpoint
 from mlflow import MlflowClient
 from support import readme_lines, run_until, training_worker_pids, wait_for
 
-from jobs.command_line import parse_preset
-from jobs.presets.sweeps import PRESETS
-from jobs.sweeps.launch import make_sweep, run_sweep
+from jobs.engine.command_line import parse_preset
+from jobs.studies.sweeps.launch import make_sweep, run_sweep
+from jobs.studies.sweeps.presets import PRESETS
 
 pytestmark = pytest.mark.cluster
 

@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 from support import readme_lines, run_until, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from jobs.classifiers.config import ClassifierConfig, CrossValidationConfig
-from jobs.classifiers.cross_validation import cross_validate, make_cross_validation
-from jobs.classifiers.plan import ClassifierPlan, make_plan
-from jobs.command_line import parse_preset
-from jobs.presets.classifiers import PRESETS
-from jobs.training.tracking import TrackedRun, metric_history, open_run
-from jobs.training.watch import Validation
-from jobs.trials.parent import open_parent
-from jobs.trials.run import Trial, one_round, run_trials
+from jobs.engine.command_line import parse_preset
+from jobs.engine.tracking import TrackedRun, metric_history, open_run
+from jobs.engine.watch import Validation
+from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
+from jobs.studies.trials.parent import open_parent
+from jobs.studies.trials.run import Trial, one_round, run_trials
+from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
+from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
+from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.manifest import read_json
 from pipelines.tokenization import train_wordpiece
 

@@ -25,11 +25,11 @@ from support import run_until, training_worker_pids, wait_for
 from transformers import AutoModel
 
 from jobs import evaluate_clip
-from jobs.clip.config import ClipConfig
-from jobs.clip.plan import make_plan
+from jobs.engine.launch import train
+from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.train_clip import evaluation_of
-from jobs.training.launch import train
-from jobs.training.tracking import TrackedRun, metric_history
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 

@@ -24,13 +24,13 @@ from support import BIN, LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of, run_until, tr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import train_lm
-from jobs.command_line import parse_preset
-from jobs.language_models.config import LanguageModelConfig
-from jobs.language_models.plan import make_plan
-from jobs.presets.language_models import PRESETS
-from jobs.training.identity import flatten
-from jobs.training.launch import train as run_plan
-from jobs.training.tracking import TrackedRun, metric_history
+from jobs.engine.command_line import parse_preset
+from jobs.engine.identity import flatten
+from jobs.engine.launch import train as run_plan
+from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.plan import make_plan
+from jobs.tasks.presets.language_models import PRESETS
 from pipelines.manifest import write_json
 from tempnet import TempNet
 from tempnet.loading import load_tempnet

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from support import tiny_run, training_worker_pids, wait_for
 from transformers import AutoModel, AutoTokenizer
 
-from jobs.presets.sentences import PRESETS
-from jobs.sentences.config import DocumentTemperatureSection, SentenceConfig
-from jobs.sentences.plan import make_plan
-from jobs.training.launch import train
-from jobs.training.tracking import TrackedRun, metric_history
+from jobs.engine.launch import train
+from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.tasks.presets.sentences import PRESETS
+from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig
+from jobs.tasks.sentence_encoder.plan import make_plan
 from tempnet.models.sentence_encoder import SentenceEncoder
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.command_line import fail
+from jobs.engine.command_line import fail
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ def test_what_fails_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
-    code = "import sys, time; from jobs.command_line import run_job; sys.argv[1:] = []\n"
+    code = "import sys, time; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
     code += "def main(arguments):\n    print('started', flush=True)\n    time.sleep(60)\n    return 0\nrun_job(main)"
     job = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.hints import with_hint
+from jobs.engine.hints import with_hint
 from pipelines.sources import check_source
 
 ROOT = Path(__file__).parents[2]

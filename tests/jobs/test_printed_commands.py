@@ -14,17 +14,18 @@ import pytest
 import tyro
 
 from jobs import calibrate, prepare_images, prepare_text, reproduce, revision, sample_data, train_clip, train_lm
-from jobs.clip_evaluation.config import EvaluateClipConfig
-from jobs.clip_evaluation.data import retrieval_sources
-from jobs.command_line import parse_preset
-from jobs.evaluation.config import EvaluateConfig
-from jobs.generation.config import GenerateConfig
-from jobs.pair_prediction.config import PredictPairTemperaturesConfig
-from jobs.prediction.config import PredictTemperaturesConfig
-from jobs.presets import classifiers, clip, language_models, sentences, sweeps
-from jobs.reproduction.experiments import texts
-from jobs.sentence_evaluation.config import EvaluateSentencesConfig
-from jobs.training.command import print_where_to_look
+from jobs.engine.command import print_where_to_look
+from jobs.engine.command_line import parse_preset
+from jobs.scoring.dual_encoders.config import EvaluateClipConfig
+from jobs.scoring.dual_encoders.data import retrieval_sources
+from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.studies.reproduction.experiments import texts
+from jobs.studies.sweeps import presets as sweeps
+from jobs.tasks.presets import classifiers, clip, language_models, sentences
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(

@@ -1,0 +1,181 @@
+"""Checkpoints: everything that a continued run needs to reproduce the uninterrupted one.
+
+A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
+(per-sample state), `state.json` with the step and what identifies the run, and a list of files from every worker
+(`jobs.engine.checkpoint_files`), by which damage is found. Random numbers need no state: they are seeded anew with
+every step. Ray Train merges the ranks' directories on upload. Nothing in it is ever unpickled beyond tensors and plain
+containers.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from jobs.engine.checkpoint_files import find_changed_file, write_file_list
+from jobs.engine.failures import DiskFullError, naming_full_disk
+from jobs.engine.job import FatalTrainingError
+from jobs.engine.reshard import load_moments
+from jobs.engine.resumption import checkpoint_name
+
+# By its value, as Python 3.11.7 does; 3.11.2 (Debian 12) pickles members of an enum as a call of getattr, which
+# `weights_only=True` rightly refuses.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+
+_TAG = "deepspeed"
+_STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step` optimizer steps; the data cursor is step · batch size."""
+
+    step: int
+    world_size: int
+    seconds_trained: float
+    num_units: int
+    """Tokens (pairs) seen."""
+    best_rating: float | None
+    """Of the model that is exported so far; None if the last is to be exported, or nothing was yet."""
+    unsent_metrics: list[list[Any]]
+    """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
+    num_threads: int
+    """PyTorch threads of every worker; 0 if they were not set."""
+    validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Step and scores of each so far."""
+
+
+FRESH_STATE = RunState(
+    step=0, world_size=0, seconds_trained=0.0, num_units=0, best_rating=None, unsent_metrics=[], num_threads=0
+)
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint is not what was written; every worker raises it, with the same message."""
+
+
+class SafeCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint files, read with `weights_only=True`, and written so that a full disk can be told."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write through a Python file: where torch writes a file itself, its error does not say that the disk is full."""
+        with naming_full_disk(path), open(path, "wb") as file:
+            torch.save(state_dict, file)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Tensors, plain containers and DeepSpeed's own records only; anything else in the file is an error."""
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    state: RunState,
+    save_more: Callable[[Path], None],
+    *,
+    rank: int,
+    metrics: dict[str, float],
+) -> None:
+    """Write this rank's part and hand it to Ray Train, which uploads it in the background. All ranks must call it."""
+    directory = Path(tempfile.mkdtemp(prefix="tempnet-checkpoint-"))
+    engine.checkpoint_engine = SafeCheckpointEngine()
+    try:
+        with naming_full_disk(directory):
+            engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
+            save_more(directory)
+            if rank == 0:
+                (directory / _STATE_FILE).write_text(json.dumps(asdict(state)))
+    except DiskFullError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    ray.train.report(
+        metrics,
+        checkpoint=Checkpoint.from_directory(str(directory)),
+        checkpoint_dir_name=checkpoint_name(state.step),
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=partial(_upload, rank=rank, world_size=state.world_size),
+        delete_local_checkpoint_after_upload=True,
+    )
+
+
+def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) -> Checkpoint:
+    """List this rank's files and copy them into the run's directory; Ray Train calls it in the background."""
+    storage = ray.train.get_context().get_storage()
+    # All workers that were started together share a placement group, and no others do.
+    group = ray.get_runtime_context().get_placement_group_id() or ""
+    try:
+        with naming_full_disk(checkpoint.path):
+            write_file_list(Path(checkpoint.path), rank=rank, world_size=world_size, group=group)
+        with naming_full_disk(storage.build_checkpoint_path_from_name(name)):
+            return storage.persist_current_checkpoint(checkpoint, name)
+    except DiskFullError:
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
+        raise
+
+
+def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    """Compare the digests of all files, each worker those of its share. All ranks must call it.
+
+    Raises:
+        DamagedCheckpointError: if any differs; in all ranks alike.
+    """
+    found: list[str] = [""] * world_size
+    dist.all_gather_object(found, find_changed_file(directory, rank=rank, world_size=world_size), group=group)
+    if any(found):
+        raise DamagedCheckpointError("; ".join(filter(None, found)))
+
+
+def read_state(directory: Path, *, world_size: int, zero_stage: int) -> RunState:
+    """Where the checkpoint stands: all that is needed to start reading data.
+
+    Raises:
+        FatalTrainingError: if it was written by another number of workers under ZeRO 3, which divides the
+            weights themselves.
+    """
+    state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
+    if state.world_size != world_size and zero_stage == 3:
+        raise FatalTrainingError(
+            f"the checkpoint of step {state.step} was written by {state.world_size} workers under ZeRO 3, this run has "
+            f"workers.num_workers = {world_size}: continue with {state.world_size} (ZeRO 0, 1 and 2 take any number)"
+        )
+    return state
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine, directory: Path, load_more: Callable[[Path, int], None], *, num_writers: int
+) -> None:
+    """Restore weights, optimizers, schedules and what `save_more` wrote.
+
+    Args:
+        num_writers: how many workers wrote it. The directory may also hold files of more workers, which were killed while
+            they wrote the same step.
+    """
+    engine.checkpoint_engine = SafeCheckpointEngine()
+    is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
+    engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
+    if is_divided:
+        load_moments(
+            engine,
+            directory / _TAG,
+            lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),
+            num_writers=num_writers,
+        )
+    load_more(directory, num_writers)

@@ -1,0 +1,88 @@
+"""The command line of a job: `python -m jobs.<job> <preset> [--section.field value …] [--dry-run]`."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+import tyro
+
+from jobs.engine.hints import with_hint
+from jobs.engine.masking import masked
+
+Config = TypeVar("Config")
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT
+"""Exit statuses of every job, beside 0."""
+
+
+def parse_preset(
+    presets: Mapping[str, Callable[[], Config]], arguments: Sequence[str], *, job: str, purpose: str
+) -> tuple[Config, bool]:
+    """The configuration that the arguments name, and whether only a dry run is wanted.
+
+    Exits with a message on a misspelt preset or field, or a value that is refused; `--help` lists the presets.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, presets))
+        lines = "\n".join(f"  {name:<{width}}  {_first_line(preset)}" for name, preset in presets.items())
+        print(
+            f"{purpose}\n\nusage: python -m jobs.{job} PRESET [--section.field value …] [--dry-run]\n\n"
+            f"presets (PRESET --help lists the fields):\n{lines}"
+        )
+        raise SystemExit(0 if arguments else REFUSED)
+    name, *rest = arguments
+    if name not in presets:
+        near = difflib.get_close_matches(name, presets, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(presets)}"
+        fail(f"preset {name!r} is unknown: {hint}")
+    dry_run = "--dry-run" in rest
+    rest = [argument for argument in rest if argument != "--dry-run"]
+    default = presets[name]()
+    try:
+        config = tyro.cli(
+            type(default),
+            default=default,
+            args=rest,
+            prog=f"python -m jobs.{job} {name}",
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+    except ValueError as error:
+        fail(str(error))
+    return config, dry_run
+
+
+def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a job on the arguments of this process and exit with its status."""
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        interrupted()
+    except Exception:  # what nobody foresaw; its text may hold an address with a password
+        print(masked(traceback.format_exc()), file=sys.stderr, end="")
+        raise SystemExit(1) from None
+
+
+def interrupted(directory: str = "") -> NoReturn:
+    """Tell who typed Ctrl-C what became of it and exit as shells expect.
+
+    Args:
+        directory: of a run that can be continued.
+    """
+    rest = f"; the same command goes on from what is in {directory}" if directory else ""
+    print(f"\ninterrupted{rest}", file=sys.stderr)
+    raise SystemExit(INTERRUPTED)
+
+
+def fail(message: str, status: int = REFUSED) -> NoReturn:
+    """Print an error for a person and exit: REFUSED where something must be asked for differently, else FAILED."""
+    print(f"error: {with_hint(masked(message))}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _first_line(function: Callable[[], Config]) -> str:
+    return (function.__doc__ or "").strip().splitlines()[0]

@@ -1,0 +1,59 @@
+"""Pictures of a finished run: its training curves, drawn from what MLflow has of it, and its temperatures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from jobs.engine.tracking import TrackedRun, metric_history, survive_outage
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
+    """Panels over steps, two in a row; an unreachable tracking server costs the picture, not the run.
+
+    Args:
+        curves: title of a panel → metrics that it shows; what the run has not logged is left out.
+    """
+    histories = None
+    with survive_outage("the training curves"):
+        histories = {key: metric_history(tracked, key) for keys in curves.values() for key in keys}
+    if histories is None:
+        return
+    num_rows = math.ceil(len(curves) / 2)
+    figure = plt.figure(figsize=(11, 3.5 * num_rows), layout="constrained")
+    for number, (heading, keys) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(num_rows, 2, number)
+        for key in keys:
+            if history := histories[key]:
+                steps = sorted(history)
+                marker = "o" if key.startswith("validation") else None
+                axes.plot(steps, [history[step] for step in steps], label=key, marker=marker, markersize=4)
+        axes.set(title=heading, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
+    """Shares of τ for every entry of the outcome's histograms over [τ_min, τ_max], beside the papers' band of mean τ."""
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, counts in outcome["histograms"].items():
+        edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+        axes.stairs(np.array(counts) / max(1.0, sum(counts)), edges, fill=True, alpha=0.5, label=f"{name}s")
+    if band:
+        axes.axvspan(*band, alpha=0.12, color="green", label=f"band of mean τ, {band[0]:g} to {band[1]:g}")
+    axes.set(xlabel="τ", ylabel="share", title=f"{outcome['run']}: temperatures")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,85 @@
+"""DeepSpeed around the module: parameter groups with schedules of their own, ZeRO stage, and gathering the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+
+from jobs.engine.config import TrainingConfig
+from jobs.engine.schedules import decay_with_warmup
+from jobs.engine.task import ParameterGroup, with_and_without_decay
+
+# An extension that DeepSpeed compiles for every process group on CPUs, and that only its inference uses. Compiling takes a
+# minute, and a process that is killed meanwhile leaves a lock for which all later runs would wait in silence.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+DEEPSPEED_CONFIGURATIONS = Path(__file__).parents[2] / "infra" / "deepspeed"
+
+
+def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
+    """The stage's file in infra/deepspeed with this run's batch arithmetic, clipping and offload."""
+    workers = config.workers
+    values = json.loads((DEEPSPEED_CONFIGURATIONS / f"zero{workers.zero_stage}.json").read_text())
+    if workers.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return values | {
+        "train_batch_size": config.optimizer.batch_size,
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": config.num_accumulation_steps,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "steps_per_print": 1 << 60,
+    }
+
+
+def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
+    """DeepSpeed with AdamW; every group has its rate, and the TempNet's its own schedule."""
+    settings = config.optimizer
+    decayed = with_and_without_decay(groups, settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        decayed,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        # On CPUs a tenth of the time of the default, which goes over memory a dozen times.
+        fused=None if config.workers.use_gpu else True,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=deepspeed_config(config),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:
+    settings = config.optimizer
+    is_own = group == "tempnet"
+    own = settings.warmup_share_tempnet
+    return decay_with_warmup(
+        config.run.num_steps,
+        decay=settings.decay,
+        warmup_share=own if is_own and own is not None else settings.warmup_share,
+        final_share=settings.final_share,
+        rest_share=settings.rest_share_tempnet if is_own else 0.0,
+    )
+
+
+def whole_parameters(module: nn.Module, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of the module by name, whole, on the CPU; under ZeRO-3 all ranks must take part."""
+    for name, parameter in module.named_parameters():
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().cpu().clone()
+        else:
+            yield name, parameter.detach().cpu()
+    for name, buffer in module.named_buffers():
+        yield name, buffer.detach().cpu()

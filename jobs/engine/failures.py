@@ -1,0 +1,198 @@
+"""What becomes of a run whose workers fail: whether they are started again, and what a person is told of it.
+
+Imports no torch: this runs in Ray Train's controller, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.train import FailureConfig
+from ray.train.v2._internal.constants import (
+    DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+)
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+
+from jobs.engine.resumption import find_resumption, registered_step
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MAX_CHARACTERS = 300
+
+
+class DiskFullError(OSError):
+    """No more can be written: the disk is full, or a quota or the permitted size of a file is reached."""
+
+
+@contextmanager
+def naming_full_disk(path: Path | str) -> Iterator[None]:
+    """Turn whatever a full disk raises inside the block into one error that names the path.
+
+    Raises:
+        DiskFullError: with the number of the operating system's error.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        if number := _no_room_number(error):
+            raise DiskFullError(number, os.strerror(number), str(path)) from error
+        raise
+
+
+def _no_room_number(error: BaseException | None) -> int:
+    """Which of the operating system's errors for a full disk is behind an error; 0 if none is."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return error.errno
+        for number in _NO_ROOM:
+            if f"(os error {number})" in str(error):  # safetensors', which is written in Rust
+                return number
+        error = error.__cause__ or error.__context__  # torch raises another error while it handles this one
+    return 0
+
+
+def find_full_disk(error: TrainingFailedError, directory: str) -> str:
+    """Which file could not be written because a disk is full, in a line; empty if that is not why a run failed.
+
+    Args:
+        directory: path or URI of the run, where Ray Train's controller writes.
+    """
+    failures = [error.controller_failure] if isinstance(error, ControllerError) else []
+    if isinstance(error, WorkerGroupError):
+        failures = list(error.worker_failures.values())
+    for failure in failures:
+        if number := _no_room_number(failure):
+            return f"{os.strerror(number)}: {getattr(failure, 'filename', None) or directory}"
+    return ""
+
+
+def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> str:
+    """Why :class:`RestartPolicy` did not start the workers again, and how to go on; empty for a reason of Ray Train's.
+
+    Args:
+        directory: path or URI of the run.
+    """
+    if full := find_full_disk(error, directory):
+        remedy = "make room there"
+        reason = full
+    elif isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
+        reason = f"{_describe_wait(error.controller_failure)} within run.max_wait_minutes = {max_wait_minutes:g}"
+        remedy = "add machines"
+    else:
+        return ""
+    step = find_resumption(directory, {}).step
+    kept = f"goes on from the checkpoint of step {step}, which is whole" if step else "begins again at step 0"
+    return f"{reason}. To continue, {remedy}: the same command then {kept}"
+
+
+def describe_failure(error: TrainingFailedError) -> str:
+    """Why a worker group failed, in one line. A worker that died is named, and not those that missed it."""
+    if not isinstance(error, WorkerGroupError):
+        return _first_line(error.controller_failure if isinstance(error, ControllerError) else error)
+    died = {
+        rank: failure.health_check_failure
+        for rank, failure in error.worker_failures.items()
+        if isinstance(failure, WorkerHealthCheckFailedError)
+    }
+    told = died or error.worker_failures
+    return "; ".join(f"worker {rank}: {_first_line(failure)}" for rank, failure in sorted(told.items()))
+
+
+def _first_line(error: Any) -> str:
+    """What happened, in a line: of a dead process where it was and what ended it, else the error."""
+    text = str(error)
+    pid, ip = _found(r"pid: (\d+)", text), _found(r"ip: (\S+)", text)
+    if "its node has died" in text:
+        return f"its node {ip} was lost ({_found(r'actor.s node was (.+)', text) or 'Ray gives no reason'})"
+    if "its worker process has died" in text:
+        detail = _found(r"Worker exit detail: (.+?\.)(?:\s|$)", text)
+        if "connection error" in text:  # all that Ray knows of a process that is gone
+            detail = "killed by a signal, such as 9 from the kernel when memory is short or from kill -9, or it crashed"
+        return f"its process {pid} on {ip} died: {detail or 'Ray gives no reason'}"
+    lines = text.strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:_MAX_CHARACTERS]
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1].strip() if match else ""
+
+
+class RestartPolicy(DefaultFailurePolicy):
+    """Ray Train's policy, which counts restarts, with a voice, and with reasons for not trying again: a disk that is full
+    stays full, and nobody should wait for a machine for ever.
+
+    Args:
+        failure_config: how often workers are started again.
+        directory: path or URI of the run.
+        max_wait_minutes: how long to wait until there is room for all workers, each time.
+        mailbox: carries lines to the driver's terminal; None: they go to the controller's log.
+    """
+
+    def __init__(
+        self, failure_config: FailureConfig, *, directory: str, max_wait_minutes: float, mailbox: ActorHandle | None
+    ) -> None:
+        super().__init__(failure_config)  # type: ignore[arg-type]  # annotated as that of Train V1
+        self._directory = directory
+        self._max_wait_seconds = 60.0 * max_wait_minutes
+        self._mailbox = mailbox
+        self._waiting_since: float | None = None
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Whether to start the workers again; Ray Train asks once for every failure, and while it finds no room for them
+        once in $RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S, which is a minute unless that is set."""
+        error = training_failed_error
+        if find_full_disk(error, self._directory):
+            return FailureDecision.RAISE
+        if isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
+            return self._wait(error.controller_failure)
+        self._waiting_since = None
+        num_before = self._worker_group_failures
+        decision = super().make_decision(error)
+        if decision == FailureDecision.RETRY:
+            number = f"{self._worker_group_failures} of {self.failure_config.max_failures}"
+            if self._worker_group_failures == num_before:
+                number = "that does not count, as a node was taken away"
+            self._say(f"{describe_failure(error)}; restart {number}, from step {registered_step(self._directory)}")
+        return decision
+
+    def _wait(self, failure: Exception) -> FailureDecision:
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic() - _start_timeout()
+        waited = time.monotonic() - self._waiting_since
+        if waited >= self._max_wait_seconds:
+            return FailureDecision.RAISE
+        self._say(
+            f"{_describe_wait(failure)} since {waited / 60:.3g} minutes; the run waits for at most "
+            f"{self._max_wait_seconds / 60:g} (run.max_wait_minutes)"
+        )
+        return FailureDecision.RETRY
+
+    def _say(self, line: str) -> None:
+        if self._mailbox is None:
+            print(line, flush=True)
+        else:
+            self._mailbox.say.remote(line)
+
+
+def _describe_wait(failure: Exception) -> str:
+    if isinstance(failure, WorkerGroupStartupTimeoutError):
+        return f"no room for {failure.num_workers} workers, as nodes are lost or busy,"
+    return f"the workers could not be started ({_first_line(failure)})"
+
+
+def _start_timeout() -> float:
+    return float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))

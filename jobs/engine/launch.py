@@ -1,0 +1,270 @@
+"""From a plan to a finished run: Ray, data, MLflow, Ray Train, report.
+
+Everything that can be refused is refused before Ray starts: by the configuration, by the plan, or here, where the run's
+name is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from pyarrow.fs import FileSelector
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+from jobs.engine.cluster import check_resources, start_ray
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.console import Console
+from jobs.engine.failures import explain_end
+from jobs.engine.identity import differences, fixed_values, flatten
+from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.lease import Lease
+from jobs.engine.masking import masked
+from jobs.engine.recording import keep_end, record_end, record_models
+from jobs.engine.resumption import find_resumption, write_snapshot
+from jobs.engine.rivals import verdict
+from jobs.engine.task import Plan, PreparedTask
+from jobs.engine.tracking import (
+    TrackedRun,
+    mark_if_ended,
+    open_run,
+    resolved_uri,
+    run_tags,
+    survive_outage,
+)
+from jobs.engine.trainer import make_trainer
+from jobs.engine.watch import Watch
+from pipelines.archives import resolve
+from pipelines.manifest import read_json, write_json
+
+
+def tracking_uri(config: TrainingConfig) -> str:
+    """Where a run is logged; empty if nothing is.
+
+    Raises:
+        ValueError, ConnectionError: as :func:`resolved_uri`.
+    """
+    return resolved_uri(config.tracking, config.run.resolved_storage)
+
+
+def train(
+    plan: Plan,
+    *,
+    parent_run_id: str = "",
+    with_progress: bool = True,
+    watch: Watch | None = None,
+    keep_checkpoints: bool = True,
+    shares_cores: bool = False,
+    origin: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
+
+    Args:
+        parent_run_id: the MLflow run that this one is shown under.
+        with_progress: show progress here; a trial among many has nobody who looks.
+        watch: may end the run before its last step; the outcome then says why (`stopped`).
+        keep_checkpoints: False: they are deleted once the outcome is there.
+        shares_cores: other runs go on beside this one.
+        origin: `origin_tags` of the process that the job was started by; None: this one.
+
+    Raises:
+        ValueError and the like: before anything starts, for a taken run name, another driver that trains this run, or too
+            small a cluster; and for a run of which no checkpoint is whole.
+        FatalTrainingError: a loss that is not finite (the message names the step and what its batch held), a disk that is
+            full, or no room for all workers within `run.max_wait_minutes`.
+        TrainingFailedError: a worker group failed more often than `run.max_restarts`.
+        KeyboardInterrupt: on Ctrl-C; what was trained since the last checkpoint is lost.
+    """
+    config = plan.config
+    outcome = find_directory(config)
+    print(plan.describe(), flush=True)
+    if outcome is not None:
+        record_end(config, outcome)
+        print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
+        return outcome
+    with Lease(config.run.directory):
+        find_resumption(config.run.directory, {})  # refuses what cannot be continued
+        start_ray()
+        check_resources(
+            num_workers=config.workers.num_workers,
+            cpus_per_worker=config.workers.cpus_per_worker,
+            use_gpu=config.workers.use_gpu,
+            data_cpus=plan.data_cpus,
+        )
+        prepared = plan.prepare()
+        outcome = claim_directory(config)  # not before: what cannot start should not hold a name
+        if outcome is not None:
+            return outcome  # another driver had the lease until now
+        prepared.write_records(config.run.directory)
+        tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
+        with (
+            mark_if_ended(tracked),
+            _recorded_if_failed(plan, tracked),
+            Console(config.run.num_steps) if with_progress else nullcontext() as console,
+        ):
+            job = WorkerJob(
+                config=prepared.config,
+                spec=prepared.spec,
+                tracked_run=tracked,
+                mailbox=console.mailbox if console else None,
+                with_bar=sys.stderr.isatty(),
+                watch=watch,
+                shares_cores=shares_cores,
+            )
+            result = _fit(config, job)
+        return _finish(plan, prepared, tracked, result, keep_checkpoints=keep_checkpoints)
+
+
+def _finish(
+    plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any], *, keep_checkpoints: bool
+) -> dict[str, Any]:
+    """Write the outcome and the report, and tell MLflow."""
+    config = plan.config
+    unsent = result.pop("unsent_metrics", [])
+    outcome = {
+        **result,
+        "run": config.run.name,
+        "directory": config.run.directory,
+        "export": config.run.export_directory,
+        "mlflow_run_id": tracked.run_id if tracked else None,
+        "tracking_uri": masked(plan.tracking_uri),
+        **prepared.outcome,
+        "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
+        "temperature_verdict": verdict(result),
+    }
+    _publish(plan, outcome, tracked)
+    if tracked:
+        keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
+    write_json(f"{config.run.directory}/outcome.json", outcome)
+    if not keep_checkpoints:
+        _delete_checkpoints(config.run.directory)
+    record_end(config, outcome)
+    return outcome
+
+
+def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
+    """Train from the newest checkpoint that is whole; what the first worker returns.
+
+    Raises:
+        FatalTrainingError: where starting the workers again would end the same way.
+        ValueError: if the workers find that no checkpoint is whole.
+        KeyboardInterrupt: on Ctrl-C, which Ray Train takes for itself: it ends the workers, then the process, without a word.
+    """
+    damaged: dict[str, str] = {}
+    while True:
+        resumption = find_resumption(config.run.directory, damaged)
+        for note in resumption.notes:
+            print(f"{note}; going on from step {resumption.step}", flush=True)
+        write_snapshot(config.run.directory, resumption.checkpoints)
+        try:
+            result: dict[str, Any] = make_trainer(config, job).fit().return_value  # type: ignore[attr-defined]
+        except SystemExit as error:
+            raise KeyboardInterrupt from error
+        except TrainingFailedError as error:
+            if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
+                raise FatalTrainingError(message) from error
+            raise
+        if "fatal" in result:
+            raise FatalTrainingError(result["fatal"])
+        if "damaged" not in result:
+            return result
+        damaged |= result["damaged"]
+
+
+@contextmanager
+def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None) -> Iterator[None]:
+    """The checkpoints of a run that fails are models in MLflow too."""
+    try:
+        yield
+    except (FatalTrainingError, TrainingFailedError):
+        if tracked:
+            with survive_outage("the checkpoints"):
+                record_models(plan.config, tracked, None)
+        raise
+
+
+class Named(Protocol):
+    """A configuration of a run, or of many of them."""
+
+    @property
+    def run(self) -> RunSection:
+        """Name and place."""
+        ...
+
+
+def find_directory(config: Named) -> dict[str, Any] | None:
+    """The outcome of a finished run; None if it is not finished, or nobody has begun it.
+
+    Raises:
+        ValueError: if another configuration holds the name; the differing fields are shown.
+    """
+    held = read_json(f"{config.run.directory}/configuration.json")
+    if held is None:
+        return None
+    if changed := differences(held, _recorded(config)):
+        raise ValueError(
+            f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
+            f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"
+        )
+    return read_json(f"{config.run.directory}/outcome.json")
+
+
+def claim_directory(config: Named) -> dict[str, Any] | None:
+    """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
+
+    Raises:
+        ValueError: as :func:`find_directory`.
+    """
+    outcome = find_directory(config)
+    filesystem, path = resolve(config.run.directory)
+    filesystem.create_dir(path, recursive=True)
+    write_json(f"{config.run.directory}/configuration.json", _recorded(config))
+    return outcome
+
+
+def _recorded(config: Named) -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    return recorded
+
+
+def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
+    config = plan.config
+    tags = {**origin, **run_tags(config, config.tracking)}
+    return open_run(
+        uri=plan.tracking_uri,
+        experiment=config.tracking.experiment,
+        name=config.run.name,
+        directory=config.run.directory,
+        parameters={**flatten(config), **prepared.parameters},
+        tags=tags | ({"mlflow.parentRunId": parent_run_id} if parent_run_id else {}),
+        data_sets=prepared.data_sets,
+    )
+
+
+def _delete_checkpoints(directory: str) -> None:
+    filesystem, path = resolve(directory)
+    for entry in filesystem.get_file_info(FileSelector(path)):
+        if entry.base_name.startswith("checkpoint-"):
+            filesystem.delete_dir(entry.path)
+
+
+def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
+    """Write the report beside the run."""
+    config = plan.config
+    with tempfile.TemporaryDirectory() as name:
+        local = Path(name)
+        (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
+        (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
+        (local / "configuration.json").write_text(json.dumps(masked(dataclasses.asdict(config)), indent=1))
+        plan.write_report(local, outcome, tracked)
+        filesystem, path = resolve(f"{config.run.directory}/report")
+        filesystem.create_dir(path, recursive=True)
+        for file in local.iterdir():
+            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
+                stream.write(file.read_bytes())

@@ -1,0 +1,309 @@
+"""The training loop that every Ray Train worker runs: restore, stream, step, log, validate, save, export.
+
+It knows nothing of what is trained: that is the task's. Per step it makes one host all-reduce of two integers (units,
+digest of the batch); losses stay on the device and are read and checked every `run.log_every` steps, and before anything
+is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from jobs.engine.checkpoint import (
+    FRESH_STATE,
+    DamagedCheckpointError,
+    RunState,
+    check_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from jobs.engine.console import Progress
+from jobs.engine.deepspeed_engine import start_engine
+from jobs.engine.failures import naming_full_disk
+from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second
+from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.pace import Ahead, Pace
+from jobs.engine.system_metrics import SystemMetrics
+from jobs.engine.task import Statistics, Task
+from jobs.engine.tracking import MetricLogger
+from jobs.engine.watch import Validation
+from pipelines.stream import Batch
+
+_DIGEST_MODULUS = 1 << 48
+
+
+def train_worker(job: WorkerJob) -> dict[str, Any]:
+    """Train to the end; rank 0's return value is the outcome, `{"fatal": message}` if the run must not be restarted, or
+    `{"damaged": {checkpoint: message}}` if it must go on from an older checkpoint."""
+    checkpoint = ray.train.get_checkpoint()
+    try:
+        with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
+            loop = TrainingLoop(job, Path(directory) if directory else None)
+        try:
+            outcome = loop.run()
+        finally:
+            unsent = loop.close()
+        return {**outcome, "unsent_metrics": unsent}
+    except FatalTrainingError as error:
+        return {"fatal": str(error)}
+    except DamagedCheckpointError as error:
+        assert checkpoint is not None
+        return {"damaged": {Path(checkpoint.path).name: str(error)}}
+
+
+class TrainingLoop:
+    """One worker's state over a run.
+
+    Args:
+        job: what to train.
+        directory: a copy of the checkpoint to go on from, which may be deleted afterwards; None: the run begins.
+    """
+
+    def __init__(self, job: WorkerJob, directory: Path | None) -> None:
+        context = ray.train.get_context()
+        self.config = config = job.config
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        # Counters cross the network on the host, so that no step waits for the device.
+        self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
+        state = FRESH_STATE
+        if directory:
+            check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
+            state = read_state(directory, world_size=self.world_size, zero_stage=config.workers.zero_stage)
+        self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
+        self.first_step = self.step = state.step
+        self.num_units, self.seconds_before = state.num_units, state.seconds_trained
+        self.best_rating = state.best_rating
+        self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
+        self.watch, self.reason_to_stop = job.watch, ""
+        self.task: Task = job.spec.create(self.rank, self.world_size)
+        # Reading starts before the model is built, so that the first step does not wait for it.
+        size = config.optimizer.batch_size
+        self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+        self.task.build(is_fresh=directory is None)
+        self.flops_per_unit = self.task.flops_per_unit()
+        self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
+        if directory:
+            load_checkpoint(self.engine, directory, self.task.load, num_writers=state.world_size)
+        self.is_first = self.rank == 0
+        self.progress: Progress | None = None
+        self.metrics: MetricLogger | None = None
+        self.system_metrics: SystemMetrics | None = None
+        if self.is_first:
+            self.progress = Progress(
+                job.mailbox,
+                num_steps=config.run.num_steps,
+                first_step=self.step,
+                unit=self.task.unit,
+                with_lines=not job.with_bar,
+            )
+            if job.tracked_run:
+                self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
+                self.metrics.resend(state.unsent_metrics)
+                if config.tracking.system_metrics:
+                    self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
+        self.losses: list[Tensor] = []
+        self.digests: list[int] = []
+        self.total = Pace()
+        self.since_report = Pace()
+
+    def run(self) -> dict[str, Any]:
+        """All steps that are left, then the final validation and the export."""
+        config = self.config
+        if self.validations:
+            self._look()  # a run that was killed after it was told to end
+        while self.step < config.run.num_steps and not self.reason_to_stop:
+            started = time.perf_counter()
+            batch = next(self.batches)
+            waited = time.perf_counter() - started
+            is_logged = (self.step + 1) % config.run.log_every == 0
+            num_units_before = self.num_units
+            statistics = self._train_step(batch, with_statistics=is_logged)
+            self.step += 1
+            for pace in (self.total, self.since_report):
+                pace.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
+            is_last = self.step == config.run.num_steps
+            is_saved = is_last or self.step % config.run.checkpoint_every == 0
+            is_validated = not is_last and self.step % config.validation.every == 0
+            if is_logged or is_saved or is_validated:
+                self._report_steps(statistics)
+            if is_validated:
+                self._validate(with_details=False)
+                self._look()
+            if is_saved or self.reason_to_stop:
+                self._save()
+        outcome = self._validate(with_details=True)
+        outcome |= {
+            "num_steps": self.step,
+            "stopped": self.reason_to_stop,
+            "validations": [asdict(validation) for validation in self.validations],
+            "resumed_from_step": self.first_step,
+            f"num_{self.task.unit}": self.num_units,
+            "seconds_trained": self.seconds_before + self.total.seconds,
+            f"{self.task.unit}_per_second": self.total.units_per_second if self.total.seconds else None,
+            "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
+            "peak_memory_gib": _peak_memory_gib(),
+            "world_size": self.world_size,
+        }
+        return outcome if self.is_first else {}
+
+    def close(self) -> list[list[Any]]:
+        """Send what MLflow has not got yet; returns what it does not take (`MetricLogger.unsent`)."""
+        if self.system_metrics:
+            self.system_metrics.close()
+        if self.metrics is None:
+            return []
+        self.metrics.close()
+        return self.metrics.unsent()
+
+    def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
+        """Give all workers equally many threads, those of the slowest layout; returns 0 where PyTorch decides."""
+        workers = self.config.workers
+        if workers.use_gpu and not workers.num_threads:
+            return 0
+        own = num_threads_per_worker(
+            workers,
+            num_local_workers=ray.train.get_context().get_local_world_size(),
+            shares_cores=shares_cores,
+            # Among another number of workers a batch is divided, and summed, in another way anyhow.
+            num_kept=state.num_threads if state.world_size == self.world_size else 0,
+        )
+        fewest = torch.tensor(own)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.host_group)
+        torch.set_num_threads(int(fewest))
+        return int(fewest)
+
+    def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
+        """Count this rank's part of one global batch, and train on it."""
+        counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum())])
+        dist.all_reduce(counts, group=self.host_group)
+        num_units = int(counts[0])
+        self.num_units += num_units
+        self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
+        # Dropout differs between ranks and steps, and is the same after a restart.
+        torch.manual_seed(_seed_of(self.config.run.seed, self.step, self.rank))
+        result = self.task.train_step(
+            self.engine, batch, step=self.step, num_units=num_units, with_statistics=with_statistics
+        )
+        self.losses.append(result.loss)
+        return result.statistics
+
+    def _report_steps(self, statistics: Statistics | None) -> None:
+        """Read the losses since the last report, stop on one that is not finite, and log."""
+        losses = torch.stack(self.losses).double()
+        dist.all_reduce(losses)
+        first = self.step - len(losses) + 1
+        values, digests = losses.tolist(), self.digests
+        self.losses, self.digests = [], []
+        bad_step = next((step for step, value in enumerate(values, start=first) if not np.isfinite(value)), None)
+        if self.metrics:
+            for step, (value, digest) in enumerate(zip(values, digests, strict=True), start=first):
+                self.metrics.log({"train/loss": value, "train/batch_digest": float(digest)}, step)
+        if bad_step is not None:
+            raise FatalTrainingError(self._describe_bad_step(bad_step, values[bad_step - first]))
+        summary: dict[str, float] = {}
+        if statistics is not None:
+            dist.all_reduce(statistics.sums)
+            summary = statistics.summary()
+        if not self.is_first:
+            return
+        units = self.task.unit
+        speed = {
+            f"{units}_per_second": self.since_report.units_per_second,
+            "data_wait_share": self.since_report.data_wait_share,
+            units: float(self.num_units),
+            **{
+                f"learning_rate/{group['name']}": group["lr"]
+                for group in self.engine.optimizer.param_groups
+                if "name" in group
+            },
+        }
+        peak = peak_flops_per_second(self.engine.device)
+        if peak and self.flops_per_unit:
+            used = self.since_report.units_per_second * self.flops_per_unit
+            speed["model_flops_utilization"] = used / (peak * self.world_size)
+        norm = self.engine.get_global_grad_norm()
+        if norm is not None:
+            speed["gradient_norm"] = float(norm)
+        if self.metrics:
+            self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
+        if self.progress:
+            self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
+        self.since_report = Pace()
+
+    def _describe_bad_step(self, step: int, value: float) -> str:
+        size = self.config.optimizer.batch_size
+        names = self.task.stream.names(range((step - 1) * size, step * size))
+        return (
+            f"the loss of step {step} is {value}; the last checkpoint, from before it, is intact. "
+            f"What its batch held: {'; '.join(names)}. Lower optimizer.learning_rate_base or "
+            "optimizer.learning_rate_tempnet, or look at these data"
+        )
+
+    def _validate(self, *, with_details: bool) -> dict[str, Any]:
+        """Score the model, log, and export it if it is the best so far (or the last, where nothing is rated)."""
+        self.engine.eval()
+        with torch.no_grad():
+            scores, details = self.task.validate(self.engine, with_details=with_details)
+        self.engine.train()
+        self.validations.append(Validation(step=self.step, scores=scores))
+        if self.metrics:
+            self.metrics.log({f"validation/{key}": value for key, value in scores.items()}, self.step)
+        if self.progress:
+            self.progress.say(f"validation at step {self.step}: {self.task.describe(scores)}")
+        rating = self.task.rating(scores)
+        is_better = rating is not None and (self.best_rating is None or rating > self.best_rating)
+        if is_better or (rating is None and with_details):
+            self.best_rating = rating
+            with naming_full_disk(self.config.run.export_directory):
+                self.task.export()
+        return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
+
+    def _look(self) -> None:
+        """Ask whoever watches, on rank 0, whether to end here."""
+        if self.watch is None:
+            return
+        answer = [self.watch.reason_to_stop(self.validations) if self.is_first else ""]
+        dist.broadcast_object_list(answer, group=self.host_group)
+        (self.reason_to_stop,) = answer
+        if self.reason_to_stop and self.progress:
+            self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
+
+    def _save(self) -> None:
+        state = RunState(
+            step=self.step,
+            world_size=self.world_size,
+            seconds_trained=self.seconds_before + self.total.seconds,
+            num_units=self.num_units,
+            best_rating=self.best_rating,
+            num_threads=self.num_threads,
+            unsent_metrics=self.metrics.unsent() if self.metrics else [],
+            validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
+        )
+        save_checkpoint(self.engine, state, self.task.save, rank=self.rank, metrics={"step": self.step})
+
+
+def _seed_of(*values: int) -> int:
+    """A 64-bit seed that is a function of the values, whatever their sizes."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def _peak_memory_gib() -> float:
+    """Peak memory of this process: of the device where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

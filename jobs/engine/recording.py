@@ -1,0 +1,65 @@
+"""What MLflow is told of a run that has ended: at once or, after an outage, when the same command is typed again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow.fs
+
+from jobs.engine import rivals
+from jobs.engine.config import TrainingConfig
+from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, send_metrics, survive_outage
+from pipelines.archives import resolve
+from pipelines.manifest import read_json, write_json
+
+
+def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
+    """Put what only this process knows beside the run, until all of it is in MLflow."""
+    write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
+
+
+def record_end(config: TrainingConfig, outcome: Mapping[str, Any]) -> None:
+    """Send metrics that wait, the report, the models and the status FINISHED; nothing if that was done before.
+
+    An outage is a warning, and what was to be sent stays where it is.
+    """
+    kept = read_json(_file(config))
+    if kept is None:
+        return
+    tracked = TrackedRun(
+        uri=reconnection_uri(outcome["tracking_uri"], config.tracking), run_id=outcome["mlflow_run_id"]
+    )
+    with survive_outage(f"the end of {config.run.name} (the same command sends it later)"):
+        send_metrics(tracked, kept["unsent_metrics"])
+        filesystem, path = resolve(f"{config.run.directory}/report")
+        with tempfile.TemporaryDirectory() as local:
+            pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
+            found = {**outcome["validation"], **rivals.metrics(outcome)}
+            finish_run(
+                tracked,
+                status="FINISHED",
+                artifacts=local,
+                metrics={f"final/{key}": value for key, value in found.items()},
+                tags=rivals.tags(outcome),
+                note=kept["note"],
+            )
+        record_models(config, tracked, outcome)
+        filesystem, path = resolve(_file(config))
+        filesystem.delete_file(path)
+
+
+def record_models(config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
+    """The checkpoints that are left as models in MLflow, and the export of a run that has an outcome."""
+    # Imported when training is over: it loads all that predicts.
+    from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
+
+    record_checkpoints(tracked, config.run.directory)
+    if outcome is not None:
+        max_gib = config.tracking.max_model_gib
+        record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
+
+
+def _file(config: TrainingConfig) -> str:
+    return f"{config.run.directory}/mlflow_end.json"

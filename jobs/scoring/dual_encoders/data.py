@@ -1,0 +1,157 @@
+"""The data of an evaluation: images by number, texts, and which belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from jobs.engine.cluster import start_ray
+from jobs.engine.named_values import named_values
+from jobs.scoring.dual_encoders.config import EvaluateClipConfig
+from jobs.scoring.dual_encoders.folders import ClassFolders
+from jobs.scoring.dual_encoders.images import FolderImages, ImageSet, PairImages
+from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
+from jobs.scoring.dual_encoders.units import Embeddings
+from pipelines.prepare_images import PrepareImagesConfig, check_source, prepare_images
+from pipelines.problems import check_problems
+from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+
+
+class DataSet(Protocol):
+    """Images and texts to encode, and the figures that their embeddings give."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def images(self) -> ImageSet: ...
+
+    @property
+    def texts(self) -> Sequence[str]: ...
+
+    def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
+        """Shares from 0 to 1, and `num_…`."""
+
+
+def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
+    """What to prepare for every retrieval set, by name."""
+    captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
+    return {
+        name: PrepareImagesConfig(
+            source=uri,
+            captions=captions.get(name, ""),
+            splits=tuple(splits.get(name, "").split(",")),
+            max_bad_share=config.max_bad_share,
+            max_pixels=config.max_pixels,
+        )
+        for name, uri in named_values("retrieval", config.retrieval).items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrieval:
+    """Images and their captions."""
+
+    name: str
+    images: PairImages
+    texts: Sequence[str]
+    image_of_text: np.ndarray
+    """(m,) the number of the image of every caption."""
+
+    @classmethod
+    def prepare_all(cls, config: EvaluateClipConfig, tokenizer: PreTrainedTokenizerFast) -> list[Retrieval]:
+        """The sets of a configuration, all of which are looked at before the first is prepared, for which Ray is started.
+
+        Args:
+            tokenizer: any; a source of pairs needs one, but images are all that is read from it.
+
+        Raises:
+            ValueError, OSError: for whatever is wrong with the images or the captions.
+            TooManyProblemsError: if too much is unreadable.
+        """
+        sources = retrieval_sources(config)
+        for source in sources.values():
+            check_source(source)
+        if sources:
+            start_ray()
+        sets = []
+        for name, source in sources.items():
+            manifest = prepare_images(source, config.run.prepared_directory, max_bad_share_field="max_bad_share")
+            images = PairImages(manifest=manifest, tokenizer=tokenizer)
+            texts, image_of_text = images.source(1).captions()
+            sets.append(cls(name=name, images=images, texts=texts, image_of_text=image_of_text))
+        return sets
+
+    def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
+        """Recalls; what could not be read was found when the set was prepared."""
+        figures = recall(
+            torch.from_numpy(image.rows), torch.from_numpy(text.rows), torch.from_numpy(self.image_of_text)
+        )
+        return {
+            **figures,
+            "num_images": len(image.rows),
+            "num_texts": len(text.rows),
+            "num_unreadable": self.images.manifest.problems.total(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroShot:
+    """Images in folders, and the prompts of all classes, those of the first class first."""
+
+    name: str
+    images: FolderImages
+    texts: Sequence[str]
+    max_bad_share: float
+
+    @classmethod
+    def read(cls, config: EvaluateClipConfig, name: str, uri: str) -> ZeroShot:
+        """Raises ValueError or OSError for whatever is wrong with the images, the templates or the names."""
+        folders = ClassFolders.read(uri)
+        templates = read_templates(config.template_set(name))
+        class_names = read_class_names(named_values("class_names", config.class_names).get(name, ""), folders.folders)
+        return cls(
+            name=name,
+            images=FolderImages(folders=folders, max_pixels=config.max_pixels),
+            texts=prompts(templates, class_names),
+            max_bad_share=config.max_bad_share,
+        )
+
+    def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
+        """Accuracies; raises TooManyProblemsError if too many images were unreadable."""
+        folders = self.images.folders
+        reading = _Reading(
+            path=folders.source,
+            num_records=len(image.rows),
+            problems={"unreadable": len(image.problems)} if image.problems else {},
+            examples=image.problems,
+        )
+        check_problems(folders.source, [reading], self.max_bad_share, field="max_bad_share", noun="image")
+        prompts_of_classes = torch.from_numpy(text.rows).unflatten(0, (len(folders.folders), -1))
+        figures = accuracy(
+            torch.from_numpy(image.rows),
+            class_embeddings(prompts_of_classes),
+            torch.from_numpy(folders.labels[image.numbers]),
+        )
+        return {
+            **figures,
+            "num_images": len(image.rows),
+            "num_classes": len(folders.folders),
+            "num_unreadable": len(image.problems),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """The tally of a data set, for :func:`check_problems`."""
+
+    path: str
+    num_records: int
+    problems: dict[str, int]
+    examples: Sequence[str] = field(default=())

@@ -1,0 +1,65 @@
+"""The models' part: images and texts → unit embeddings, in batches.
+
+Shapes: n samples, S side of the image, d size of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from jobs.scoring.dual_encoders.units import ModelSpec
+from pipelines.captions import CaptionEncoder
+from pipelines.tokenization import load_tokenizer
+from tempnet.models.dual_encoder import DualEncoder
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class Encoder:
+    """A dual encoder with its tokenizer."""
+
+    def __init__(self, spec: ModelSpec, *, precision: str, batch_size: int, use_gpu: bool = False) -> None:
+        self._device = torch.device("cuda" if use_gpu else "cpu")
+        self._model = DualEncoder.from_pretrained(spec.path, autocast_dtype=_DTYPES[precision]).to(self._device)
+        self._captions = caption_encoder(spec)
+        self._batch_size = batch_size
+
+    @torch.inference_mode()
+    def images(self, images: np.ndarray) -> np.ndarray:
+        """uint8 (n, S, S, 3) → (n, d) unit rows, float32; n may be 0."""
+        rows = torch.empty(len(images), self._model.config.embedding_size)
+        for start in range(0, len(images), self._batch_size):
+            few = slice(start, start + self._batch_size)
+            rows[few] = self._model.encode_images(torch.from_numpy(images[few]).to(self._device)).cpu()
+        return rows.numpy()
+
+    @torch.inference_mode()
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """n texts → (n, d) unit rows, float32; those of like length go together, without the padding that none needs."""
+        tokens = {name: torch.from_numpy(array) for name, array in self._captions.encode(texts).items()}
+        rows = torch.empty(len(texts), self._model.config.embedding_size)
+        for few in tokens["attention_mask"].sum(1).argsort(stable=True).split(self._batch_size):
+            is_needed = tokens["attention_mask"][few].any(0)
+            batch = {name: tensor[few][:, is_needed].to(self._device) for name, tensor in tokens.items()}
+            rows[few] = self._model.encode_texts(**batch).cpu()
+        return rows.numpy()
+
+
+def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
+    """The tokenizer that lies with the model, with the model's number of tokens.
+
+    Raises:
+        ValueError: if there is none, or it is of another model.
+    """
+    try:
+        tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
+    except ValueError as error:
+        raise ValueError(f"models: {spec.path!r} has no tokenizer: {error}") from error
+    if len(tokenizer) > spec.vocab_size:
+        raise ValueError(
+            f"models: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
+        )
+    return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)

@@ -1,0 +1,240 @@
+"""The job from prompts to files: everything is checked before the model is loaded, and nothing is generated twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from jobs.engine.fingerprints import model_digest, tempnet_digest
+from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
+from jobs.scoring.generation.records import Key, RecordFile, settings_hash
+from jobs.scoring.generation.sampling import Generated, Request, Sampler
+from pipelines.tokenization import document_start_id, load_tokenizer, token_texts
+from tempnet.loading import load_tempnet
+from tempnet.network import TempNet
+
+# What does not change a text: where it is computed and written, and how many there are of them.
+_NOT_SETTINGS = ("prompts", "output", "num_samples", "batch_size", "limit", "device", "html", "generator")
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a run of the job did."""
+
+    prompts: list[Prompt]
+    """All that were asked for."""
+    file: RecordFile
+    """All records, also those of earlier runs of the job."""
+    num_kept: int
+    """Records of these prompts that were there already."""
+    lost: list[Key] = field(default_factory=list)
+    """Texts that were not generated, as their prompt does not fit into the context; later turns of these are lost too."""
+    room: int | None = None
+    """Tokens that a prompt may have; None: no limit."""
+    num_tokens: int = 0
+    """Tokens that were generated."""
+    seconds: float = 0.0
+    """What generating took, without loading."""
+
+    def texts(self, prompt: Prompt, num_samples: int) -> list[list[str]] | None:
+        """The texts of the turns of every sample of a prompt, or None if one is lost."""
+        keys = [[(prompt.id, sample, turn) for turn in range(len(prompt.turns))] for sample in range(num_samples)]
+        records = self.file.records
+        if not all(key in records for sample in keys for key in sample):
+            return None
+        return [[records[key]["text"] for key in sample] for sample in keys]
+
+
+def run(config: GenerateConfig) -> Outcome:
+    """Generate what is missing, and write what the format wants.
+
+    Raises:
+        OSError: for files that are not there.
+        ValueError: for bad input; before the model is loaded, unless its vocabulary turns out not to fit.
+    """
+    prompts, prompt_format = read_prompts(config.prompts, config.format, config.limit), FORMATS[config.format]
+    tokenizer = load_tokenizer(config.model)
+    if config.chat == "on" and tokenizer.chat_template is None:
+        raise ValueError(f"chat = on: the tokenizer of {config.model} has no chat template")
+    is_chat = config.chat != "off" and tokenizer.chat_template is not None
+    temperature = choose_temperature(config, tokenizer)
+    room = room_for_prompts(config)
+    settings = settings_of(config, temperature, is_chat)
+    path = records_path(config, prompt_format)
+    if prompt_format.export is not None and Path(config.output).exists() and not path.exists():
+        raise ValueError(f"{config.output} exists, and no {path.name} beside it: this job did not write it")
+    _check_that_all_is_not_lost(prompts, tokenizer, is_chat, room, config)
+    file = RecordFile(path, settings)
+    keys = [
+        (p.id, sample, turn) for p in prompts for sample in range(config.num_samples) for turn in range(len(p.turns))
+    ]
+    outcome = Outcome(prompts=prompts, file=file, room=room, num_kept=sum(key in file.records for key in keys))
+    sampler: Sampler | None = None
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        requests = _requests(outcome, turn, config, tokenizer, is_chat)
+        if requests and sampler is None:
+            sampler = Sampler(config, tokenizer, temperature, () if is_chat else prompt_format.stop)
+        by_id = {prompt.id: prompt for prompt in prompts}
+        for start in range(0, len(requests), config.batch_size):
+            assert sampler is not None
+            batch = requests[start : start + config.batch_size]
+            started = time.monotonic()
+            generated = sampler(batch)
+            outcome.seconds += time.monotonic() - started
+            outcome.num_tokens += sum(len(text.ids) for text in generated)
+            file.append(
+                _record(request, text, tokenizer) | dict(prompt_format.grade(by_id[request.key[0]], text.text))
+                for request, text in zip(batch, generated, strict=True)
+            )
+            print(f"turn {turn + 1}: {start + len(batch)} of {len(requests)} texts", flush=True)
+    if prompt_format.export is not None:
+        answered = [(p, texts) for p in prompts if (texts := outcome.texts(p, config.num_samples)) is not None]
+        content = prompt_format.export(answered, config.generator or config.model, settings_hash(settings))
+        Path(config.output).write_text(content, encoding="utf-8")
+    return outcome
+
+
+def records_path(config: GenerateConfig, prompt_format: PromptFormat) -> Path:
+    """Where the records go: into the output, or beside it where a benchmark wants something else there."""
+    output = Path(config.output)
+    return output if prompt_format.export is None else output.with_name(f"{output.name}.records.jsonl")
+
+
+def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFast) -> TempNet | float | None:
+    """The network, the number, or None for the largest logit.
+
+    Raises:
+        FileNotFoundError: if a TempNet is wanted and there is none.
+        ValueError: if it was made for another vocabulary, or `tau_max_eval` is not above its τ₀.
+    """
+    if config.temperature == "greedy":
+        return None
+    if config.fixed_temperature is not None:
+        return config.fixed_temperature
+    try:
+        network = load_tempnet(config.tempnet or config.model)
+    except FileNotFoundError as error:
+        if config.temperature == "auto" and not config.tempnet and config.tau_max_eval is None:
+            return 1.0
+        raise FileNotFoundError(f"temperature = {config.temperature}: {error}") from error
+    if network.config.kind != "logits" or network.config.input_size != len(tokenizer):
+        raise ValueError(
+            f"the tokenizer of {config.model} has {len(tokenizer)} tokens, the TempNet was built for "
+            f"{network.config.input_size} {network.config.kind}"
+        )
+    if config.tau_max_eval is not None:
+        network.set_tau_max_eval(config.tau_max_eval)
+    return network
+
+
+def room_for_prompts(config: GenerateConfig) -> int | None:
+    """The tokens that a prompt may have; None for a model without a longest context.
+
+    Raises:
+        ValueError: if `max_new_tokens` leaves none.
+    """
+    model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
+    context: int | None = getattr(model, "max_position_embeddings", None)
+    if context is None:
+        return None
+    if config.max_new_tokens >= context:
+        raise ValueError(
+            f"max_new_tokens = {config.max_new_tokens} leaves no room for a prompt: "
+            f"the context of {config.model} is {context}"
+        )
+    return context - config.max_new_tokens
+
+
+def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_chat: bool) -> dict[str, Any]:
+    """All that decides a text beside its prompt, with digests of the weights."""
+    settings = {name: getattr(config, name) for name in GenerateConfig.__slots__ if name not in _NOT_SETTINGS}
+    local = Path(config.model)
+    if local.is_dir():
+        settings["model"] = str(local.resolve())
+    settings["weights"] = model_digest(config.model, trust_remote_code=config.trust_remote_code)
+    if isinstance(temperature, TempNet):
+        settings |= {"temperature": "tempnet", "tempnet": tempnet_digest(temperature)}
+        settings["tau_max_eval"] = temperature.config.tau_max_eval
+    else:
+        settings["temperature"] = "greedy" if temperature is None else temperature
+    return settings | {"chat": is_chat}
+
+
+def _prompt_text(
+    turns: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast, is_chat: bool
+) -> tuple[str, list[int]]:
+    """What the model reads for the last of these turns, after its answers to the others, and its tokens.
+
+    Without a chat template turns and answers are paragraphs of one document.
+    """
+    if is_chat:
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return text, tokenizer(text, add_special_tokens=False).input_ids
+    parts = [turns[0]]
+    for answer, turn in zip(answers, turns[1:], strict=True):
+        parts += [answer, turn]
+    text = "\n\n".join(parts)
+    return text, tokenizer(text).input_ids or [document_start_id(tokenizer)]
+
+
+def _requests(
+    outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, is_chat: bool
+) -> list[Request]:
+    """What is to be generated of a turn; what does not fit is counted as lost."""
+    records, requests = outcome.file.records, []
+    for prompt in outcome.prompts:
+        for sample in range(config.num_samples if turn < len(prompt.turns) else 0):
+            key = (prompt.id, sample, turn)
+            before = [(prompt.id, sample, earlier) for earlier in range(turn)]
+            if not all(earlier in records for earlier in before):
+                outcome.lost.append(key)
+                continue
+            answers = [records[earlier]["text"] for earlier in before]
+            text, ids = _prompt_text(prompt.turns[: turn + 1], answers, tokenizer, is_chat)
+            if key in records:
+                if records[key]["prompt"] != text:
+                    raise ValueError(f"{outcome.file.path}: the text of id {prompt.id!r} belongs to another prompt")
+            elif outcome.room is not None and len(ids) > outcome.room:
+                outcome.lost.append(key)
+            else:
+                requests.append(Request(key=key, prompt=text, ids=ids))
+    return requests
+
+
+def _check_that_all_is_not_lost(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    is_chat: bool,
+    room: int | None,
+    config: GenerateConfig,
+) -> None:
+    shortest = min(len(_prompt_text(prompt.turns[:1], [], tokenizer, is_chat)[1]) for prompt in prompts)
+    if room is not None and shortest > room:
+        raise ValueError(
+            f"the shortest prompt has {shortest} tokens, and the context of {config.model} leaves room for {room} beside "
+            f"max_new_tokens = {config.max_new_tokens}"
+        )
+
+
+def _record(request: Request, generated: Generated, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    identity, sample, turn = request.key
+    return {
+        "id": identity,
+        "sample": sample,
+        "turn": turn,
+        "prompt": request.prompt,
+        "text": generated.text,
+        "tokens": token_texts(tokenizer, generated.ids),
+        "tau": generated.tau,
+        "entropy": generated.entropy,
+        "finish_reason": generated.finish_reason,
+    }

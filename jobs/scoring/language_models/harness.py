@@ -1,0 +1,221 @@
+"""lm-evaluation-harness: its model class with temperatures, and its tasks with local data.
+
+Log-likelihood tasks see log softmax(L/τ) at every position, so a per-token τ can change which choice wins. Generation that
+samples draws at τ; greedy generation does not depend on it. For a model with a TempNet logits beyond the tokenizer's
+vocabulary (padding) are cut off in every column.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+
+from jobs.scoring.language_models.temperatures import Temperature, divide_
+from jobs.scoring.language_models.windows import encode_context
+from pipelines.tokenization import document_start_id
+from tempnet.inference import CachedFold, attach, can_fold
+from tempnet.network import TempNet
+
+# Builders of `datasets` that read local files.
+_LOCAL_DATA = {"json", "csv", "parquet", "text"}
+_NUM_BOOTSTRAPS = 1000
+
+
+class TemperedLM(HFLM):
+    """A causal LM whose logits are divided by τ.
+
+    With `document_start` every context of a log-likelihood request (a multiple-choice question, few-shot examples before
+    it) and every prompt starts with the document-start token, as documents did in training; a context that is too long
+    loses its beginning, that token first. Without it contexts are as the tokenizer makes them. Empty contexts and rolling
+    windows are always opened by the document-start token, once.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        temperature: Temperature,
+        network: TempNet | None,
+        vocab_size: int | None,
+        max_length: int,
+        batch_size: int,
+        document_start: bool,
+    ) -> None:
+        super().__init__(
+            pretrained=base,
+            backend="causal",
+            tokenizer=tokenizer,
+            max_length=max_length,
+            batch_size=batch_size,
+            prefix_token_id=document_start_id(tokenizer),
+        )
+        self._temperature = temperature
+        self._function = temperature.function(network)
+        self._num_logits = vocab_size
+        self._document_start = document_start
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The harness's 256 new tokens, or half of a shorter context."""
+        return min(256, self.max_length // 2)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Tokens of a text by itself; what opens a context is added by :meth:`_encode_pair`."""
+        ids = self.tokenizer.encode(string, add_special_tokens=False)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        ids, continuation_ids = super()._encode_pair(context, continuation)
+        # The harness moves trailing spaces to the continuation; the context that is left is opened here.
+        opening = encode_context(self.tokenizer, context.rstrip(), document_start=self._document_start)
+        return opening[: len(opening) - len(ids)] + ids, continuation_ids
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Prompts of a generation, padded on the left, with the attention mask."""
+        keep = left_truncate_len or 0
+        encoded = [
+            encode_context(self.tokenizer, text, document_start=self._document_start)[-keep:] for text in strings
+        ]
+        padded = self.tokenizer.pad({"input_ids": encoded}, padding_side=padding_side, return_tensors="pt")
+        return padded["input_ids"], padded["attention_mask"]
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        logits = super()._model_call(inps)[..., : self._num_logits].float()
+        return divide_(logits, self._function)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            if generation_kwargs.get("do_sample"):
+                if self._temperature.needs_tempnet:
+                    assert isinstance(self._function, TempNet)
+                    # It must listen: generate() puts its own processors, such as a repetition penalty, before ours.
+                    attached = stack.enter_context(attach(self.model, self._function, self._fold))
+                    generation_kwargs["logits_processor"] = LogitsProcessorList([attached.processor()])
+                value = self._temperature.value
+                generation_kwargs["temperature"] = 1.0 if self._temperature.needs_tempnet else value
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+
+    @cached_property
+    def _fold(self) -> CachedFold | None:
+        """Made once, at the first batch that is drawn; None where τ is read from the logits."""
+        assert isinstance(self._function, TempNet)
+        return CachedFold.of(self.model, self._function) if can_fold(self.model, self._function) else None
+
+
+class Tasks:
+    """The tasks that can be named: those of a directory of one's own, and the harness's own."""
+
+    def __init__(self, include_path: str, data_dir: str) -> None:
+        self.include_path = include_path
+        self.data_dir = data_dir
+
+    @cached_property
+    def _own(self) -> TaskManager:
+        return TaskManager(include_path=self.include_path or None, include_defaults=False)
+
+    @cached_property
+    def _all(self) -> TaskManager:
+        return TaskManager(include_path=self.include_path or None)  # reads 14 000 files: only when it must be
+
+    def manager(self, name: str) -> TaskManager:
+        """One that knows the task.
+
+        Raises:
+            ValueError: for an unknown task, with the nearest names.
+        """
+        if name in self._own.task_index:
+            return self._own
+        if name in self._all.task_index:
+            return self._all
+        near = difflib.get_close_matches(name, self._all.all_tasks, n=3, cutoff=0.5)
+        near += [f"local_{name}"] if f"local_{name}" in self._own.task_index else []
+        hint = f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists the harness's own"
+        raise ValueError(f"task {name!r} is unknown: {hint}")
+
+    def data_files(self, name: str) -> list[Path]:
+        """The local files that a task reads; none for a hub data set, a group or a tag.
+
+        Raises:
+            ValueError: if one is missing.
+        """
+        kwargs = self._local_kwargs(name)
+        found: list[Path] = []
+        for file in _strings((kwargs or {}).get("data_files")):
+            if "://" in file:
+                continue
+            matches = [Path(file)] if Path(file).is_absolute() else sorted(Path(self.data_dir).glob(file))
+            if not matches or not matches[0].is_file():
+                raise ValueError(
+                    f"task {name!r} reads {Path(self.data_dir) / file}, which is no file: "
+                    "data_dir must say where the data files of tasks are"
+                )
+            found += matches
+        return found
+
+    def specification(self, name: str) -> str | dict[str, Any]:
+        """What to hand to `simple_evaluate`: the name, or the task with the data directory filled in."""
+        kwargs = self._local_kwargs(name)
+        if kwargs is None or not self.data_dir:
+            return name
+        task = {"task": name, "dataset_kwargs": kwargs | {"data_dir": str(Path(self.data_dir).resolve())}}
+        return {"group": f"{name} here", "task": [task]}  # a group is what may override fields of a task it names
+
+    def _local_kwargs(self, name: str) -> dict[str, Any] | None:
+        """`dataset_kwargs` of a task on local files."""
+        values = self.manager(name).task_index[name].cfg or {}
+        return (values.get("dataset_kwargs") or {}) if values.get("dataset_path") in _LOCAL_DATA else None
+
+
+def run_task(lm: TemperedLM, tasks: Tasks, name: str, *, limit: int, num_fewshot: int) -> dict[str, float]:
+    """Evaluate one task, group or tag; `<task>/<metric>` → value, a filter other than `none` after a dot."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    output = simple_evaluate(
+        model=lm,
+        tasks=[tasks.specification(name)],
+        task_manager=tasks.manager(name),
+        limit=limit or None,
+        num_fewshot=None if num_fewshot < 0 else num_fewshot,
+        bootstrap_iters=_NUM_BOOTSTRAPS,
+        log_samples=False,
+    )
+    assert output is not None
+    return dict(_metrics(output["results"]))
+
+
+def _metrics(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            # A standard error that cannot be had is "N/A" or NaN.
+            if comma and isinstance(value, int | float) and math.isfinite(value):
+                suffix = "" if filter_name == "none" else f".{filter_name}"
+                yield f"{task}/{metric}{suffix}", float(value)
+
+
+def _strings(value: Any) -> Sequence[str]:
+    """All strings inside a nested value, as `data_files` may be a name, a list, or splits of either."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value or []
+    return [text for item in inner for text in _strings(item)]

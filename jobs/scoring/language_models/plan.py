@@ -1,0 +1,208 @@
+"""From a configuration to jobs: models and tasks are checked, texts are tokenised and cut. Nothing here needs Ray.
+
+Everything that can be refused is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from lm_eval.models.utils import resolve_max_length
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
+from jobs.engine.tracking import resolved_uri
+from jobs.scoring.labels import model_labels
+from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
+from jobs.scoring.language_models.harness import Tasks
+from jobs.scoring.language_models.temperatures import Temperature
+from jobs.scoring.language_models.units import Job, ModelSpec, Unit, unit_key
+from jobs.scoring.language_models.windows import (
+    Window,
+    document_windows,
+    num_words,
+    pair_window,
+    read_lambada,
+    read_text,
+    slices,
+    wikitext_pages,
+    windows_digest,
+)
+from pipelines.sources import check_source
+from pipelines.tokenization import load_tokenizer
+from tempnet.loading import load_tempnet
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.weights import check_weight_files
+
+WIKITEXT, LAMBADA = "wikitext", "lambada"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All the work of an evaluation."""
+
+    config: EvaluateConfig
+    models: list[ModelSpec]
+    temperatures: list[Temperature]
+    jobs: list[Job]
+    num_words: int
+    """Words of the WikiText file that are scored."""
+    num_bytes: int
+    """Bytes of the same text."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of all jobs."""
+        return [unit for job in self.jobs for unit in job.units]
+
+
+def make_plan(config: EvaluateConfig) -> Plan:
+    """Check everything, and cut the work into jobs.
+
+    Raises:
+        ValueError, OSError: naming the field, the value and what would be legal.
+    """
+    _ = resolved_uri(config.tracking, config.run.resolved_storage)
+    tasks = Tasks(config.include_path, config.data_dir)
+    task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
+    pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []
+    pairs = read_lambada(config.lambada, config.limit) if config.lambada else []
+    models, jobs = [], []
+    for label, path, tempnet in zip(model_labels(config.models), config.models, _tempnets(config), strict=True):
+        spec, tokenizer = _model_spec(config, label, path, tempnet)
+        models.append(spec)
+        # A detokenised page may have nothing left to score; a document of no tokens has no windows.
+        wikitext = [
+            window
+            for page in pages
+            for window in document_windows(tokenizer, page, max_length=spec.max_length, detokenize=config.detokenize)
+        ]
+        lambada = [
+            pair_window(
+                tokenizer, context, f" {word}", max_length=spec.max_length, document_start=config.document_start
+            )
+            for context, word in pairs
+        ]
+        jobs += [*_window_jobs(config, spec, WIKITEXT, wikitext), *_window_jobs(config, spec, LAMBADA, lambada)]
+        jobs += [
+            Job(units=(_harness_unit(config, spec, temperature, name, digest),))
+            for name, digest in task_digests.items()
+            for temperature in config.columns
+        ]
+    return Plan(
+        config=config,
+        models=models,
+        temperatures=config.columns,
+        jobs=jobs,
+        num_words=sum(map(num_words, pages)),
+        num_bytes=sum(len(page.encode()) for page in pages),
+    )
+
+
+def _window_jobs(config: EvaluateConfig, spec: ModelSpec, task: str, windows: list[Window]) -> Iterator[Job]:
+    for part, few in enumerate(slices(windows)):
+        digest = windows_digest(few)
+        units = tuple(
+            Unit(
+                model=spec,
+                temperature=temperature,
+                task=task,
+                part=part,
+                key=unit_key(spec, temperature, config.dtype, windows=digest),
+            )
+            for temperature in config.columns
+        )
+        yield Job(units=units, windows=tuple(few))
+
+
+def _harness_unit(config: EvaluateConfig, spec: ModelSpec, temperature: Temperature, name: str, digest: str) -> Unit:
+    key = unit_key(
+        spec,
+        temperature,
+        config.dtype,
+        task=name,
+        task_digest=digest,
+        limit=config.limit,
+        num_fewshot=config.num_fewshot,
+        document_start=config.document_start,
+        max_length=spec.max_length,
+    )
+    return Unit(model=spec, temperature=temperature, task=name, part=0, key=key)
+
+
+def _task_digest(tasks: Tasks, name: str) -> str:
+    """Of the harness, the directory of one's own tasks, and the local data of the task."""
+    if name in (WIKITEXT, LAMBADA):
+        raise ValueError(
+            f"tasks names {name!r}: use --{name} FILE, or the harness's lambada_openai and lambada_standard"
+        )
+    own = sorted(Path(tasks.include_path).rglob("*")) if tasks.include_path else []
+    files = [path for path in own if path.suffix in (".yaml", ".py")] + tasks.data_files(name)
+    return f"{version('lm-eval')} {files_digest(files)}"
+
+
+def _tempnets(config: EvaluateConfig) -> list[str]:
+    """Where the TempNet of each model is; empty for none."""
+    if config.tempnets:
+        return ["" if path == NO_TEMPNET else path for path in config.tempnets]
+    beside = [Path(model) / PAIRED_DIRECTORY for model in config.models]
+    return [str(path) if path.is_dir() else "" for path in beside]
+
+
+def _model_spec(
+    config: EvaluateConfig, label: str, path: str, tempnet: str
+) -> tuple[ModelSpec, PreTrainedTokenizerFast]:
+    base = _base_config(path, config.trust_remote_code)
+    tokenizer = load_tokenizer(path)
+    num_logits = base.get_text_config().vocab_size
+    if len(tokenizer) > num_logits:
+        raise ValueError(f"the tokenizer of {path} has {len(tokenizer)} tokens, the model a vocabulary of {num_logits}")
+    network: TempNet | None = None
+    if tempnet:
+        network = load_tempnet(tempnet)
+        if network.config.input_size != len(tokenizer):
+            raise ValueError(
+                f"the TempNet {tempnet} was built for a vocabulary of {network.config.input_size}, the tokenizer of "
+                f"{path} has {len(tokenizer)} tokens"
+            )
+    for temperature in config.columns:
+        if temperature.needs_tempnet and network is None:
+            raise ValueError(
+                f"temperature {temperature.name!r} needs a TempNet, and {path} has none beside it: name one in tempnets, "
+                f"or leave this temperature out"
+            )
+        temperature.function(network)  # refuses a τ_max below τ₀
+    max_length = resolve_max_length(base, tokenizer)
+    if config.max_length > max_length:
+        raise ValueError(f"max_length = {config.max_length} is more than the {max_length} positions of {path}")
+    spec = ModelSpec(
+        label=label,
+        path=_absolute(path),
+        tempnet=_absolute(tempnet),
+        vocab_size=network.config.input_size if network else None,
+        max_length=config.max_length or max_length,
+        digest=model_digest(path, trust_remote_code=config.trust_remote_code),
+        tempnet_digest=tempnet_digest(network) if network else "",
+    )
+    return spec, tokenizer
+
+
+def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    check_weight_files(path)
+    try:
+        check_source(path)
+    except ValueError as error:
+        raise ValueError(f"models: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"models: {path!r} is no Transformers model directory or hub name: {reason}") from error
+
+
+def _absolute(path: str) -> str:
+    """The path for workers, whose working directory is another; hub names stay."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -1,0 +1,103 @@
+"""Windows → negative log-likelihoods at several temperatures, from one forward pass of the base model.
+
+Softmax, τ and entropy are computed in float32 for a chunk of tokens at a time; sums are float64.
+Shapes: B windows, T tokens, V vocabulary, N target tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jobs.scoring.language_models.temperatures import TemperatureFunction, num_rows_a_chunk
+from jobs.scoring.language_models.windows import Window
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """What one temperature gives on some windows."""
+
+    nll: float = 0.0
+    """Sum of −log p over the targets, in nats."""
+    num_tokens: int = 0
+    num_windows: int = 0
+    num_greedy: int = 0
+    """Windows all of whose targets have the largest logit."""
+    tau: list[np.ndarray] = field(default_factory=list)
+    """τ of the targets, in pieces, window after window in the order of scoring."""
+    entropy: list[np.ndarray] = field(default_factory=list)
+    """Entropy at τ = 1 of the same predictions, in nats."""
+
+
+@torch.no_grad()
+def score_windows(
+    base: PreTrainedModel,
+    windows: Sequence[Window],
+    functions: Mapping[str, TemperatureFunction],
+    *,
+    vocab_size: int | None,
+    batch_size: int,
+) -> dict[str, Score]:
+    """Score windows at each of some temperatures.
+
+    Args:
+        functions: name → what gives τ.
+        vocab_size: logits beyond it are padding and left out. None: all count.
+    """
+    scores = {name: Score() for name in functions}
+    order = sorted(windows, key=lambda window: -len(window.inputs))  # neighbours need little padding
+    for at in range(0, len(order), batch_size):
+        _score_batch(base, order[at : at + batch_size], functions, scores, vocab_size)
+    return scores
+
+
+def _score_batch(
+    base: PreTrainedModel,
+    windows: Sequence[Window],
+    functions: Mapping[str, TemperatureFunction],
+    scores: dict[str, Score],
+    vocab_size: int | None,
+) -> None:
+    device = base.device
+    length = max(len(window.inputs) for window in windows)
+    # Padding on the right needs no mask: the model is causal and no position behind a window is scored.
+    inputs = torch.tensor([window.inputs + (0,) * (length - len(window.inputs)) for window in windows], device=device)
+    logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
+    positions = [
+        row * length + column
+        for row, window in enumerate(windows)
+        for column in range(len(window.inputs) - len(window.targets), len(window.inputs))
+    ]
+    owners = [row for row, window in enumerate(windows) for _ in window.targets]
+    targets = [target for window in windows for target in window.targets]
+    num_missed = torch.zeros(len(windows), dtype=torch.long, device=device)
+    num_rows = num_rows_a_chunk(logits.shape[-1])
+    for begin in range(0, len(positions), num_rows):
+        few = slice(begin, begin + num_rows)
+        rows = logits[torch.tensor(positions[few], device=device)][:, :vocab_size].float()
+        target = torch.tensor(targets[few], device=device)
+        num_missed.index_add_(0, torch.tensor(owners[few], device=device), (rows.argmax(-1) != target).long())
+        entropy = _entropy(rows).cpu().numpy()
+        for name, function in functions.items():
+            tau = function(rows)
+            scaled = rows / tau.unsqueeze(-1)
+            nll = torch.logsumexp(scaled, -1) - scaled.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            score = scores[name]
+            score.nll += float(nll.double().sum())
+            score.tau.append(tau.cpu().numpy())
+            score.entropy.append(entropy)
+    for score in scores.values():
+        score.num_tokens += len(targets)
+        score.num_windows += len(windows)
+        score.num_greedy += int((num_missed == 0).sum())
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """(N, V) → (N,) entropy of the softmax at τ = 1, in nats."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return -(log_probs.exp() * log_probs).sum(-1)

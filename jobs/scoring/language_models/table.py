@@ -1,0 +1,115 @@
+"""Results of units → one column of figures a model and temperature → a Markdown table and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from jobs.scoring.language_models.plan import LAMBADA, WIKITEXT, Plan
+from jobs.scoring.language_models.temperatures import Temperature
+from jobs.scoring.language_models.units import Ledger, ModelSpec, Unit
+from jobs.scoring.publishing import markdown_table
+from tempnet.statistics import spearman
+
+_TITLES = {
+    "word_perplexity": "word perplexity",
+    "token_perplexity": "token perplexity",
+    "bits_per_byte": "bits a byte",
+    "tau_mean": "mean τ",
+    "tau_std": "standard deviation of τ",
+    "tau_entropy_spearman": "Spearman(τ, entropy at τ = 1)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A model at a temperature."""
+
+    model: ModelSpec
+    temperature: Temperature
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`<task>/<metric>` → value."""
+
+    @property
+    def title(self) -> str:
+        """For a person."""
+        return f"{self.model.label} · {self.temperature.name}"
+
+
+def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
+    """The figures of all models and temperatures; a task of which a unit is not finished has none."""
+    units = defaultdict[tuple[str, str, str], list[Unit]](list)
+    for unit in plan.units:
+        units[unit.model.label, unit.temperature.name, unit.task].append(unit)
+    columns = [Column(model=model, temperature=one) for model in plan.models for one in plan.temperatures]
+    for column in columns:
+        for (label, temperature, task), parts in units.items():
+            if (label, temperature) == (column.model.label, column.temperature.name):
+                column.metrics.update(_figures(plan, ledger, task, parts))
+    return columns
+
+
+def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[str, float]:
+    results = [result for unit in units if (result := ledger.read(unit)) is not None]
+    if len(results) < len(units):
+        return {}
+    if task not in (WIKITEXT, LAMBADA):
+        return results[0]
+    nll = math.fsum(result["nll"] for result in results)
+    num_tokens, num_windows, num_greedy = (
+        sum(result[name] for result in results) for name in ("num_tokens", "num_windows", "num_greedy")
+    )
+    figures: dict[str, float]
+    if task == WIKITEXT:
+        figures = {
+            "word_perplexity": _exp(nll / plan.num_words),
+            "token_perplexity": _exp(nll / num_tokens),
+            "bits_per_byte": nll / plan.num_bytes / math.log(2),
+        }
+    else:
+        figures = {"perplexity": _exp(nll / num_windows), "acc": num_greedy / num_windows}
+    if units[0].temperature.needs_tempnet:
+        arrays = [ledger.arrays(unit) for unit in units]
+        tau, entropy = (np.concatenate([array[name] for array in arrays]) for name in ("tau", "entropy"))
+        figures |= {
+            "tau_mean": float(tau.mean(dtype=np.float64)),
+            "tau_std": float(tau.std(dtype=np.float64)),
+            "tau_entropy_spearman": float(spearman(torch.from_numpy(tau), torch.from_numpy(entropy))),
+        }
+    return {f"{task}/{name}": value for name, value in figures.items()}
+
+
+def markdown(columns: list[Column]) -> str:
+    """A table with a column for every model and temperature and a row for every figure."""
+    names = list(dict.fromkeys(name for column in columns for name in column.metrics))
+    tasks = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    names.sort(key=lambda name: tasks.index(name.partition("/")[0]))  # a later column may have brought figures of τ
+    rows = [["", *(column.title for column in columns)]]
+    for name in names:
+        if "_stderr" not in name:
+            rows.append([_title(name), *(_cell(column.metrics, name) for column in columns)])
+    return markdown_table(rows)
+
+
+def _title(name: str) -> str:
+    task, _, metric = name.partition("/")
+    return f"{task} {_TITLES.get(metric, metric)}"
+
+
+def _cell(metrics: dict[str, float], name: str) -> str:
+    if name not in metrics:
+        return "–"
+    value = metrics[name]
+    text = f"{value:,.2f}" if "perplexity" in name else f"{value:.4f}"
+    metric, dot, filter_name = name.partition(".")
+    error = metrics.get(f"{metric}_stderr{dot}{filter_name}")
+    return text if error is None else f"{text} ± {error:.4f}"
+
+
+def _exp(value: float) -> float:
+    """exp, ∞ where it overflows."""
+    return math.exp(value) if value < 700 else math.inf

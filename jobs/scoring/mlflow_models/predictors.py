@@ -1,0 +1,118 @@
+"""Exports as functions from texts to temperatures, one for each kind of export; tensors are read from safetensors only.
+
+Shapes: n texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from mlflow.types import ColSpec, DataType, Schema
+from mlflow.types.schema import Array
+
+from jobs.scoring.dual_encoders.encoder import Encoder
+from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts.predictor import Predictor
+from jobs.scoring.temperatures.texts.settings import model_settings
+from pipelines.tokenization import load_tokenizer, token_texts
+from tempnet.loading import find_tempnet, load_tempnet
+from tempnet.models.dual_encoder import TEXT_TEMPNET_DIRECTORY
+from tempnet.models.sentence_encoder import SentenceEncoder
+from tempnet.models.towers import load_tower
+from tempnet.network import TempNet
+
+INPUTS = Schema([ColSpec(DataType.string, "text")])
+EXAMPLES = ["The temperature of a softmax decides how sharply a model commits.", "People guess it."]
+_BATCH_SIZE = 16
+
+
+class TextPredictor(Protocol):
+    """Made from the directory of an export, which it reads."""
+
+    outputs: Schema
+    """Columns of what it predicts."""
+
+    def __init__(self, export: Path) -> None: ...
+
+    def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
+        """A row for every text."""
+        ...
+
+
+class TokenTemperatures:
+    """Of a language model: the tokens of a text, the τ that each was predicted with, and their mean (NaN without tokens)."""
+
+    outputs = Schema(
+        [
+            ColSpec(DataType.double, "tau"),
+            ColSpec(Array(DataType.string), "tokens"),
+            ColSpec(Array(DataType.double), "token_tau"),
+        ]
+    )
+
+    def __init__(self, export: Path) -> None:
+        config = PredictTemperaturesConfig(model=str(export), text="", batch_size=_BATCH_SIZE, with_entropy=False)
+        self._predictor = Predictor(model_settings(config))
+        self._tokenizer = load_tokenizer(str(export))
+
+    def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
+        """`tau`, `tokens` and `token_tau`."""
+        ids = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        predictions = self._predictor.predict([np.array(row, dtype=np.int32) for row in ids])
+        token_tau = [prediction.tau.astype(np.float64) for prediction in predictions]
+        return pd.DataFrame(
+            {
+                "tau": [float(row.mean()) if len(row) else float("nan") for row in token_tau],
+                "tokens": [token_texts(self._tokenizer, row) for row in ids],
+                "token_tau": [row.tolist() for row in token_tau],
+            }
+        )
+
+
+class CaptionTemperatures:
+    """Of a dual encoder: the τ of every caption, by the TempNet of its texts."""
+
+    outputs = Schema([ColSpec(DataType.double, "tau")])
+
+    def __init__(self, export: Path) -> None:
+        self._encoder = Encoder(ModelSpec.read("export", str(export)), precision="fp32", batch_size=_BATCH_SIZE)
+        self._tempnet = TempNet.from_pretrained(export / TEXT_TEMPNET_DIRECTORY)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
+        """`tau`."""
+        tau = self._tempnet(torch.from_numpy(self._encoder.texts(texts)))
+        return pd.DataFrame({"tau": tau.double().numpy()})
+
+
+class SentenceTemperatures:
+    """Of a sentence encoder: the τ of every text, cut to the tokens of a span."""
+
+    outputs = Schema([ColSpec(DataType.double, "tau")])
+
+    def __init__(self, export: Path) -> None:
+        self._encoder = SentenceEncoder(load_tower(export, "text"))
+        self._tokenizer = load_tokenizer(str(export), needs_eos=False)
+        self._tempnet = load_tempnet(export)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
+        """`tau`."""
+        rows = F.normalize(self._encoder.encode(texts, self._tokenizer, batch_size=_BATCH_SIZE), dim=-1)
+        return pd.DataFrame({"tau": self._tempnet(rows).double().numpy()})
+
+
+def predictor_kind(export: Path) -> type[TextPredictor] | None:
+    """What predicts temperatures with an export; None for one without a TempNet."""
+    if (export / TEXT_TEMPNET_DIRECTORY).is_dir():
+        return CaptionTemperatures
+    if find_tempnet(export) is None:
+        return None
+    return TokenTemperatures if load_tempnet(export).config.kind == "logits" else SentenceTemperatures

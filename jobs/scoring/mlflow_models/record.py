@@ -1,0 +1,187 @@
+"""Writing a run's models into MLflow, as often as one likes: what is there is not written again, what is gone is removed.
+
+The client is told its server; MLflow's own `log_model` would log to whatever server the process is set to. A model whose
+files lie elsewhere is what MLflow calls external: a tag says where they are, and it can be registered like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import mlflow.pyfunc
+import pandas as pd
+import pyarrow.fs
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
+from mlflow.models import Model, ModelSignature
+from mlflow.models.model import MLMODEL_FILE_NAME
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+from pyarrow.fs import FileSelector, FileType
+
+from jobs.engine.resumption import whole_checkpoints
+from jobs.engine.tracking import TrackedRun
+from jobs.scoring.mlflow_models.predictors import EXAMPLES, INPUTS, predictor_kind
+from pipelines.archives import relative, resolve
+from tempnet.network import PAIRED_DIRECTORY
+
+CHECKPOINT, TEMPNET = "checkpoint", "tempnet"
+"""Types of models, by which MLflow's list can be filtered."""
+
+_ROOT = Path(__file__).parents[3]
+_CODE = [str(_ROOT / room) for room in ("jobs", "pipelines", "tempnet")]
+_PACKAGES = (
+    "mlflow",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "tyro",
+    "zstandard",
+)
+
+
+def record_checkpoints(run: TrackedRun, directory: str) -> None:
+    """Make the whole checkpoints in a run's directory its external models, and remove those whose checkpoint is gone."""
+    steps = {f"{directory}/{name}": step for name, step in whole_checkpoints(directory).items()}
+    models = RunModels(run)
+    recorded = {model.tags["uri"]: model for model in models.of_type(CHECKPOINT)}
+    for uri in recorded.keys() - steps.keys():
+        models.remove(recorded[uri])
+    for uri in sorted(steps.keys() - recorded.keys()):
+        step = steps[uri]
+        with models.added(f"checkpoint-{step}", CHECKPOINT, uri=uri, step=step, is_external=True) as (model, to):
+            to.mkdir()
+            model.save(str(to / MLMODEL_FILE_NAME))
+
+
+def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) -> None:
+    """Make a run's export a model that predicts temperatures, in the place of what was recorded before.
+
+    Args:
+        export: one without a TempNet is not recorded.
+        step: after which it was written.
+        max_gib: a larger export becomes an external model, which holds the TempNet alone.
+    """
+    filesystem, path = resolve(export)
+    sizes = {
+        relative(file.path, path): file.size
+        for file in filesystem.get_file_info(FileSelector(path, recursive=True))
+        if file.type == FileType.File
+    }
+    of_tempnet = {name for name in sizes if name.startswith(PAIRED_DIRECTORY)}
+    if not of_tempnet:
+        return
+    is_external = sum(sizes.values()) > max_gib * 2**30
+    models = RunModels(run)
+    for recorded in models.of_type(TEMPNET):
+        models.remove(recorded)
+    with (
+        tempfile.TemporaryDirectory(prefix="tempnet-model-") as copy,
+        models.added("tempnet", TEMPNET, uri=export, step=step, is_external=is_external) as (model, to),
+    ):
+        for name in of_tempnet if is_external else sizes:
+            target = (to if is_external else Path(copy)) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            pyarrow.fs.copy_files(f"{path}/{name}", str(target), source_filesystem=filesystem)
+        if is_external:
+            model.save(str(to / MLMODEL_FILE_NAME))
+        else:
+            _save(model, Path(copy), to)
+
+
+def _save(model: Model, export: Path, to: Path) -> None:
+    """Write the model: the export, the code that reads it (this checkout's), signature and example."""
+    kind = predictor_kind(export)
+    assert kind is not None
+    # A progress bar for every copy and a line for every check are no news at the end of a run.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
+    mlflow.pyfunc.save_model(
+        to,
+        mlflow_model=model,
+        python_model=Path(__file__).with_name("model_code.py"),
+        artifacts={"export": str(export)},
+        code_paths=_CODE,
+        pip_requirements=[f"{name}=={version(name)}" for name in _PACKAGES],
+        signature=ModelSignature(inputs=INPUTS, outputs=kind.outputs),
+        input_example=pd.DataFrame({"text": EXAMPLES}),
+    )
+
+
+class RunModels:
+    """The models of one run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._client = MlflowClient(run.uri)
+        self._run = self._client.get_run(run.run_id)
+
+    def of_type(self, model_type: str) -> list[LoggedModel]:
+        """Those that are there, whole or not."""
+        return self._client.search_logged_models(
+            [self._run.info.experiment_id],
+            filter_string=f"source_run_id = '{self._run.info.run_id}' AND model_type = '{model_type}'",
+        )
+
+    def remove(self, model: LoggedModel) -> None:
+        """Delete it; the files of an external one are not touched."""
+        self._client.delete_logged_model(model.model_id)
+
+    @contextmanager
+    def added(
+        self, name: str, model_type: str, *, uri: str, step: int, is_external: bool
+    ) -> Iterator[tuple[Model, Path]]:
+        """A new model with the run's parameters and its validation scores of the step; it is there once the block has ended.
+
+        Yields:
+            its description, and the directory for the description and the other files, which does not exist yet.
+        """
+        client, run = self._client, self._run
+        tags = {"uri": uri, "step": str(step)} | ({MLFLOW_MODEL_IS_EXTERNAL: "true"} if is_external else {})
+        logged = client.create_logged_model(
+            run.info.experiment_id,
+            name=name,
+            source_run_id=run.info.run_id,
+            tags=tags,
+            params=run.data.params,
+            model_type=model_type,
+        )
+        try:
+            with tempfile.TemporaryDirectory(prefix="tempnet-model-") as directory:
+                to = Path(directory) / "model"
+                yield (
+                    Model(
+                        artifact_path=logged.artifact_location,
+                        run_id=run.info.run_id,
+                        model_uuid=logged.model_id,
+                        model_id=logged.model_id,
+                        metadata=tags,
+                    ),
+                    to,
+                )
+                client.log_model_artifacts(logged.model_id, str(to))
+            client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step)])
+            client.log_batch(run.info.run_id, metrics=self._scores(step, logged.model_id))
+            client.finalize_logged_model(logged.model_id, "READY")
+        except BaseException:
+            self.remove(logged)
+            raise
+
+    def _scores(self, step: int, model_id: str) -> list[Metric]:
+        """The validation scores of a step, as those of the model."""
+        run_id = self._run.info.run_id
+        return [
+            Metric(metric.key, metric.value, metric.timestamp, step, model_id=model_id, run_id=run_id)
+            for name in self._run.data.metrics
+            if name.startswith("validation/")
+            for metric in self._client.get_metric_history(run_id, name)
+            if metric.step == step and metric.model_id is None
+        ]

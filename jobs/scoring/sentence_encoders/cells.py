@@ -1,0 +1,139 @@
+"""A cell: one model on one task. Finished cells are kept, so that an interrupted evaluation goes on with what is left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jobs.engine.fingerprints import model_digest
+from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
+from pipelines.manifest import read_json
+from pipelines.senteval import Examples, Judgements, SentenceTask
+from pipelines.sources import check_source
+from pipelines.tokenization import load_tokenizer
+from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
+
+# Goes up whenever this program would compute other figures from the same input.
+_VERSION = 2
+_MOST_TOKENS = 512
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as data that travels to the workers."""
+
+    label: str
+    """How it is called in the results."""
+    path: str
+    digest: str
+    num_tokens: int
+    """Longer sentences are cut to these."""
+
+    @classmethod
+    def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> ModelSpec:
+        """The specification of an encoder, which is loaded once to see that this is possible.
+
+        Raises:
+            ValueError: naming the path, if there is none or it has no tokenizer.
+        """
+        try:
+            check_source(path)
+            encoder = SentenceEncoder.from_pretrained(path).encoder
+            load_tokenizer(path, needs_eos=False)
+        except ValueError as error:
+            raise ValueError(f"models: {error}") from error
+        most = num_positions(encoder.config) or _MOST_TOKENS
+        if config.num_tokens > most:
+            raise ValueError(f"num_tokens = {config.num_tokens} is more than the {most} positions of {path!r}")
+        return cls(
+            label=label,
+            path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+            digest=model_digest(path),
+            num_tokens=config.num_tokens or saved_num_tokens(path) or min(most, _MOST_TOKENS),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model on one set of sentences."""
+
+    model: ModelSpec
+    data: SentenceTask | Judgements
+    options: Mapping[str, Any]
+    """What else decides the figures."""
+
+    @property
+    def title(self) -> str:
+        """For a person."""
+        return f"{self.model.label} · {self.data.name}"
+
+    @property
+    def key(self) -> str:
+        """24 hex digits of all that decides the figures."""
+        content = [_VERSION, self.model.digest, self.model.num_tokens, dict(self.options), self.data.digest]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
+
+    def file(self, directory: str) -> str:
+        """Where its figures are kept."""
+        return f"{directory}/cells/{self.key}.json"
+
+    def stored(self, directory: str) -> dict[str, float] | None:
+        """The figures, if it is finished."""
+        return read_json(self.file(directory))
+
+
+def cells(
+    config: EvaluateSentencesConfig, models: Sequence[ModelSpec], data: Sequence[SentenceTask | Judgements]
+) -> list[Cell]:
+    """Every model on everything, models first."""
+    options = {"precision": config.precision}
+    folds = {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
+    return [
+        Cell(model=model, data=one, options=options | (folds if isinstance(one, SentenceTask) else {}))
+        for model in models
+        for one in data
+    ]
+
+
+def compute(cell: Cell, *, batch_size: int, use_gpu: bool) -> dict[str, float]:
+    """The figures of a cell: accuracy, or correlations; the number of sentences, and the share of them that was cut."""
+    model = SentenceEncoder.from_pretrained(cell.model.path, autocast_dtype=_DTYPES[cell.options["precision"]])
+    model.to("cuda" if use_gpu else "cpu")
+    tokenizer = load_tokenizer(cell.model.path, needs_eos=False)
+
+    num_texts = num_cut = 0
+
+    def encode(texts: Sequence[str]) -> np.ndarray:
+        nonlocal num_texts, num_cut
+        num_texts += len(texts)
+        num_cut += sum(len(row) > cell.model.num_tokens for row in tokenizer(list(texts), verbose=False)["input_ids"])
+        return model.encode(texts, tokenizer, num_tokens=cell.model.num_tokens, batch_size=batch_size).numpy()
+
+    data = cell.data
+    if isinstance(data, Judgements):
+        figures = similarity_figures(encode(data.first), encode(data.second), data.scores)
+        return figures | {"num_pairs": len(data.first), "share_cut": num_cut / num_texts}
+
+    def labelled(examples: Examples) -> Labelled:
+        features = encode(examples.first)
+        if examples.second is not None:
+            features = pair_features(features, encode(examples.second))
+        return Labelled(features, examples.labels)
+
+    accuracy = transfer_accuracy(
+        {name: labelled(part) for name, part in data.parts.items()},
+        num_folds=cell.options["num_folds"],
+        num_inner_folds=cell.options["num_inner_folds"],
+        seed=cell.options["seed"],
+    )
+    num_sentences = sum(map(len, data.parts.values()))
+    return {"accuracy": accuracy, "num_sentences": num_sentences, "share_cut": num_cut / num_texts}

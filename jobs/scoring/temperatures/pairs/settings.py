@@ -1,0 +1,112 @@
+"""What decides the temperatures of pairs: a configuration, held against model, TempNets and archives before Ray starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jobs.engine.fingerprints import tempnet_digest
+from jobs.scoring.dual_encoders.encoder import caption_encoder
+from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.labels import model_labels
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from pipelines.archives import relative, resolve
+from pipelines.prepare_images import PrepareImagesConfig, check_source
+from tempnet.models.dual_encoder import (
+    IMAGE_TEMPNET_DIRECTORY,
+    TEXT_TEMPNET_DIRECTORY,
+    DualEncoder,
+    load_pair_tempnets,
+)
+from tempnet.network import TempNet
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairPredictionSettings:
+    """What workers need to know; local paths are absolute, because a worker runs in a directory of its own."""
+
+    images: PrepareImagesConfig
+    model: ModelSpec
+    tempnet: str
+    batch_size: int
+    precision: Literal["fp32", "bf16"]
+    part_pairs: int
+    with_embeddings: bool
+    tau_ranges: tuple[tuple[float, float], tuple[float, float]]
+    """[τ₀, τ_max] at inference, of images and of texts."""
+    tempnet_digests: tuple[str, str]
+
+    def record(self) -> dict[str, Any]:
+        """Everything that decides the table, flat; where things lie, the batch size and what is tolerated do not.
+
+        What archives hold is told by their sizes; an archive that changes while it is read is noticed by checksums.
+        """
+        archives, captions = check_source(self.images)
+        root = resolve(self.images.source)[1]
+        names = ("precision", "part_pairs", "with_embeddings")
+        return {
+            "version": FORMAT_VERSION,
+            "kind": "image-text pairs",
+            **{name: getattr(self, name) for name in names},
+            **{f"model.{name}": getattr(self.model, name) for name in ("digest", "image_size", "num_text_tokens")},
+            "tempnet_image": self.tempnet_digests[0],
+            "tempnet_text": self.tempnet_digests[1],
+            "num_captioned_images": None if captions is None else len(captions.captions),
+            "splits": list(self.images.splits),
+            **{
+                f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
+                for archive in archives
+            },
+        }
+
+
+def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
+    """The settings of a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if images, captions, model or a TempNet is not there.
+        ValueError: if they do not fit each other.
+    """
+    images = PrepareImagesConfig(
+        source=_absolute(config.images),
+        captions=_absolute(config.captions) if config.captions else "",
+        splits=config.splits,
+        max_bad_share=config.max_bad_share,
+    )
+    check_source(images)
+    tempnet = config.tempnet or config.model
+    networks = load_pair_tempnets(tempnet)
+    (label,) = model_labels([config.model])
+    model = ModelSpec.read(label, config.model)
+    caption_encoder(model)
+    embedding_size = DualEncoder.from_pretrained(model.path).config.embedding_size
+    for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
+        if network.config.kind != "embeddings" or network.config.input_size != embedding_size:
+            raise ValueError(
+                f"{tempnet}/{name} reads {network.config.input_size} {network.config.kind}, the embeddings of "
+                f"{config.model} have a size of {embedding_size}"
+            )
+    return PairPredictionSettings(
+        images=images,
+        model=model,
+        tempnet=str(Path(tempnet).absolute()),
+        batch_size=config.batch_size,
+        precision=config.precision,
+        part_pairs=config.part_pairs,
+        with_embeddings=config.with_embeddings,
+        tau_ranges=(_tau_range(networks[0]), _tau_range(networks[1])),
+        tempnet_digests=(tempnet_digest(networks[0]), tempnet_digest(networks[1])),
+    )
+
+
+def _tau_range(network: TempNet) -> tuple[float, float]:
+    config = network.config
+    return config.tau_min, config.tau_max if config.tau_max_eval is None else config.tau_max_eval
+
+
+def _absolute(name: str) -> str:
+    """A local path as an absolute one; a URI as it is."""
+    return name if "://" in name else str(Path(name).absolute())

@@ -1,0 +1,71 @@
+"""The first documents of a text as a page whose tokens are coloured by τ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jobs.scoring.temperatures.texts.parts import token_arrays, tokenised
+from jobs.scoring.temperatures.texts.predictor import Predictor
+from jobs.scoring.temperatures.texts.settings import PredictionSettings
+from jobs.tasks.language_model.report import ColouredText, coloured_page
+from pipelines.archives import Archive
+from pipelines.prepare import readable_documents
+from pipelines.text import Document
+from pipelines.tokenization import load_tokenizer, token_texts
+
+
+def first_documents(
+    settings: PredictionSettings, archives: list[Archive], num_tokens: int, *, use_gpu: bool = False
+) -> dict[str, ColouredText]:
+    """Key → (tokens, τ, entropy) of the first documents, the last one cut so that there are at most `num_tokens` tokens.
+
+    Raises:
+        ValueError: if there is no readable document; the first problems are named.
+    """
+    tokenizer = load_tokenizer(settings.model)
+    problems: Counter[str] = Counter()
+    examples: list[str] = []
+
+    def readable() -> Iterator[Document]:
+        for archive in archives:
+            yield from readable_documents(settings.source, archive, settings.text_field, problems, examples)
+
+    keys: list[str] = []
+    documents: list[np.ndarray] = []
+    num_left = num_tokens
+    for document in readable():
+        (ids,) = token_arrays(tokenised([document], tokenizer)["token_ids"])
+        if len(ids):
+            keys.append(document.key)
+            documents.append(ids[:num_left])
+            num_left -= len(documents[-1])
+        if num_left == 0:
+            break
+    if not documents:
+        raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
+    predictions = Predictor(replace(settings, with_entropy=True), use_gpu=use_gpu).predict(documents)
+    return {
+        key: (token_texts(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
+        for key, ids, prediction in zip(keys, documents, predictions, strict=True)
+        if prediction.entropy is not None
+    }
+
+
+def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
+    """Write the page."""
+    Path(path).write_text(coloured_page(title=f"Temperatures of {text}", sections=sections), encoding="utf-8")
+
+
+def check_page(path: str) -> None:
+    """Refuse a page that could not be written at the end.
+
+    Raises:
+        OSError: with the reason.
+    """
+    with Path(path).open("a", encoding="utf-8"):
+        pass

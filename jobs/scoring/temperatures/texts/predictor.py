@@ -1,0 +1,124 @@
+"""The model's part: τ, and the entropy at τ = 1, of every token of some documents.
+
+Shapes: B windows, T positions of the longest, N new tokens of a batch, d hidden size, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jobs.scoring.temperatures.texts.settings import PredictionSettings
+from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
+from tempnet.inference import CachedFold, can_fold
+from tempnet.loading import load_causal_lm
+
+# Logits in float32 at a time, as numbers (64 MiB).
+_NUM_LOGITS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one document of n tokens; element i belongs to the prediction of token i."""
+
+    tau: np.ndarray
+    """(n,) float32."""
+    entropy: np.ndarray | None
+    """(n,) float32, at τ = 1 in nats."""
+
+
+class Predictor:
+    """A model with its TempNet; right padding is never attended to, so a batch does not change what is predicted.
+
+    Where τ can be had from the hidden state (`tempnet.inference.can_fold`), the output layer of the model is given one
+    position only, and logits exist for the entropy alone, a chunk of tokens at a time; else the model makes its logits
+    once, and a chunk of them at a time is turned into float32.
+    """
+
+    def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False) -> None:
+        if use_gpu and not torch.cuda.is_available():
+            raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
+        base, network = load_causal_lm(settings.model, settings.tempnet, dtype=dtype)
+        self._settings = settings
+        self._device = torch.device("cuda" if use_gpu else "cpu")
+        self._base: Any = base.to(self._device)  # type: ignore[arg-type]
+        self._tempnet = network.to(self._device)
+        self._vocab_size = network.config.input_size
+        self._head: Any = base.get_output_embeddings()
+        self._fold = CachedFold.of(base, network) if can_fold(base, network) else None
+
+    @torch.inference_mode()
+    def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
+        """Predictions for the token ids (n,) of every document."""
+        settings = self._settings
+        streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
+        windows = [
+            window
+            for number, ids in enumerate(documents)
+            for window in windows_of(number, len(ids), context_length=settings.context_length, stride=settings.stride)
+        ]
+        figures = [np.empty((2, len(ids)), dtype=np.float32) for ids in documents]  # τ and entropy
+        for batch in batches(windows, settings.batch_size):
+            predicted = self._predict_batch(streams, batch).cpu().numpy()
+            ends = np.cumsum([window.stop - window.first for window in batch])
+            for window, part in zip(batch, np.split(predicted, ends[:-1], axis=1), strict=True):
+                figures[window.document][: len(part), window.first : window.stop] = part
+        return [Prediction(tau=tau, entropy=entropy if settings.with_entropy else None) for tau, entropy in figures]
+
+    def _predict_batch(self, streams: Sequence[Tensor], batch: Sequence[Window]) -> Tensor:
+        """(1 or 2, N): τ, and the entropy if it is wanted, of the new tokens of the windows one after the other."""
+        num_positions = max(window.num_positions for window in batch)
+        input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)
+        is_new = torch.zeros((len(batch), num_positions), dtype=torch.bool)
+        for row, window in enumerate(batch):
+            input_ids[row, : window.num_positions] = streams[window.document][window.start : window.stop]
+            is_new[row, window.first - window.start : window.num_positions] = True
+        input_ids, places = input_ids.to(self._device), is_new.flatten().nonzero().squeeze(1).to(self._device)
+        chunks = places.split(max(1, _NUM_LOGITS_AT_ONCE // self._vocab_size))
+        if self._fold is None:
+            logits = self._base(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)[:, : self._vocab_size]
+            return torch.cat([self._figures(logits[chunk].float(), None) for chunk in chunks], dim=-1)
+        with _only_one_position(self._head) as seen:
+            self._base(input_ids=input_ids, use_cache=False)
+        hidden = seen[0].flatten(0, 1)
+        return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
+
+    def _figures_of_hidden(self, hidden: Tensor) -> Tensor:
+        """As `_figures`, of (N, d) hidden states before the output layer."""
+        assert self._fold is not None
+        tau = self._fold.temperatures(hidden)
+        if not self._settings.with_entropy:
+            return tau.unsqueeze(0)
+        return self._figures(F.linear(hidden, self._head.weight[: self._vocab_size]).float(), tau)
+
+    def _figures(self, logits: Tensor, tau: Tensor | None) -> Tensor:
+        """(1 or 2, N) of (N, V) logits in float32: τ, by the TempNet where it is not known, and H = −Σ p log p in nats."""
+        tau = self._tempnet(logits) if tau is None else tau
+        if not self._settings.with_entropy:
+            return tau.unsqueeze(0)
+        log_probs = torch.log_softmax(logits, dim=-1)
+        return torch.stack([tau, -(log_probs.exp() * log_probs).sum(-1)])
+
+
+@contextmanager
+def _only_one_position(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Listens to what goes into the output layer (B, T, d), and lets only the last position through."""
+    seen: list[Tensor] = []
+
+    def listen(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(inputs[0])
+        return (inputs[0][:, -1:],)
+
+    handle = head.register_forward_pre_hook(listen)
+    try:
+        yield seen
+    finally:
+        handle.remove()

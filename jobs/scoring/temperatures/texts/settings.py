@@ -1,0 +1,183 @@
+"""What decides the predictions: a configuration with its defaults filled in and checked against model, TempNet and text.
+
+Everything here is done before Ray or the base model is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pyarrow.fs import FileType
+from transformers import AutoConfig
+
+from jobs.engine.fingerprints import model_digest, tempnet_digest
+from jobs.engine.identity import differences
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives, relative, resolve
+from pipelines.manifest import read_json, write_json
+from pipelines.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.loading import load_tempnet
+from tempnet.network import TempNet
+from tempnet.weights import check_weight_files
+
+FORMAT_VERSION = 1
+SETTINGS_FILE = "_settings.json"
+_NUM_DIFFERENCES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionSettings:
+    """What workers need to know; local paths are absolute, because a worker runs in a directory of its own."""
+
+    source: str
+    model: str
+    tempnet: str
+    text_field: str
+    context_length: int
+    stride: int
+    batch_size: int
+    precision: Literal["fp32", "bf16"]
+    with_entropy: bool
+    per_token: bool
+    max_documents: int
+    part_characters: int
+    bos_id: int
+    tau_min: float
+    tau_max: float
+    """The range of τ at inference."""
+    model_digest: str
+    tempnet_digest: str
+    tokenizer_digest: str
+
+    def record(self, archives: list[Archive]) -> dict[str, Any]:
+        """Everything that decides the tables, flat; where model and text lie, and the batch size, do not."""
+        values = asdict(self)
+        for name in ("source", "model", "tempnet", "batch_size"):
+            del values[name]
+        root = resolve(self.source)[1]
+        files = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
+        return {"version": FORMAT_VERSION, **values, **files}
+
+
+def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
+    """Settings and archives of a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if text, model or TempNet is not there.
+        ValueError: if they do not fit each other, or a field does not fit them.
+    """
+    archives = list_sources(config.text)
+    return model_settings(config), archives
+
+
+def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
+    """Settings of a configuration whose text is not looked at.
+
+    Raises:
+        FileNotFoundError, OSError: if model or TempNet is not there.
+        ValueError: if they do not fit each other, or a field does not fit them.
+    """
+    network = load_tempnet(config.tempnet or config.model)
+    tokenizer = load_tokenizer(config.model)
+    check_weight_files(config.model)
+    base = AutoConfig.from_pretrained(config.model).get_text_config()
+    _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
+    longest = getattr(base, "max_position_embeddings", None)
+    context_length = config.context_length or longest
+    if context_length is None:
+        raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
+    if longest is not None and context_length > longest:
+        raise ValueError(
+            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
+        )
+    stride = config.stride or max(1, context_length // 2)
+    if stride > context_length:
+        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    return PredictionSettings(
+        source=_absolute(config.text),
+        model=_absolute(config.model),
+        tempnet=_absolute(config.tempnet or config.model),
+        text_field=config.text_field,
+        context_length=context_length,
+        stride=stride,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        with_entropy=config.with_entropy,
+        per_token=config.per_token,
+        max_documents=config.max_documents,
+        part_characters=config.part_characters,
+        bos_id=document_start_id(tokenizer),
+        tau_min=network.config.tau_min,
+        tau_max=network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval,
+        model_digest=model_digest(config.model),
+        tempnet_digest=tempnet_digest(network),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+    )
+
+
+def list_sources(uri: str) -> list[Archive]:
+    """What is to be read: a plain text file, an archive, the archives below a directory, or else its plain text.
+
+    Raises:
+        FileNotFoundError, ValueError: as `list_archives`.
+    """
+    filesystem, root = resolve(uri)
+    if filesystem.get_file_info(root).type == FileType.Directory:
+        try:
+            return list_archives(uri)
+        except FileNotFoundError:  # no archive in it; plain text may be
+            pass
+    return list_archives(uri, SUFFIXES | PLAIN_SUFFIXES)
+
+
+def claim_output(output: str, record: dict[str, Any]) -> None:
+    """Make the directory and write the settings into it, or see that it was begun with the same ones.
+
+    Raises:
+        OSError: if it cannot be written.
+        ValueError: naming what differs.
+    """
+    filesystem, path = resolve(output)
+    filesystem.create_dir(path, recursive=True)
+    known = read_json(f"{output}/{SETTINGS_FILE}")
+    if known is None:
+        write_json(f"{output}/{SETTINGS_FILE}", record)
+    elif changes := differences(known, record):
+        more = len(changes) - _NUM_DIFFERENCES_SHOWN
+        shown = "; ".join(changes[:_NUM_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(f"output = {output} was begun with other settings: choose another one. {shown}")
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    """16 hex digits of a record of settings."""
+    return _digest(json.dumps(record, sort_keys=True).encode())
+
+
+def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logits: int) -> None:
+    if network.config.kind != "logits":
+        raise ValueError(f"the TempNet of {model} reads {network.config.kind}, not the logits of a language model")
+    if num_tokens != network.config.input_size:
+        raise ValueError(
+            f"the tokenizer of {model} has {num_tokens} tokens, its TempNet was built for a vocabulary of "
+            f"{network.config.input_size}"
+        )
+    if num_logits < network.config.input_size:
+        raise ValueError(
+            f"the TempNet was built for a vocabulary of {network.config.input_size}, {model} has {num_logits} logits"
+        )
+
+
+def _absolute(name: str) -> str:
+    """A local path as an absolute one; a URI or a hub name as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

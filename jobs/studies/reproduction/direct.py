@@ -1,0 +1,159 @@
+"""Figures for which nothing is trained: parameter counts, and the time of steps and of generation."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from jobs.tasks.language_model.config import LanguageModelConfig
+from tempnet.network import TempNet, TempNetConfig
+
+# Base → its TempNets: their number, what they read, and its size. 50 304: GPT-2's vocabulary, padded.
+_NETWORKS = {
+    "CLIP": (2, TempNetConfig.for_embeddings(256, rho=8.0)),
+    "GPT-2": (1, TempNetConfig.for_logits(50_304)),
+    "LLaMA 7B": (1, TempNetConfig.for_logits(32_000)),
+}
+
+_NUM_ROUNDS = 8
+_NUM_PROMPT_TOKENS = 16
+_NUM_NEW_TOKENS = 32
+
+
+def parameter_counts(seed: int) -> dict[str, dict[str, float]]:
+    """Parameters of the TempNets of a base, counted and by d0·d1 + d1 + d1·d2 + d2 + 2 (Table 13)."""
+    found = {}
+    for base, (number, config) in _NETWORKS.items():
+        with torch.device("meta"):
+            counted = sum(parameter.numel() for parameter in TempNet(config).parameters())
+        d0, d1, d2 = config.input_size, config.hidden_size, config.num_prototypes
+        formula = d0 * d1 + d1 + d1 * d2 + d2 + 2
+        found[base] = {"parameters": float(number * counted), "formula": float(number * formula)}
+    return found
+
+
+def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
+    """What TempNet and the robust loss add to a step of training and to generation (Table 14), for one seed.
+
+    Plain and with TempNet are timed in turn, round after round; `training` and `generation` are medians over the rounds of
+    the time against the plain one's of the same round, the others tokens a second. Random weights and tokens: the shape
+    decides. On a GPU where the preset wants one.
+    """
+
+    def measure(seed: int) -> dict[str, dict[str, float]]:
+        torch.manual_seed(seed)
+        if config.workers.num_threads:
+            torch.set_num_threads(config.workers.num_threads)
+        steps = _training(config)
+        texts = _generation(config)
+        num_trained = config.optimizer.batch_size * config.data.context_length
+        num_generated = config.optimizer.batch_size * _NUM_NEW_TOKENS
+        found: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
+        for what, forms, num_tokens in (("training", steps, num_trained), ("generation", texts, num_generated)):
+            seconds = _in_turn(forms)
+            for form, values in seconds.items():
+                ratios = [value / plain for value, plain in zip(values, seconds["plain"], strict=True)]
+                found[form] |= {
+                    what: statistics.median(ratios),
+                    f"{what}_speed": num_tokens / statistics.median(values),
+                }
+        return found
+
+    return measure
+
+
+def _in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Seconds of every form in every round; the first round, which warms up, is left out, and none is always the first."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    orders = itertools.cycle([list(forms), list(forms)[::-1]])
+    for number, order in zip(range(_NUM_ROUNDS + 1), orders, strict=False):
+        for name in order:
+            started = time.perf_counter()
+            forms[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def _device(config: LanguageModelConfig) -> torch.device:
+    if not config.workers.use_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("workers.use_gpu = True, but this machine has no GPU to take the time on")
+    return torch.device("cuda")
+
+
+def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Forward, backward, clipping and AdamW, always of the same batch."""
+    # As `jobs.engine.deepspeed_engine` has it.
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=None if ids.is_cuda else True)
+
+    def step() -> None:
+        module(ids, positions, targets)["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
+    """A step of training, by form."""
+    import dataclasses
+
+    from jobs.tasks.language_model.models import build_model
+    from pipelines.tokenization import load_tokenizer
+
+    device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
+    shape = (config.optimizer.batch_size, config.data.context_length)
+    ids, targets = torch.randint(len(tokenizer), (2, *shape), device=device)
+    positions = torch.arange(shape[1], device=device).expand(shape)
+
+    def form(loss: str) -> Callable[[], None]:
+        module = build_model(
+            dataclasses.replace(config, temperature=dataclasses.replace(config.temperature, loss=loss)), tokenizer
+        ).to(device)
+        return training_step(module, ids, positions, targets)
+
+    return {"plain": form("ce"), "TempNet": form("dro")}
+
+
+def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
+    """Sampling some tokens for a batch of prompts, by form."""
+    from jobs.tasks.language_model.models import build_base, build_tempnet, resolved_rho
+    from pipelines.tokenization import load_tokenizer
+    from tempnet.inference import CachedFold, attach
+
+    device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
+    base = build_base(config, tokenizer).eval()
+    base.to(device)
+    rho = resolved_rho(config, len(tokenizer))
+    assert rho is not None
+    network = build_tempnet(config, len(tokenizer), rho).eval().to(device)
+    fold = CachedFold.of(base, network)
+    prompts = torch.randint(len(tokenizer), (config.optimizer.batch_size, _NUM_PROMPT_TOKENS), device=device)
+    options = {
+        "input_ids": prompts,
+        "attention_mask": torch.ones_like(prompts),
+        "max_new_tokens": _NUM_NEW_TOKENS,
+        "min_new_tokens": _NUM_NEW_TOKENS,
+        "do_sample": True,
+        "top_k": 0,
+        "pad_token_id": 0,
+    }
+
+    def plain() -> None:
+        base.generate(**options)
+
+    def with_tempnet() -> None:
+        with attach(base, network, fold) as attached:
+            base.generate(**options, logits_processor=[attached.processor()])
+
+    return {"plain": plain, "TempNet": with_tempnet}

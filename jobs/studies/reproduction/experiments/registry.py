@@ -1,0 +1,50 @@
+"""All experiments by their id, and ids that are part of another."""
+
+from __future__ import annotations
+
+import difflib
+
+from jobs.studies.reproduction.experiment import Experiment
+from jobs.studies.reproduction.experiments import (
+    caption_noise,
+    contrastive_losses,
+    networks,
+    sentences,
+    temperatures,
+    texts,
+    training,
+)
+
+EXPERIMENTS: dict[str, Experiment] = {
+    one.id: one
+    for one in (
+        *training.EXPERIMENTS,
+        *temperatures.EXPERIMENTS,
+        *networks.EXPERIMENTS,
+        *texts.EXPERIMENTS,
+        *contrastive_losses.EXPERIMENTS,
+        *caption_noise.EXPERIMENTS,
+        *sentences.EXPERIMENTS,
+    )
+}
+"""In the order of the help."""
+
+ALIASES = {"T7": "T3", "T8": "T3", "T9": "T3", "F10": "F2", "F5-left": "F5"}
+"""Table or figure → the experiment that it is a part of."""
+
+
+def find(name: str) -> Experiment:
+    """By id, in any case.
+
+    Raises:
+        ValueError: naming the nearest ids.
+    """
+    ids = {one.lower(): one for one in (*EXPERIMENTS, *ALIASES)}
+    if name.lower() not in ids:
+        near = difflib.get_close_matches(name.lower(), ids, n=3, cutoff=0.4)
+        hint = (
+            f"did you mean {' or '.join(ids[one] for one in near)}?" if near else f"there are: {', '.join(EXPERIMENTS)}"
+        )
+        raise ValueError(f"experiment {name!r} is unknown: {hint}")
+    found = ids[name.lower()]
+    return EXPERIMENTS[ALIASES.get(found, found)]

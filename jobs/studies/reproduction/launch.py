@@ -1,0 +1,192 @@
+"""An experiment as trials: checks, data prepared once, runs in the order that they need each other, scores, verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.engine.cluster import start_ray
+from jobs.engine.launch import claim_directory
+from jobs.engine.task import Plan
+from jobs.engine.tracking import mark_if_ended
+from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.studies.reproduction.experiment import Measure, Scores
+from jobs.studies.reproduction.picture import has_picture, png
+from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of, where
+from jobs.studies.reproduction.runs import Run, needed_paths, planner
+from jobs.studies.reproduction.scoring import FinishedRun, Place
+from jobs.studies.reproduction.table import StudyResult, as_content, markdown, verdict_of_claim
+from jobs.studies.reproduction.verdicts import Replicates, judge
+from jobs.studies.trials.command import Results
+from jobs.studies.trials.parent import open_parent, publish
+from jobs.studies.trials.prepare import prepare_once
+from jobs.studies.trials.run import Outcomes, Rounds, Trial, run_trials
+
+_VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
+
+
+def run_reproduction(work: Reproduction) -> Results[StudyResult]:
+    """Run it to its end, or continue it; writes `results.md`, `results.json` and `figures.png` into its directory.
+
+    Raises:
+        ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and what would be legal; whatever
+            can be known beforehand, before Ray starts.
+    """
+    config = work.config
+    print(work.describe() + "\n", flush=True)
+    plans = _check(work)
+    claim_directory(config)
+    outcomes, data_sets = Outcomes(finished={}, failed={}), {}
+    if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
+        start_ray()
+        data_sets = prepare_once(plans)
+    parent = open_parent(
+        config,
+        run=config.run,
+        tracking=dataclasses.replace(config.tracking, paper=config.tracking.paper or work.experiment.source),
+        uri=work.tracking_uri,
+        num_trials=len(work.runs),
+        data_sets=data_sets,
+    )
+    with mark_if_ended(parent):
+        if work.runs:
+            measures = measures_of_runs(work)
+            outcomes = _run_in_order(
+                list(work.runs.values()),
+                directory=config.run.directory,
+                parent=parent,
+                num_concurrent=config.num_concurrent,
+                data_cpus=max(plan.data_cpus for plan in plans),
+                describe=lambda outcome: _in_few_words(outcome, measures[outcome["run"]]),
+            )
+        results = [_result(work, planned, outcomes) for planned in work.studies]
+        verdict = verdict_of_claim(work, results)
+        return publish(
+            config.run,
+            parent,
+            rows=results,
+            table=markdown(work, results, outcomes.failed),
+            content=as_content(work, results),
+            files={"figures.png": png(results)} if has_picture(results) else {},
+            metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
+            failed=outcomes.failed,
+        )
+
+
+def measures_of_runs(work: Reproduction) -> dict[str, Sequence[Measure]]:
+    """Of each run those of the study that it is made for: another study's may mean nothing of it."""
+    return {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
+
+
+def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and what is a number beside them."""
+    scores = {name: float(value) for name, value in outcome.items() if isinstance(value, int | float)}
+    for section in ("validation", "rivals"):
+        scores |= {f"{section}/{name}": float(value) for name, value in outcome.get(section, {}).items()}
+    return scores
+
+
+def _check(work: Reproduction) -> list[Plan]:
+    """The plan of the first run of every arm, but of those that start from a run that is yet to be made.
+
+    Raises:
+        ValueError, OSError: naming the field and what would be legal, also for data that only the latter read.
+    """
+    for name, path in work.scoring_data.items():
+        if path and is_local(path) and not Path(path).exists():
+            raise FileNotFoundError(
+                f"data: {name} = {path!r} is not there, and models are scored on it: --data {name}=PATH"
+            )
+    first = {(number, run.arm.name): run for number, planned in enumerate(work.studies) for run in planned.runs[::-1]}
+    by_name = {run.name: run for run in first.values()}
+
+    def can_start(run: Run) -> bool:
+        return not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
+
+    plans = [planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
+    for field, paths in needed_paths([run.config for run in work.runs.values()]).items():
+        for path in paths:
+            if where(field, path) == "MISSING":
+                raise FileNotFoundError(f"{field} = {path!r} is not there: --change {field}=PATH")
+    return plans
+
+
+def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
+    """Those that need no other first; what starts from one that failed is failed."""
+    outcomes = run_trials(_rounds(runs), length=len(runs), **options)
+    failed = dict(outcomes.failed)
+    for run in runs:  # bases come before what starts from them
+        if run.after in failed:
+            failed.setdefault(run.name, f"{run.after}, which it starts from, failed")
+    return Outcomes(finished=outcomes.finished, failed=failed)
+
+
+def _rounds(runs: Sequence[Run]) -> Rounds:
+    """Every run in the first round before which the one that it starts from has finished."""
+    left, finished = list(runs), {run.name for run in runs if outcome_of(run) is not None}
+    while ready := [run for run in left if not run.after or run.after in finished]:
+        left = [run for run in left if run not in ready]
+        finished |= (yield [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]).finished.keys()
+
+
+def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:
+    study = planned.study
+    replicates = _measured(work, planned) if study.direct else _scored(work, planned, outcomes)
+    measures = {measure.name: measure for measure in study.measures}
+    return StudyResult(
+        study=study,
+        replicates=replicates,
+        judged=[
+            judge(statement, replicates, measures, test_share=planned.test_share) for statement in study.statements
+        ],
+        test_share=planned.test_share,
+    )
+
+
+def _measured(work: Reproduction, planned: PlannedStudy) -> Replicates:
+    assert planned.study.direct is not None
+    found: dict[str, dict[str, Scores]] = {}
+    for seed in range(work.config.seeds):
+        for arm, scores in planned.study.direct(seed).items():
+            found.setdefault(arm, {})[str(seed)] = scores
+    return found
+
+
+def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
+    study = planned.study
+    finished = {
+        run.name: FinishedRun(config=run.config, outcome=outcomes.finished[run.name])
+        for run in planned.runs
+        if run.name in outcomes.finished
+    }
+    scores: dict[str, dict[str, float]] = {name: scores_of(run.outcome) for name, run in finished.items()}
+    # What others start from may be no row of the table, and of another kind.
+    bases = {arm.after for arm in study.arms}
+    rows = {run.name for run in planned.runs if run.arm.name not in bases}
+    wanted = [run for name, run in finished.items() if name in rows]
+    if study.scoring and wanted:
+        use_gpu = wanted[0].config.workers.use_gpu
+        place = Place(
+            directory=work.config.run.directory,
+            data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
+            workers=EvaluationWorkersSection(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
+        )
+        for name, more in study.scoring.scores(wanted, place).items():
+            scores[name] |= more
+    found: dict[str, dict[str, Scores]] = {}
+    for run in planned.runs:
+        if run.name in scores:
+            found.setdefault(run.arm.name, {})[run.replicate.name] = scores[run.name]
+    return found
+
+
+def _in_few_words(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> str:
+    scores = scores_of(outcome)
+    shown: dict[str, str] = {}
+    for measure in measures:
+        if math.isfinite(value := measure.value(scores)):
+            shown[measure.title] = f"{value:.{measure.digits}f}"
+    return ", ".join(f"{title} {value}" for title, value in shown.items())

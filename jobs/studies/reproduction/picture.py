@@ -1,0 +1,99 @@
+"""What an experiment found as a picture: every measure with its intervals, or the course of training."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import matplotlib
+
+from jobs.studies.reproduction.experiment import Measure
+from jobs.studies.reproduction.scoring import History
+from jobs.studies.reproduction.table import StudyResult
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+_MAX_NUM_PANELS = 4
+
+
+def png(results: Sequence[StudyResult]) -> bytes:
+    """The file."""
+    content, figure = io.BytesIO(), draw(results)
+    figure.savefig(content, format="png", dpi=110)
+    plt.close(figure)
+    return content.getvalue()
+
+
+def draw(results: Sequence[StudyResult]) -> Figure:
+    """A row of panels for every study that chance has a part in."""
+    drawn = [result for result in results if _measured(result)]
+    figure = plt.figure(figsize=(11, sum(map(_height, drawn))), layout="constrained")
+    rows = figure.subfigures(len(drawn), 1, height_ratios=[_height(result) for result in drawn], squeeze=False)[:, 0]
+    for row, result in zip(rows, drawn, strict=True):
+        row.suptitle(result.study.title)
+        if isinstance(result.study.scoring, History):
+            _draw_course(row.subplots(), result)
+            continue
+        measures = _measured(result)[:_MAX_NUM_PANELS]
+        panels = row.subplots(1, len(measures), squeeze=False, sharey=True)[0]
+        for panel, measure in zip(panels, measures, strict=True):
+            _draw_measure(panel, result, measure)
+    return figure
+
+
+def has_picture(results: Sequence[StudyResult]) -> bool:
+    """Whether chance has a part in anything."""
+    return any(_measured(result) for result in results)
+
+
+def _measured(result: StudyResult) -> list[Measure]:
+    """What any arm has figures of, without what is exact."""
+    return [
+        measure
+        for measure in result.study.measures
+        if not measure.is_exact and any(result.values(arm, measure) for arm in result.study.arms)
+    ]
+
+
+def _height(result: StudyResult) -> float:
+    return 4.0 if isinstance(result.study.scoring, History) else 1.2 + 0.32 * len(result.study.arms)
+
+
+def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
+    """Every arm on a line of its own, from above: seeds as points, mean and 95 % interval."""
+    names = [arm.name for arm in result.study.arms]
+    for height, arm in enumerate(result.study.arms):
+        values = result.values(arm, measure)
+        panel.plot(values, [height] * len(values), "o", color="tab:gray", alpha=0.5, markersize=4)
+        if estimate := result.estimate(arm, measure):
+            panel.errorbar(estimate.mean, height, xerr=estimate.half_width, fmt="D", color="tab:blue", capsize=3)
+    panel.set(xlabel=measure.title, yticks=range(len(names)), yticklabels=names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.xaxis.set_major_locator(MaxNLocator(5))
+    panel.grid(axis="x", alpha=0.3)
+
+
+def _draw_course(panel: Axes, result: StudyResult) -> None:
+    """A line with its interval for every arm over the course of training."""
+    measures = result.study.measures
+    shares = [(number + 1) / len(measures) for number in range(len(measures))]
+    for arm in result.study.arms:
+        found = [result.estimate(arm, measure) for measure in measures]
+        known = [(share, one) for share, one in zip(shares, found, strict=True) if one]
+        panel.errorbar(
+            [share for share, _ in known],
+            [one.mean for _, one in known],
+            yerr=[one.half_width for _, one in known],
+            marker="o",
+            capsize=3,
+            label=arm.name,
+        )
+    panel.set(
+        xlabel="share of the steps", ylabel=measures[-1].title.replace(f" after {len(measures)}/{len(measures)}", "")
+    )
+    panel.grid(alpha=0.3)
+    panel.legend()

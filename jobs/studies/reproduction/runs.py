@@ -1,0 +1,191 @@
+"""From an arm and a seed to the configuration of a training run, named by what it is, so that it is found again.
+
+Experiments share runs: the name of one is its preset, its seed and a digest of everything that identifies it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jobs.engine.config import TrainingConfig
+from jobs.engine.identity import configuration_hash, flatten, with_fields
+from jobs.engine.task import Plan
+from jobs.studies.reproduction.experiment import Arm, Scale, Study
+from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.presets import classifiers, clip, language_models, sentences
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+
+Config = TypeVar("Config", bound=TrainingConfig)
+
+PRESETS: dict[str, Callable[[], Any]] = {
+    **language_models.PRESETS,
+    **clip.PRESETS,
+    **sentences.PRESETS,
+    **classifiers.PRESETS,
+}
+"""Of all jobs, whose names differ."""
+
+SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "workers.num_threads": 1}
+"""One thread a run, so that runs lie side by side."""
+
+_PATHS = (
+    "data.train", "data.validation", "data.train_captions", "data.validation_captions", "data.directory", "data.file",
+    "data.tokenizer", "model.path", "model.image_path", "model.text_path", "temperature.table",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate:
+    """What chance is drawn by."""
+
+    number: int
+    """Of the seed, from 0 on."""
+    seed: int
+    fold: int = 0
+
+    @property
+    def name(self) -> str:
+        """The same for all arms."""
+        return f"{self.number}.{self.fold}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training run of a study."""
+
+    arm: Arm
+    replicate: Replicate
+    config: TrainingConfig
+    after: str
+    """Name of the run that it starts from; empty: of none."""
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.config.run.name
+
+
+def preset_of(arm: Arm, scale: Scale) -> str:
+    """The name of an arm's preset at a scale."""
+    return f"{arm.preset}-small" if scale == "small" else arm.preset
+
+
+def replicates_of(arm: Arm, scale: Scale, num_seeds: int) -> list[Replicate]:
+    """Seeds 0, 1, …; of a cross-validation its own seeds, each with every fold.
+
+    Raises:
+        ValueError: if it has fewer seeds.
+    """
+    config = PRESETS[preset_of(arm, scale)]()
+    if not isinstance(config, CrossValidationConfig):
+        return [Replicate(number=number, seed=number) for number in range(num_seeds)]
+    grid = config.grid
+    if num_seeds > len(grid.seeds):
+        raise ValueError(f"seeds = {num_seeds}: {arm.preset} has the {len(grid.seeds)} seeds of its paper")
+    return [
+        Replicate(number=number, seed=grid.seeds[number], fold=fold)
+        for number, fold in itertools.product(range(num_seeds), range(grid.num_folds))
+    ]
+
+
+def test_share(study: Study, scale: Scale) -> float:
+    """n_test/n_train where the study's replicates are folds, else 0."""
+    configs = [PRESETS[preset_of(arm, scale)]() for arm in study.arms if arm.preset]
+    folds = [config.grid.num_folds for config in configs if isinstance(config, CrossValidationConfig)]
+    return 1.0 / (folds[0] - 1) if folds else 0.0
+
+
+def runs_of(
+    study: Study,
+    scale: Scale,
+    num_seeds: int,
+    *,
+    directory: str,
+    prepared: str,
+    tracking: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> list[Run]:
+    """All runs, those that others start from before them; one that two arms have in common occurs for each.
+
+    Args:
+        directory: where runs lie.
+        prepared: where prepared data lie.
+        tracking: fields of `tracking`.
+        overrides: `section.field` → value, before the arms' own; of runs that have the field.
+
+    Raises:
+        ValueError: naming a field that is not there, or what a configuration refuses.
+    """
+    found: dict[tuple[str, str], Run] = {}
+    place: dict[str, Any] = {"run.storage": directory, "run.prepared": prepared}
+    place |= {f"tracking.{name}": value for name, value in tracking.items()}
+    if scale == "small":
+        place |= SMALL_WORKERS
+    for arm in study.arms:
+        if not arm.preset:
+            continue
+        for replicate in replicates_of(arm, scale, num_seeds):
+            # A base that many start from is trained once for every seed, not for every fold.
+            before = found[arm.after, f"{replicate.number}.0"] if arm.after else None
+            start = {"model.path": before.config.run.export_directory} if before else {}
+            preset = preset_of(arm, scale)
+            config = _before_changes(preset, replicate)
+            known = flatten(config)
+            fitting = {name: value for name, value in overrides.items() if name in known}
+            config = with_fields(config, {**place, **study.changes, **fitting, **start, **arm.changes})
+            config = _named(config, preset, replicate, is_small=scale == "small")
+            found[arm.name, replicate.name] = Run(
+                arm=arm, replicate=replicate, config=config, after=before.name if before else ""
+            )
+    return list(found.values())
+
+
+def _before_changes(preset: str, replicate: Replicate) -> TrainingConfig:
+    config = PRESETS[preset]()
+    if isinstance(config, CrossValidationConfig):
+        config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
+    return with_fields(config, {"run.seed": replicate.seed})
+
+
+def _named(config: Config, preset: str, replicate: Replicate, *, is_small: bool) -> Config:
+    if is_small:  # one checkpoint, at the end
+        config = with_fields(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
+    digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
+    return with_fields(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
+
+
+def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
+    """What makes the plan of such a configuration."""
+    # Imported late: a dry run should not wait for Transformers.
+    if isinstance(config, ClipConfig):
+        from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
+
+        return make_clip_plan
+    if isinstance(config, SentenceConfig):
+        from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
+
+        return make_sentence_plan
+    if isinstance(config, ClassifierConfig):
+        from jobs.tasks.classifier.plan import make_plan as make_classifier_plan
+
+        return make_classifier_plan
+    from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+
+    return make_language_model_plan
+
+
+def needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
+    """Field → data and models that runs read and that no run of theirs makes."""
+    made = {config.run.export_directory for config in configs}
+    found: dict[str, list[str]] = {}
+    for config in configs:
+        values = flatten(config)
+        for name in _PATHS:
+            value = values.get(name, "")
+            if value and value not in made and value not in found.setdefault(name, []):
+                found[name].append(value)
+    return {name: values for name, values in found.items() if values}

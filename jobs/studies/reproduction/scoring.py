@@ -1,0 +1,289 @@
+"""What the exports of finished runs are scored on, by the evaluation jobs; every score is kept and found again by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jobs.engine.config import TrackingSection, TrainingConfig
+from jobs.scoring.language_models.config import EvaluationWorkersSection
+
+_UNTRACKED = TrackingSection(enabled=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """A run with its outcome."""
+
+    config: TrainingConfig
+    outcome: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.config.run.name
+
+    @property
+    def export(self) -> str:
+        """Where its model is."""
+        return str(self.outcome["export"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where scores are made."""
+
+    directory: str
+    """Of the experiment."""
+    data: Mapping[str, str]
+    """Name → path, of what the scoring needs."""
+    workers: EvaluationWorkersSection
+
+
+class Scoring(Protocol):
+    """One kind of scores."""
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Name → where the data are unless `--data NAME=PATH` says so; empty: need not be."""
+        ...
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """Name of a run → its scores. Needs Ray.
+
+        Raises:
+            ValueError, OSError, EvaluationFailedError: as the evaluation jobs.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrieval:
+    """Recalls of dual encoders on held-out images with captions, and zero-shot accuracies: `<set>/<figure>`."""
+
+    retrieval: Mapping[str, str]
+    """Name of a set → its images."""
+    captions: Mapping[str, str] = field(default_factory=dict)
+    """Name of a set → json in Karpathy's form, whose test split is taken; empty: beside the images."""
+    zero_shot: Mapping[str, str] = field(default_factory=dict)
+    """Name of a set → a folder of images a class."""
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Every set by its name; its captions by `<name>_captions`."""
+        return {
+            **self.retrieval,
+            **self.zero_shot,
+            **{f"{name}_captions": path for name, path in self.captions.items()},
+        }
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """By `jobs.evaluate_clip`."""
+        from jobs.scoring.dual_encoders.config import EvaluateClipConfig
+        from jobs.scoring.dual_encoders.launch import evaluate
+
+        captions = [f"{name}={path}" for name in self.retrieval if (path := place.data.get(f"{name}_captions"))]
+        columns = evaluate(
+            EvaluateClipConfig(
+                models=tuple(run.export for run in runs),
+                retrieval=tuple(f"{name}={place.data[name]}" for name in self.retrieval),
+                captions=tuple(captions),
+                splits=tuple(f"{name}=test" for name in self.retrieval if self.captions.get(name)),
+                zero_shot=tuple(f"{name}={place.data[name]}" for name in self.zero_shot),
+                name="retrieval",
+                storage=place.directory,
+                workers=place.workers,
+                tracking=_UNTRACKED,
+            )
+        )
+        return {run.name: dict(column.metrics) for run, column in zip(runs, columns, strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Accuracies of sentence encoders on SentEval's tasks: `<task>/accuracy`, and `mean_accuracy`."""
+
+    directory: str
+    num_folds: int = 10
+    num_inner_folds: int = 5
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """One directory."""
+        return {"senteval": self.directory}
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """By `jobs.evaluate_sentences`."""
+        from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+        from jobs.scoring.sentence_encoders.launch import evaluate
+
+        columns = evaluate(
+            EvaluateSentencesConfig(
+                models=tuple(run.export for run in runs),
+                data=place.data["senteval"],
+                num_folds=self.num_folds,
+                num_inner_folds=self.num_inner_folds,
+                name="transfer",
+                storage=place.directory,
+                workers=place.workers,
+                tracking=_UNTRACKED,
+            )
+        )
+        return {
+            run.name: {**column.metrics, "mean_accuracy": column.mean_accuracy or 0.0}
+            for run, column in zip(runs, columns, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """Word perplexity of WikiText-2, LAMBADA, and harness tasks of language models, each at its own temperature.
+
+    A model that has a TempNet is scored at the `temperatures`, another at τ = 1: `<task>/<figure>`, and for others than the
+    model's own `<task>/<figure> at <temperature>`.
+    """
+
+    wikitext: str = "data/wikitext2_test.txt"
+    lambada: str = "data/lambada_test.jsonl"
+    """Empty: not scored."""
+    tasks: tuple[str, ...] = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
+    temperatures: tuple[str, ...] = ("tempnet",)
+    """As `jobs.evaluate_lm` takes them."""
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """The two files; the harness finds its tasks on the hub."""
+        return {"wikitext": self.wikitext} | ({"lambada": self.lambada} if self.lambada else {})
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """By `jobs.evaluate_lm`."""
+        from jobs.scoring.language_models.config import EvaluateConfig
+        from jobs.scoring.language_models.launch import evaluate
+        from tempnet.loading import find_tempnet
+
+        predicted = [run for run in runs if find_tempnet(run.export)]
+        found: dict[str, dict[str, float]] = {run.name: {} for run in runs}
+        for own, group, temperatures in (
+            ("tempnet", predicted, self.temperatures),
+            ("one", [run for run in runs if run not in predicted], ("one",)),
+        ):
+            if not group:
+                continue
+            columns = evaluate(
+                EvaluateConfig(
+                    models=tuple(run.export for run in group),
+                    temperatures=temperatures,
+                    wikitext=place.data["wikitext"],
+                    lambada=place.data.get("lambada", ""),
+                    tasks=self.tasks,
+                    name=f"language-{own}",
+                    storage=place.directory,
+                    workers=place.workers,
+                    tracking=_UNTRACKED,
+                )
+            )
+            for number, column in enumerate(columns):
+                name = group[number // len(temperatures)].name
+                suffix = "" if column.temperature.name == own else f" at {column.temperature.name}"
+                found[name] |= {f"{key}{suffix}": value for key, value in column.metrics.items()}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A validation score in the course of training: `<score>@1` … `<score>@num_points`."""
+
+    score: str
+    num_points: int
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Nothing."""
+        return {}
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """What was found at every num_points-th of the steps."""
+        found = {}
+        for run in runs:
+            history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
+            steps = sorted(history)
+            wanted = [run.config.run.num_steps * point // self.num_points for point in range(1, self.num_points + 1)]
+            nearest = [min(steps, key=lambda step, goal=goal: abs(step - goal)) for goal in wanted]  # type: ignore[misc]
+            found[run.name] = {f"{self.score}@{point}": history[step] for point, step in enumerate(nearest, start=1)}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoisyCaptions:
+    """How the temperatures of pairs with noise in their captions differ from those of the others, %: `noisy_tau`.
+
+    TempNets are asked anew; iSogCLR's temperatures are those of its last checkpoint. Which pairs have noise at `share`
+    depends on the seed alone, so that a run without noise shows how much of the difference is not the noise's.
+    """
+
+    share: float = 0.15
+    num_pairs: int = 4000
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """That of the training."""
+        return {}
+
+    def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
+        """Means over images and captions of the training set."""
+        return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
+
+    def _difference(self, run: FinishedRun) -> float:
+        from jobs.tasks.dual_encoder.config import ClipConfig
+        from jobs.tasks.dual_encoder.data import pair_source, prepared, random_pairs
+
+        config = run.config
+        assert isinstance(config, ClipConfig)
+        source = pair_source(config, prepared(config, "train"))
+        count = min(self.num_pairs, source.manifest.num_pairs)
+        ids = random_pairs(source.manifest.num_pairs, count, config.run.seed)
+        places = source.locate(ids)
+        batch = source.read(*places, 0)
+        is_noisy = dataclasses.replace(source, caption_noise=self.share).read(*places, 0)["is_noisy"]
+        if config.temperature.needs_tempnets:
+            tau = _predicted(run.export, batch)
+        else:
+            tau = _stored(config.run.directory, source.manifest.num_pairs)[:, ids]
+        ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
+        return float(100 * (ratios - 1).mean())
+
+
+def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
+    """(2, n) of images and captions."""
+    import torch
+
+    from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+
+    encoder, networks = DualEncoder.from_pretrained(export), load_pair_tempnets(export)
+    parts = []
+    with torch.no_grad():
+        for at in range(0, len(batch["ids"]), 256):
+            images, *tokens = (
+                torch.from_numpy(batch[name][at : at + 256]) for name in ("images", "input_ids", "attention_mask")
+            )
+            embeddings = encoder.encode_images(images), encoder.encode_texts(*tokens)
+            parts.append(torch.stack([network(one) for network, one in zip(networks, embeddings, strict=True)]))
+    return torch.cat(parts, 1).double().numpy()
+
+
+def _stored(directory: str, num_pairs: int) -> Any:
+    """(2, N) of all training pairs, from the last checkpoint, in which they lie with their owners."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    checkpoints = sorted(Path(directory).glob("checkpoint-*"))
+    files = sorted(checkpoints[-1].glob("samples-*.safetensors")) if checkpoints else []
+    if not files:
+        raise FileNotFoundError(f"{directory} holds no checkpoint with the temperatures of its samples")
+    tau = np.empty((2, num_pairs))
+    for rank, file in enumerate(files):
+        tau[:, rank :: len(files)] = load_file(file)["tau"]
+    return tau

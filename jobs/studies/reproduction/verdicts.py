@@ -1,0 +1,94 @@
+"""Does the claim hold? One rule for all of them.
+
+A statement bounds a weighted sum of figures, which is formed seed by seed, so that what a seed does to all arms alike falls
+out (a paired difference; a single figure; a difference of differences). It
+
+    holds                           if the 95 % interval of its mean over the seeds lies within the bound,
+    does not hold                   if the interval lies outside,
+    cannot be seen at this scale    otherwise, and where there is no interval (a single seed, no figures).
+
+A claim holds if all its statements do, and does not hold if one of them does not. Intervals are not widened for the number of
+statements: of 20 statements about equal arms one is expected to be decided by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jobs.studies.estimates import Estimate, estimate
+from jobs.studies.reproduction.experiment import Measure, Scores, Statement
+
+Verdict = Literal["holds", "does not hold", "cannot be seen at this scale"]
+UNSEEN: Verdict = "cannot be seen at this scale"
+
+Replicates = Mapping[str, Mapping[str, Scores]]
+"""Arm → name of the replicate (its seed, and fold) → scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A statement with what was found."""
+
+    statement: Statement
+    estimate: Estimate | None
+    """Of the weighted sum; None where no seed has all of its figures."""
+    num_replicates: int
+    verdict: Verdict
+
+
+def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: bool = False) -> Estimate | None:
+    """The mean of figures with its interval; None of no figures, or where one is no number."""
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    found = estimate(values, test_share)
+    return Estimate(found.mean, 0.0, math.nan) if is_exact and len(set(values)) == 1 else found
+
+
+def judge(
+    statement: Statement, replicates: Replicates, measures: Mapping[str, Measure], *, test_share: float = 0.0
+) -> Judged:
+    """Hold a statement against the figures.
+
+    Args:
+        measures: by name.
+        test_share: as `jobs.studies.estimates.estimate` takes it.
+    """
+    arms = {arm for arm, _ in statement.weights}
+    common = set.intersection(*(set(replicates.get(arm, {})) for arm in arms))
+    sums = [
+        math.fsum(
+            weight * measures[measure].value(replicates[arm][name])
+            for (arm, measure), weight in statement.weights.items()
+        )
+        for name in sorted(common)
+    ]
+    is_exact = all(measures[measure].is_exact for _, measure in statement.weights)
+    found = summarize(sums, test_share=test_share, is_exact=is_exact)
+    return Judged(statement=statement, estimate=found, num_replicates=len(sums), verdict=verdict_of(statement, found))
+
+
+def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
+    """The rule for one statement."""
+    if found is None or math.isnan(found.half_width):
+        return UNSEEN
+    lower, upper = found.mean - found.half_width, found.mean + found.half_width
+    if statement.low < lower and upper < statement.high:
+        return "holds"
+    if upper <= statement.low or statement.high <= lower:
+        return "does not hold"
+    return UNSEEN
+
+
+def overall(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
+    """The rule for all of them together; nothing stated is nothing seen.
+
+    Args:
+        num_left_out: statements whose arms were not run, which are not seen either.
+    """
+    verdicts = {one.verdict for one in judged} | ({UNSEEN} if num_left_out else set())
+    if "does not hold" in verdicts:
+        return "does not hold"
+    return "holds" if verdicts == {"holds"} else UNSEEN

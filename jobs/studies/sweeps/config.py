@@ -1,0 +1,206 @@
+"""The configuration of a sweep: what is trained, which of its fields vary, and what is looked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.identity import with_fields
+from jobs.engine.named_values import named_values, twice
+from jobs.studies.sweeps import search
+from jobs.studies.sweeps.search import Point, Search
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.language_model.config import LanguageModelConfig
+
+Base = TypeVar("Base", bound=TrainingConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSection:
+    """Which fields vary, and what is looked for."""
+
+    axes: tuple[str, ...]
+    """FIELD=VALUE,VALUE,…: numeric fields of the base: temperature.rho=9,10 optimizer.learning_rate_base=1e-4,1e-5."""
+    search: Literal["grid", "random", "band"] = "grid"
+    """grid: every combination. random: num_trials combinations of values drawn between the smallest and the largest of each
+    axis, evenly, or in proportion where the largest is 10 times the smallest or more. band: the value of the first axis,
+    between its smallest and largest, that brings the mean temperature into the band; then the others' values there, by
+    successive halving, and on from the best; trials that cannot end in the band are cut short."""
+    num_trials: int = 8
+    """Of a random search."""
+    budget: float = 4.0
+    """Of a band search: as many steps as so many whole trials have, at most; 4 is a quarter of a grid of 16."""
+    seed: int = 0
+    """Of a random search; the runs' own is base.run.seed."""
+    band: tuple[float, float] = (0.7, 1.0)
+    """Where the mean temperature of validation should lie."""
+    num_concurrent: int = 0
+    """Trials at a time. 0: as many as the cluster has room for."""
+
+    def __post_init__(self) -> None:
+        _ = self.values
+        if not 0.0 < self.band[0] < self.band[1]:
+            raise ValueError(f"sweep.band = {self.band} must be two rising positive numbers")
+        if self.num_trials < 1:
+            raise ValueError(f"sweep.num_trials = {self.num_trials} must be at least 1")
+        if not 1.0 <= self.budget < math.inf:
+            raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
+        if self.num_concurrent < 0:
+            raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
+
+    @property
+    def values(self) -> dict[str, list[float]]:
+        """Field → values.
+
+        Raises:
+            ValueError: for what is no list of numbers.
+        """
+        found = {}
+        axes = named_values(
+            "sweep.axes", [axis.replace("-", "_", axis.partition("=")[0].count("-")) for axis in self.axes]
+        )
+        for name, text in axes.items():
+            try:
+                values = [float(value) for value in text.split(",")]
+            except ValueError as error:
+                raise ValueError(f"sweep.axes: {name}={text} is not FIELD=VALUE,VALUE,… in numbers") from error
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"sweep.axes: {name}={text} must be finite")
+            if again := twice(f"{value:.12g}" for value in values):
+                raise ValueError(f"sweep.axes: {name} has {again} twice")
+            found[name] = values
+        if not found:
+            raise ValueError("sweep.axes is empty: name a field and its values")
+        return found
+
+    @property
+    def max_num_trials(self) -> int:
+        """How many trials there are; of a band search, where none is cut short before half of its steps, at most."""
+        if self.search == "band":
+            return int(2 * self.budget)
+        return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
+
+    @property
+    def length(self) -> float:
+        """In steps of whole trials, at most."""
+        return self.budget if self.search == "band" else self.max_num_trials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig(Generic[Base]):
+    """A sweep; its name, directory and experiment are those of the base."""
+
+    base: Base
+    sweep: SweepSection
+
+    def __post_init__(self) -> None:
+        # First the ends, which a person has typed: what lies between is refused where one of them is.
+        for point in [*search.corners(self.sweep.values), *next(self.start())]:
+            setting = self._setting(point)
+            if self.sweep.search == "band":
+                self._check_band(setting)
+
+    def _check_band(self, trial: Base) -> None:
+        temperature: Any = trial.temperature  # type: ignore[attr-defined]  # of both kinds that are swept
+        low, high = temperature.tau_range
+        if not temperature.has_free_tau:
+            raise ValueError(
+                f"sweep.search = band, but with temperature.loss = {temperature.loss} no temperature is learned: choose grid "
+                "or random, or another loss"
+            )
+        if not low < self.sweep.band[0] < self.sweep.band[1] < high:
+            raise ValueError(
+                f"sweep.band = {self.sweep.band} must lie between τ₀ = {low:g} and τ_max = {high:g}, where the mean can be"
+            )
+
+    @property
+    def run(self) -> RunSection:
+        """Name and place of the whole."""
+        return self.base.run
+
+    def start(self, value: float | None = None) -> Search:
+        """The search, from its beginning; a band search begins at `value` of the first axis."""
+        sweep = self.sweep
+        whole = {name for name in sweep.values if _kind(self.base, name) == "int"}
+        if sweep.search == "grid":
+            return search.grid(sweep.values)
+        if sweep.search == "random":
+            return search.random(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=whole)
+        first, values = next(iter(sweep.values.items()))
+        width = max(values) - min(values)
+        slope = search.PRIOR_SLOPE if first == "temperature.rho" or not width else search.PRIOR_FALL / width
+        return search.band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
+
+    def trial(self, point: Point) -> Base:
+        """The run that a point makes, in a directory within that of the sweep; prepared data are shared.
+
+        Raises:
+            ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused; or a
+                storage that cannot be used.
+        """
+        name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
+        config = self._setting(point)
+        run = dataclasses.replace(
+            config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
+        )
+        return dataclasses.replace(config, run=run)
+
+    def _setting(self, point: Point) -> Base:
+        """The base with the values of a point, without a place of its own: where runs go is only asked for when they are
+        made, since the storage of a preset may not be usable until the command line has named another.
+
+        Raises:
+            ValueError: as :meth:`trial`.
+        """
+        values = _checked(self.base, point)
+        try:
+            return with_fields(self.base, values)
+        except ValueError as error:
+            raise ValueError(f"sweep.axes: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelSweep(SweepConfig[LanguageModelConfig]):
+    """Of `jobs.train_lm`."""
+
+    base: LanguageModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipSweep(SweepConfig[ClipConfig]):
+    """Of `jobs.train_clip`."""
+
+    base: ClipConfig
+
+
+def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
+    """The values of a point in the types of their fields.
+
+    Raises:
+        ValueError: naming the axis, for a field that is no number or does not matter.
+    """
+    values: dict[str, float | int] = {}
+    for name, value in point.items():
+        section, _, field = name.rpartition(".")
+        if section == "run" and field not in ("seed", "num_steps"):
+            raise ValueError(f"sweep.axes: {name} does not change what a run gives")
+        kind = _kind(config, name)
+        if kind not in ("int", "float"):
+            raise ValueError(f"sweep.axes: {name} is no number but {kind}")
+        if kind == "int" and value != int(value):
+            raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
+        values[name] = int(value) if kind == "int" else value
+    return values
+
+
+def _kind(config: TrainingConfig, name: str) -> str:
+    """int or float, also of a field that may be None; the whole type of one that is no number."""
+    section, _, field = name.rpartition(".")
+    kinds = {item.name: str(item.type) for item in dataclasses.fields(getattr(config, section, config))}
+    kind = kinds.get(field, "float")  # what is not there is refused when it is set
+    if kind.split(" ")[0] == "int":
+        return "int"
+    return "float" if "float" in kind else kind

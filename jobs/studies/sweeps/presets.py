@@ -1,0 +1,88 @@
+"""The papers' grids of ρ and the TempNet's learning rate (TempNet §6.1, Table 6), and their twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jobs.studies.sweeps.config import ClipSweep, LanguageModelSweep, SweepSection
+from jobs.tasks.presets import clip, language_models
+from jobs.tasks.presets.naming import named
+
+Preset = Callable[[], LanguageModelSweep | ClipSweep]
+
+
+def gpt2_rho_lr() -> LanguageModelSweep:
+    """GPT-2 from scratch: 4 values of ρ × 4 learning rates of the TempNet; band 0.7 to 1."""
+    base = language_models.gpt2_scratch()
+    axes = ("temperature.rho=9,9.5,10,10.5", "optimizer.learning_rate_tempnet=5e-4,1e-4,5e-5,1e-5")
+    return LanguageModelSweep(
+        base=replace(
+            base,
+            run=replace(base.run, name="gpt2-rho-lr"),
+            tracking=replace(base.tracking, paper="TempNet, §6.1"),
+        ),
+        sweep=SweepSection(axes=axes),
+    )
+
+
+def clip_rho_lr() -> ClipSweep:
+    """CLIP with TempNets on CC3M: 4 values of ρ × 4 learning rates of the TempNets; band 0.01 to 0.02."""
+    base = clip.clip_cc3m_tempnet()
+    axes = ("temperature.rho=7,8,9,10", "optimizer.learning_rate_tempnet=1e-4,5e-5,1e-5,5e-6")
+    return ClipSweep(
+        base=replace(
+            base,
+            run=replace(base.run, name="clip-rho-lr"),
+            tracking=replace(base.tracking, paper="TempNet, Table 6"),
+        ),
+        sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
+    )
+
+
+def gpt2_rho_lr_small() -> LanguageModelSweep:
+    """Two cores, sample text, a smaller model than gpt2-scratch-small: 4 values of ρ × 4 learning rates."""
+    base = language_models.gpt2_scratch_small()
+    axes = ("temperature.rho=2,2.5,3,3.5", "optimizer.learning_rate_tempnet=3e-3,6e-3,1e-2,2e-2")
+    return LanguageModelSweep(
+        base=replace(
+            base,
+            run=replace(base.run, name="gpt2-rho-lr-small", num_steps=300),
+            model=replace(base.model, hidden_size=128, num_layers=2, num_heads=4),
+            tracking=replace(base.tracking, paper="TempNet, §6.1"),
+            temperature=replace(base.temperature, rho=2.7, target_entropy=None),
+            # One worker a trial, so that two trials run side by side.
+            workers=replace(base.workers, num_workers=1, zero_stage=0),
+            validation=replace(base.validation, every=30),
+        ),
+        sweep=SweepSection(axes=axes),
+    )
+
+
+def clip_rho_lr_small() -> ClipSweep:
+    """Two cores, sample images: the paper's four ρ but the last (above log 127) × 4 learning rates."""
+    base = clip.PRESETS["clip-cc3m-tempnet-small"]()
+    assert isinstance(base, clip.ClipConfig)
+    axes = ("temperature.rho=4,5,6,7", "optimizer.learning_rate_tempnet=3e-4,1e-3,3e-3,1e-2")
+    return ClipSweep(
+        base=replace(
+            base,
+            run=replace(base.run, name="clip-rho-lr-small", num_steps=300),
+            workers=replace(base.workers, num_workers=1, zero_stage=0),
+            # A sweep of ρ looks for the one that brings the mean of τ into the band, so that nothing else may hold it there.
+            temperature=replace(base.temperature, target_tau=None),
+            optimizer=replace(base.optimizer, rest_share_tempnet=0.0),
+            validation=replace(base.validation, every=30),
+            tracking=replace(base.tracking, paper="TempNet, Table 6"),
+        ),
+        sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
+    )
+
+
+PRESETS: dict[str, Preset] = named(
+    {
+        function.__name__.replace("_", "-"): function
+        for function in (gpt2_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
+    }
+)
+"""Preset name → function that returns its configuration."""

@@ -1,0 +1,246 @@
+"""What a sweep found: a table, the chosen trial, and a page with the mean temperature over each axis and the band."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+from jobs.scoring.publishing import markdown_table
+from jobs.studies.sweeps.objective import TITLE, loss_of
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A trial."""
+
+    name: str
+    point: Mapping[str, float]
+    tau_mean: float
+    """NaN where the trial failed."""
+    loss: float
+    is_in_band: bool
+    num_steps: int
+    """That it ran for; 0 where it failed."""
+    history: Sequence[tuple[int, float, float]]
+    """Step, mean τ and loss of every validation."""
+    stopped: str
+    """Why it was cut short; empty where it was not."""
+    error: str
+    """Empty where it did not fail."""
+
+
+def row(
+    name: str,
+    point: Mapping[str, float],
+    outcome: Mapping[str, Any] | None,
+    error: str,
+    band: tuple[float, float],
+) -> Row:
+    """Of a trial.
+
+    Args:
+        outcome: None where it failed.
+    """
+    outcome = outcome or {}
+    scores = outcome.get("validation", {})
+    tau = float(scores.get("tau_mean", math.nan))
+    stopped = str(outcome.get("stopped", ""))
+    return Row(
+        name=name,
+        point=point,
+        tau_mean=tau,
+        loss=loss_of(scores),
+        is_in_band=band[0] <= tau <= band[1] and not stopped,
+        num_steps=int(outcome.get("num_steps", 0)),
+        history=[
+            (one["step"], one["scores"].get("tau_mean", math.nan), loss_of(one["scores"]))
+            for one in outcome.get("validations", [])
+        ],
+        stopped=stopped,
+        error=error,
+    )
+
+
+def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, str]:
+    """The best trial in the band, or, where none lies there, the nearest to it; and why."""
+    inside = [row for row in found if row.is_in_band and math.isfinite(row.loss)]
+    if inside:
+        best = min(inside, key=lambda row: row.loss)
+        return best, f"of the {len(inside)} trials in the band it has the best {TITLE}"
+    # A trial that was cut short has not ended anywhere; it is better than nothing.
+    with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [
+        row for row in found if math.isfinite(row.tau_mean)
+    ]
+    if not with_tau:
+        return None, "no trial ended with a temperature"
+    nearest = min(with_tau, key=lambda row: max(band[0] - row.tau_mean, row.tau_mean - band[1]))
+    return nearest, "no trial lies in the band; this is the nearest"
+
+
+def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
+    """The table, the choice and the price.
+
+    Args:
+        num_grid_steps: of one whole run for every combination of the axes' values.
+    """
+    axes = list(found[0].point)
+    best, why = chosen(found, band)
+    cells = [["trial", *axes, "mean τ", "in the band", TITLE, "steps"]]
+    for row in found:
+        mark = "→ " if row is best else ""
+        where = "stopped" if row.stopped else "yes" if row.is_in_band else "no"
+        figures = [_shown(row.tau_mean), where, _shown(row.loss), str(row.num_steps)]
+        cells.append(
+            [
+                f"{mark}{row.name}",
+                *(f"{value:g}" for value in row.point.values()),
+                *(["FAILED", "", "", ""] if row.error else figures),
+            ]
+        )
+    line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
+    num_steps = sum(row.num_steps for row in found)
+    return (
+        f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}\n\n"
+        f"Steps: {num_steps:,}, {num_steps / num_grid_steps:.0%} of the {num_grid_steps:,} of the whole grid."
+    )
+
+
+def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
+    """A self-contained page: pictures within it, then the table."""
+    axes = list(found[0].point)
+    best, why = chosen(found, band)
+    header = "".join(
+        f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", TITLE, "steps", "what happened"]
+    )
+    lines = "".join(
+        f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
+        + "".join(f"<td>{value:g}</td>" for value in row.point.values())
+        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.loss)}</td><td>{row.num_steps}</td>"
+        f"<td>{html.escape(_fate(row))}</td></tr>"
+        for row in found
+    )
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
+        "body{font-family:sans-serif;max-width:72em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}"
+        "td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}.best{background:#dfd}"
+        "img{max-width:100%}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
+        f"<h2>Over the axes</h2>{_image(draw_axes(found, band), 'mean τ and loss over the axes')}"
+        f"<h2>Over the steps</h2>{_image(draw_steps(found, band), 'mean τ and loss over the steps')}"
+        f"<h2>All trials</h2>{_image(draw_parallel(found, band), 'parallel coordinates')}"
+        f"<table><tr>{header}</tr>{lines}</table></body></html>"
+    )
+
+
+def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """Mean τ, with the band, and the loss over every axis; trials that differ only in it are joined."""
+    axes = list(found[0].point)
+    figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
+    for column, axis in enumerate(axes):
+        groups = _groups(found, axis)
+        for line, group in groups.items():
+            group = [row for row in group if math.isfinite(row.tau_mean)]
+            values = [row.point[axis] for row in group]
+            (drawn,) = panels[0][column].plot(values, [row.tau_mean for row in group], "o-", label=line)
+            panels[1][column].plot(values, [row.loss for row in group], "o-", color=drawn.get_color())
+            for panel, height in ((panels[0][column], "tau_mean"), (panels[1][column], "loss")):
+                cut = [row for row in group if row.stopped]
+                panel.plot([row.point[axis] for row in cut], [getattr(row, height) for row in cut], "kx", ms=9)
+        panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
+        panels[0][column].set(xlabel=axis, ylabel="mean τ (×: cut short)")
+        panels[1][column].set(xlabel=axis, ylabel=TITLE)
+        values = sorted({row.point[axis] for row in found})
+        for panel in panels[:, column]:
+            if _is_wide(values):
+                panel.set_xscale("log")
+            panel.grid(alpha=0.3)
+        if len(groups) <= 8:
+            panels[0][column].legend(fontsize=8)
+    return figure
+
+
+def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """Mean τ, with the band, and the loss of every trial over its validations."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
+    for row in found:
+        steps = [step for step, _, _ in row.history]
+        above.plot(steps, [tau for _, tau, _ in row.history], ".-", label=row.name)
+        below.plot(steps, [score for _, _, score in row.history], ".-")
+    above.axhspan(*band, alpha=0.15, color="green")
+    above.set(ylabel="mean τ")
+    below.set(xlabel="step", ylabel=TITLE)
+    for panel in (above, below):
+        panel.grid(alpha=0.3)
+    if len(found) <= 16:
+        above.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+    """A line a trial through its axes, mean τ and loss, each on its own scale; those in the band are green."""
+    axes = list(found[0].point)
+    columns = [*axes, "mean τ", TITLE]
+    shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
+    figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
+    table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.loss] for row in shown]
+    for number, values in enumerate(zip(*table, strict=True)):
+        is_wide = _is_wide(sorted(values))
+        scaled = [math.log(value) if is_wide else value for value in values]
+        low, high = min(scaled), max(scaled)
+        for line, value in zip(table, scaled, strict=True):
+            line[number] = (value - low) / (high - low) if high > low else 0.5
+        panel.text(number, -0.06, f"{min(values):.4g}", ha="center", va="top", fontsize=8)
+        panel.text(number, 1.06, f"{max(values):.4g}", ha="center", va="bottom", fontsize=8)
+    best, _ = chosen(found, band)
+    for row, line in zip(shown, table, strict=True):
+        colour = "tab:green" if row.is_in_band else "tab:gray"
+        panel.plot(line, "o-", color=colour, lw=3 if row is best else 1, alpha=1 if row is best else 0.6)
+    panel.set(xticks=range(len(columns)), xticklabels=columns, yticks=[], ylim=(-0.2, 1.2))
+    panel.tick_params(axis="x", pad=8)
+    panel.grid(axis="x")
+    return figure
+
+
+def _image(figure: Figure, description: str) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    plt.close(figure)
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return f"<img alt='{html.escape(description)}' src='data:image/png;base64,{encoded}'>"
+
+
+def _is_wide(values: Sequence[float]) -> bool:
+    return values[0] > 0 and values[-1] >= 10 * values[0]
+
+
+def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+    """Trials that differ only in an axis, in its order, by what they have in common."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(found, key=lambda row: row.point[axis]):
+        rest = ", ".join(f"{name.rpartition('.')[2]} {value:g}" for name, value in row.point.items() if name != axis)
+        groups.setdefault(rest, []).append(row)
+    return groups
+
+
+def _fate(row: Row) -> str:
+    if row.error:
+        return f"failed: {row.error}"
+    if row.stopped:
+        return f"stopped after {row.num_steps} steps: {row.stopped}"
+    return "in the band" if row.is_in_band else "outside the band"
+
+
+def _shown(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4f}"

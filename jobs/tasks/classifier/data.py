@@ -1,0 +1,93 @@
+"""Reading labelled sentences, drawing a part of them, and dividing them into folds."""
+
+from __future__ import annotations
+
+import numpy as np
+from sklearn.model_selection import StratifiedKFold
+from sklearn.utils import resample
+
+from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
+from pipelines.classification import LabelledSource
+from pipelines.problems import TooManyProblemsError
+from pipelines.senteval import Examples, SentenceTask, read_labelled, read_task
+from pipelines.tokenization import load_tokenizer
+
+
+def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]:
+    """The task of this name, or that of `data.file`, and the sentences of it that are divided into folds.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the field, the file and what is wrong.
+        TooManyProblemsError: where too many lines are unreadable.
+    """
+    field = "data.file" if data.file else "data.directory"
+    try:
+        task = read_labelled(data.file, data.classes) if data.file else read_task(data.directory, name)
+    except (ValueError, OSError) as error:
+        raise type(error)(f"{field}: {error}") from error
+    if (lost := sum(task.problems.values())) > data.max_bad_share * task.num_lines:
+        raise TooManyProblemsError(
+            f"{task.name}: {lost} of {task.num_lines} lines cannot be read, more than data.max_bad_share = "
+            f"{data.max_bad_share:.2%}; the first: {'; '.join(task.examples)}"
+        )
+    whole = task.parts["train" if task.has_split else "all"]
+    if not data.num_examples:
+        return task, whole
+    if data.num_examples > len(whole):
+        raise ValueError(
+            f"data.num_examples = {data.num_examples} is more than the {len(whole)} sentences of {task.name}"
+        )
+    rows = np.arange(len(whole))
+    drawn = resample(rows, replace=False, n_samples=data.num_examples, stratify=whole.labels, random_state=data.seed)
+    return task, _rows(whole, np.sort(drawn))
+
+
+def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
+    """Refuse more folds than the smallest class has sentences.
+
+    Raises:
+        ValueError: naming the class.
+    """
+    counts = np.bincount(examples.labels, minlength=len(task.class_names))
+    smallest = int(counts.argmin())
+    if counts[smallest] < num_folds:
+        count = counts[smallest]
+        what = f"class {task.class_names[smallest]!r} of {task.name} has {count} of the {len(examples)} sentences"
+        if count < 2:
+            raise ValueError(
+                f"{what}, too few to be trained on and held out: choose more data.num_examples, or fewer classes"
+            )
+        raise ValueError(f"grid.num_folds = {num_folds}: {what}; choose at most {count}")
+
+
+def read_fold(config: ClassifierConfig) -> tuple[SentenceTask, LabelledSource, LabelledSource]:
+    """The task, and the training and the held-out sentences of a cell, tokenised.
+
+    Raises:
+        ValueError and the like: as :func:`read_data`, and for a tokenizer that does not serve.
+    """
+    task, examples = read_data(config.data, config.fold.task)
+    check_folds(task, examples, config.fold.num_folds)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from error
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"data.tokenizer = {config.tokenizer!r} has no padding token (pad_token)")
+    source = LabelledSource.of(examples, tokenizer, num_tokens=config.data.num_tokens)
+    inside, outside = folds(examples.labels, config.fold.num_folds, config.run.seed)[config.fold.fold]
+    return task, source[inside], source[outside]
+
+
+def folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Rows to train on and rows that are held out, with the classes in proportion."""
+    splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
+    return list(splitter.split(np.zeros(len(labels)), labels))
+
+
+def _rows(examples: Examples, rows: np.ndarray) -> Examples:
+    def chosen(texts: list[str]) -> list[str]:
+        return [texts[row] for row in rows]
+
+    second = None if examples.second is None else chosen(examples.second)
+    return Examples(chosen(examples.first), second, examples.labels[rows])

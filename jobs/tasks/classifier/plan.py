@@ -1,0 +1,143 @@
+"""What a cell's configuration comes to: checks without Ray; nothing is prepared, as labelled sentences are few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.engine.description import describe_plan, results
+from jobs.engine.hardware import state_bytes_per_worker
+from jobs.engine.launch import tracking_uri
+from jobs.engine.task import PreparedTask, Task
+from jobs.engine.tracking import TrackedRun
+from jobs.tasks.classifier.config import ClassifierConfig
+from jobs.tasks.classifier.data import read_fold
+from jobs.tasks.classifier.models import build_model
+from pipelines.tokenization import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec:
+    """What travels to the workers."""
+
+    config: ClassifierConfig
+
+    def create(self, rank: int, world_size: int) -> Task:
+        """A worker's side."""
+        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        from jobs.tasks.classifier.task import ClassifierTask
+
+        return ClassifierTask(self.config, rank=rank, world_size=world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierPlan:
+    """See `jobs.engine.task.Plan`."""
+
+    config: ClassifierConfig
+    data_name: str
+    data_digest: str
+    problems: Mapping[str, int]
+    class_names: tuple[str, ...]
+    num_train: int
+    num_held_out: int
+    num_cut: int
+    """Sentences longer than `data.num_tokens`, held-out ones included."""
+    num_parameters: int
+    num_center_parameters: int
+    tracking_uri: str
+    """Empty: nothing is tracked."""
+
+    @property
+    def share_cut(self) -> float:
+        """Share of all sentences that were cut to `data.num_tokens`."""
+        return self.num_cut / (self.num_train + self.num_held_out)
+
+    @property
+    def data_cpus(self) -> float:
+        """Sentences lie in the workers' memory."""
+        return 0.0
+
+    @property
+    def num_epochs(self) -> float:
+        """Of the training sentences."""
+        return self.config.run.num_steps * self.config.optimizer.batch_size / self.num_train
+
+    def describe(self) -> str:
+        """The plan, for a person."""
+        config = self.config
+        state = state_bytes_per_worker(self.num_parameters + self.num_center_parameters, 0, config.workers)
+        return describe_plan(
+            config,
+            about={
+                "loss": config.setting.name,
+                "data": f"{self.data_name}: {self.num_train} sentences to train on ({self.num_epochs:.1f} epochs), "
+                f"{self.num_held_out} held out, {len(self.class_names)} classes ({', '.join(self.class_names)}); "
+                f"{self.share_cut:.2%} of the sentences were cut to {config.data.num_tokens} tokens",
+            },
+            num_units=config.optimizer.batch_size,
+            unit="sentences",
+            parameters=f"model {self.num_parameters:,}, centres {self.num_center_parameters:,}",
+            state_gib=state / 2**30,
+            tracking_uri=self.tracking_uri,
+        )
+
+    def prepare(self) -> PreparedTask:
+        """Nothing is left to do."""
+        source = self.config.data.file or f"{self.config.data.directory}/{self.data_name}"
+        return PreparedTask(
+            config=self.config,
+            spec=ClassifierSpec(config=self.config),
+            parameters={"num_train": self.num_train, "num_held_out": self.num_held_out, "num_cut": self.num_cut},
+            data_sets={"training": (self.data_name, self.data_digest, source)},
+            outcome={
+                "num_epochs": self.num_epochs,
+                "class_names": list(self.class_names),
+                "num_train": self.num_train,
+                "num_held_out": self.num_held_out,
+                "share_cut": self.share_cut,
+                "num_lines_lost": dict(self.problems),
+            },
+        )
+
+    def summary_table(self, outcome: Mapping[str, Any]) -> str:
+        """The results of a cell, for a person."""
+        rows = [("held-out accuracy", f"{outcome['validation']['accuracy']:.2%}")]
+        rows.append(("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"))
+        rows.append((f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"))
+        return results(rows, outcome, "sentences")
+
+    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
+        """Nothing: a cell is one of many, and MLflow draws its curves."""
+
+
+def make_plan(config: ClassifierConfig) -> ClassifierPlan:
+    """Check everything that can be checked without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, the value and what would be legal.
+    """
+    uri = tracking_uri(config)
+    task, train, held_out = read_fold(config)
+    if (size := config.optimizer.batch_size) > len(train):
+        raise ValueError(
+            f"optimizer.batch_size = {size} is more than the {len(train)} sentences of a fold to train on: choose at most "
+            f"{len(train)}"
+        )
+    module = build_model(config, load_tokenizer(config.tokenizer, needs_eos=False), task.class_names)
+    centers = module.soft_triple.centers.numel() if module.soft_triple is not None else 0
+    return ClassifierPlan(
+        config=config,
+        data_name=task.name,
+        data_digest=task.digest,
+        problems=task.problems,
+        class_names=task.class_names,
+        num_train=len(train),
+        num_held_out=len(held_out),
+        num_cut=train.num_cut,
+        num_parameters=sum(parameter.numel() for parameter in module.model.parameters()),
+        num_center_parameters=centers,
+        tracking_uri=uri,
+    )

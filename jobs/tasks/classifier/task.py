@@ -1,0 +1,183 @@
+"""A classifier as a task of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train.torch
+import torch
+import torch.nn.functional as F
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from jobs.engine.export import exported
+from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.tasks.classifier.config import ClassifierConfig
+from jobs.tasks.classifier.data import read_fold
+from jobs.tasks.classifier.models import build_model
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.tokenization import load_tokenizer
+from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEntropyClassifier
+
+_VALIDATION_BATCH_SIZE = 64
+
+
+class ClassifierTask:
+    """See `jobs.engine.task.Task`."""
+
+    unit = "sentences"
+    module: TripleEntropyClassifier
+    knows_token_types: bool
+
+    def __init__(self, config: ClassifierConfig, *, rank: int, world_size: int) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.labelled, self.train, self.held_out = read_fold(config)
+        self.stream = RankStream(
+            source=self.train,
+            plan=StreamPlan(shard_sizes=(len(self.train),), seed=config.run.seed),
+            batch_size=config.optimizer.batch_size,
+            rank=rank,
+            world_size=world_size,
+            num_readers=0,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """The model with its head, and the centres."""
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        module = build_model(self.config, tokenizer, self.labelled.class_names)
+        self.module = module.to(ray.train.torch.get_device())
+        self.knows_token_types = getattr(module.model.config, "type_vocab_size", 0) > 1
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """The model, and the centres at their own rate."""
+        return [
+            {
+                "name": "base",
+                "parameters": trainable(self.module.model),
+                "learning_rate": self.config.optimizer.learning_rate_base,
+            },
+            {
+                "name": "centers",
+                "parameters": trainable(self.module.soft_triple),
+                "learning_rate": self.config.centers.learning_rate,
+            },
+        ]
+
+    def flops_per_unit(self) -> None:
+        """Unknown: sentences are of any length."""
+        return
+
+    def num_units(self, batch: Batch) -> int:
+        """Sentences."""
+        return len(batch["ids"])
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """One global batch."""
+        output = engine(**self._tensors(batch, engine.device))
+        engine.backward(output["loss"])
+        engine.step()
+        statistics = None
+        if with_statistics:
+            statistics = ClassifierStatistics.of(output, torch.from_numpy(batch["labels"]).to(engine.device))
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Accuracy and cross-entropy of the held-out sentences; with details, how often which class was taken for which."""
+        num_classes = len(self.labelled.class_names)
+        sums = torch.zeros(num_classes**2 + 1, dtype=torch.float64, device=engine.device)
+        mine = np.arange(self.rank, len(self.held_out), self.world_size)
+        for rows in np.array_split(mine, max(1, -(-len(mine) // _VALIDATION_BATCH_SIZE))):
+            if not len(rows):
+                continue
+            tensors = self._tensors(self.held_out.read(np.zeros_like(rows), rows, 0), engine.device)
+            labels = tensors.pop("labels")
+            logits = self.module.logits(**tensors)
+            cells = labels * num_classes + logits.argmax(-1)
+            sums[:-1] += torch.bincount(cells, minlength=num_classes**2)
+            sums[-1] += F.cross_entropy(logits, labels, reduction="sum")
+        counts = self.module.world.sum(sums).tolist()
+        confusion = np.array(counts[:-1], dtype=np.int64).reshape(num_classes, num_classes)
+        scores = {
+            "accuracy": float(confusion.trace() / confusion.sum()),
+            "cross_entropy": counts[-1] / float(confusion.sum()),
+        }
+        return scores, {"confusion": confusion.tolist()} if with_details else None
+
+    def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        """The arguments of the module."""
+        return sentence_tensors(
+            batch, device, with_padding=self.config.centers.with_padding, with_types=self.knows_token_types
+        )
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Half a line."""
+        return f"accuracy {scores['accuracy']:.2%}, cross-entropy {scores['cross_entropy']:.4f}"
+
+    def rating(self, scores: Mapping[str, float]) -> None:
+        """The last model counts: to choose one by the held-out sentences would flatter it."""
+        return
+
+    def export(self) -> None:
+        """The classifier as Transformers reads it."""
+        if self.rank or not self.config.fold.keep_model:
+            return
+        with exported(self.config.run.export_directory) as directory:
+            self.module.model.save_pretrained(directory)
+            load_tokenizer(self.config.tokenizer, needs_eos=False).save_pretrained(directory)
+
+    def save(self, directory: Path) -> None:
+        """Nothing beside the engine's own."""
+
+    def load(self, directory: Path, num_writers: int) -> None:
+        """Likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierStatistics:
+    """Sums that add up over ranks: the two losses, right answers, sentences, ranks."""
+
+    sums: Tensor
+    has_soft_triple: bool
+
+    @classmethod
+    def of(cls, output: ClassifierOutput, labels: Tensor) -> ClassifierStatistics:
+        """Of one rank's part of a batch."""
+        soft = output["soft_triple"]
+        values = [
+            output["cross_entropy"],
+            0.0 if soft is None else soft,
+            (output["logits"].argmax(-1) == labels).sum(),
+            len(labels),
+        ]
+        return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), soft is not None)
+
+    def summary(self) -> dict[str, float]:
+        """Losses and accuracy of the batch."""
+        cross_entropy, soft, right, count = self.sums.tolist()
+        parts = {"soft_triple": soft} if self.has_soft_triple else {}
+        return {"cross_entropy": cross_entropy, **parts, "accuracy": right / count}
+
+
+def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, with_types: bool) -> dict[str, Tensor]:
+    """The arguments of `TripleEntropyClassifier`.
+
+    Args:
+        with_padding: padding counts: it is not cut to the longest sentence, so that no rank has less of it.
+        with_types: whether the model knows token types: a tokenizer may tell the sentences of a pair apart for one that
+            does not.
+    """
+    lengths = batch["lengths"]
+    width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())
+    names = ("input_ids", "token_type_ids") if with_types else ("input_ids",)
+    arrays: Batch = {name: batch[name][:, :width] for name in names if name in batch}
+    arrays |= {"attention_mask": np.arange(width) < lengths[:, None], "labels": batch["labels"]}
+    return {name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in arrays.items()}

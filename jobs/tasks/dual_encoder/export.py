@@ -1,0 +1,21 @@
+"""Export: a dual encoder whose towers load with Transformers alone, its tokenizer, and the TempNets beside it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerFast
+
+from jobs.engine.export import exported
+from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+
+
+def export_encoder(module: TemperatureDualEncoder, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:
+    """Write the directory at `uri`, over what an earlier export left there."""
+    with exported(uri) as directory:
+        module.encoder.save_pretrained(directory, tokenizer)
+        for network, name in (
+            (module.loss.image_tempnet, IMAGE_TEMPNET_DIRECTORY),
+            (module.loss.text_tempnet, TEXT_TEMPNET_DIRECTORY),
+        ):
+            if network is not None:
+                network.save_pretrained(directory / name)

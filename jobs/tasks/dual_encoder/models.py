@@ -1,0 +1,114 @@
+"""Building the module that is trained: two towers, the loss with its temperatures and per-sample state."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from jobs.tasks.dual_encoder.config import ClipConfig
+from pipelines.sources import check_source
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.world import World
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.dual_encoder_config import DualEncoderConfig
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.towers import load_tower, random_tower
+from tempnet.network import TempNet
+
+
+def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> DualEncoder:
+    """The dual encoder: loaded, or made of towers that are loaded or random; the same on every rank.
+
+    Raises:
+        ValueError: if a tower is none, or too small for the tokenizer, the images or the captions.
+    """
+    torch.manual_seed(config.run.seed)
+    settings = config.model
+    autocast = torch.bfloat16 if config.workers.precision == "bf16" else None
+    for field in ("path", "image_path", "text_path"):
+        try:
+            check_source(getattr(settings, field) or ".")
+        except ValueError as error:
+            raise ValueError(f"model.{field} = {error}") from error
+    if settings.path:
+        encoder = DualEncoder.from_pretrained(settings.path, autocast_dtype=autocast)
+        for field, wanted, found in (
+            ("model.image_size", settings.image_size, encoder.config.image_size),
+            ("model.embedding_size", settings.embedding_size, encoder.config.embedding_size),
+            ("data.num_text_tokens", config.data.num_text_tokens, encoder.config.num_text_tokens),
+        ):
+            if wanted != found:
+                raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
+    else:
+        image_tower = (
+            load_tower(settings.image_path, "image")
+            if settings.image_path
+            else random_tower(
+                "resnet",
+                "image",
+                embedding_size=settings.image_stem_width,
+                hidden_sizes=list(settings.image_widths),
+                depths=list(settings.image_depths),
+                layer_type=settings.image_block,
+            )
+        )
+        text_tower = (
+            load_tower(settings.text_path, "text")
+            if settings.text_path
+            else random_tower(
+                "distilbert",
+                "text",
+                vocab_size=len(tokenizer),
+                dim=settings.text_hidden_size,
+                hidden_dim=4 * settings.text_hidden_size,
+                n_layers=settings.text_num_layers,
+                n_heads=settings.text_num_heads,
+                max_position_embeddings=max(512, config.data.num_text_tokens),
+                dropout=settings.text_dropout,
+                attention_dropout=settings.text_dropout,
+                pad_token_id=tokenizer.pad_token_id or 0,
+            )
+        )
+        encoder = DualEncoder(
+            image_tower,
+            text_tower,
+            DualEncoderConfig(
+                embedding_size=settings.embedding_size,
+                image_size=settings.image_size,
+                num_text_tokens=config.data.num_text_tokens,
+            ),
+            autocast_dtype=autocast,
+        )
+    encoder.text_encoder.set_attn_implementation(settings.text_attention)
+    num_embeddings = next(encoder.text_encoder.get_input_embeddings().parameters()).shape[0]
+    if len(tokenizer) > num_embeddings:
+        raise ValueError(
+            f"data.tokenizer = {config.tokenizer!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the text "
+            "encoder: use the encoder's own tokenizer"
+        )
+    return encoder
+
+
+def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:
+    """A fresh TempNet for the images and one for the texts, or none where the loss reads none."""
+    if not config.temperature.needs_tempnets:
+        return None, None
+    network = config.temperature.network_config(config.model.embedding_size)
+    return TempNet(network), TempNet(network)
+
+
+def build_model(
+    config: ClipConfig, tokenizer: PreTrainedTokenizerFast, *, num_pairs: int, device: torch.device
+) -> TemperatureDualEncoder:
+    """The module that is trained, with the state of `num_pairs` samples divided among the ranks."""
+    encoder = build_encoder(config, tokenizer)
+    image_tempnet, text_tempnet = build_tempnets(config)
+    loss, world = config.temperature.loss_config, World.current()
+    state = SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None
+    module = TemperatureDualEncoder(
+        encoder,
+        ContrastiveLoss(loss, image_tempnet=image_tempnet, text_tempnet=text_tempnet, state=state, world=world),
+        freeze_encoder=config.model.freeze,
+    )
+    return module.to(device)

@@ -1,0 +1,221 @@
+"""What a contrastive configuration comes to: checks without Ray, prepared pairs, temperatures from a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jobs.engine.contrastive import check_sizes
+from jobs.engine.description import describe_plan
+from jobs.engine.hardware import state_bytes_per_worker
+from jobs.engine.launch import tracking_uri
+from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.tracking import TrackedRun
+from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
+from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
+from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
+from jobs.tasks.dual_encoder.report import summary_table, write_report
+from pipelines.captions import CaptionEncoder
+from pipelines.image_manifest import ImageManifest
+from pipelines.prepare_images import check_source
+from pipelines.stream import READ_CPUS
+from pipelines.tokenization import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipSpec:
+    """What travels to the workers."""
+
+    config: ClipConfig
+    train_directory: str
+    """Prepared training pairs."""
+    validation_directory: str
+    """Prepared validation pairs."""
+    given_tau: np.ndarray | None
+    """(2, N) float32, for the loss `sogclr_given`."""
+
+    def create(self, rank: int, world_size: int) -> Task:
+        """A worker's side."""
+        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        from jobs.tasks.dual_encoder.task import ClipTask
+
+        train, validation = ImageManifest.load(self.train_directory), ImageManifest.load(self.validation_directory)
+        return ClipTask(self.config, train, validation, self.given_tau, rank=rank, world_size=world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipPlan:
+    """See `jobs.engine.task.Plan`."""
+
+    config: ClipConfig
+    num_image_parameters: int
+    num_text_parameters: int
+    num_tempnet_parameters: int
+    """Of both together."""
+    tracking_uri: str
+    """Empty: nothing is tracked."""
+
+    @property
+    def data_cpus(self) -> float:
+        """Of the readers of all workers."""
+        return READ_CPUS * self.config.data.num_readers * self.config.workers.num_workers
+
+    def describe(self) -> str:
+        """The plan, for a person."""
+        config, loss = self.config, self.config.temperature.loss_config
+        size, workers = config.optimizer.batch_size, config.workers.num_workers
+        frozen = " (frozen)" if config.model.freeze else ""
+        return describe_plan(
+            config,
+            about={
+                "loss": f"{loss.name}: temperature {loss.kind.temperature}, normaliser {loss.kind.normaliser}, "
+                f"τ in [{loss.tau_min:g}, {loss.tau_max:g}]"
+                + (f", ρ = {loss.rho:g}" if loss.kind.uses_rho else "")
+                + (f", γ {loss.gamma_schedule} {loss.gamma:g}" if loss.kind.normaliser == "global" else ""),
+                "batch": f"{size} pairs: {workers} workers × {size // workers}, each image against {size - 1} captions",
+            },
+            num_units=size,
+            unit="pairs",
+            readers=f"; {config.data.num_readers} readers each",
+            parameters=f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}, "
+            f"TempNets {self.num_tempnet_parameters:,}",
+            state_gib=self.state_gib_per_worker,
+            tracking_uri=self.tracking_uri,
+            notes=_notes(config),
+        )
+
+    @property
+    def state_gib_per_worker(self) -> float:
+        """Memory of a worker before activations and per-sample state."""
+        towers = self.num_image_parameters + self.num_text_parameters
+        frozen = towers if self.config.model.freeze else 0
+        trained = towers + self.num_tempnet_parameters - frozen
+        return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
+
+    def prepare(self) -> PreparedTask:
+        """Index the images, and read the table of temperatures if there is one."""
+        config = with_absolute_paths(self.config)
+        train, validation = prepared(config, "train"), prepared(config, "validation")
+        check_sizes(
+            config,
+            config.temperature,
+            num_samples=train.num_pairs,
+            num_pairs_per_batch=config.optimizer.batch_size,
+            noun="pairs",
+        )
+        loss = config.temperature.loss_config
+        share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
+        share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
+        return PreparedTask(
+            config=config,
+            spec=ClipSpec(
+                config=config,
+                train_directory=train.directory,
+                validation_directory=validation.directory,
+                given_tau=_given_tau(config, train),
+            ),
+            parameters={
+                "num_pairs": train.num_pairs,
+                "num_images": train.num_images,
+                "share_cut_train": share_cut["train"],
+                "share_cut_validation": share_cut["validation"],
+            },
+            data_sets={
+                "training": data_set(self.config.data.train, train.digest),
+                "validation": data_set(self.config.data.validation, validation.digest),
+            },
+            outcome={
+                "loss": loss.name,
+                "rho": loss.rho if loss.kind.uses_rho else None,
+                "tau_min": loss.tau_min,
+                "tau_max": loss.tau_max,
+                "num_samples_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
+                "share_cut": share_cut,
+                "num_text_tokens": config.data.num_text_tokens,
+                "num_pairs_train": train.num_pairs,
+                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train.num_pairs,
+            },
+        )
+
+    def summary_table(self, outcome: Mapping[str, Any]) -> str:
+        """The results of a run, for a person."""
+        return summary_table(outcome)
+
+    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
+        """Pictures."""
+        write_report(directory, outcome, tracked)
+
+
+def _notes(config: ClipConfig) -> list[str]:
+    """What a person should know of a configuration that is legal."""
+    loss, num_negatives = config.temperature.loss_config, config.optimizer.batch_size - 1
+    limit = math.log(max(1, num_negatives))
+    if not loss.kind.uses_rho or loss.rho < limit:
+        return []
+    # Feasible, for the contrasts of the averages are all pairs; but after few epochs they have seen little more than a batch.
+    return [
+        f"ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
+        f"{limit:.2f}: temperatures tend to their lower bound unless the averages see many batches"
+    ]
+
+
+def make_plan(config: ClipConfig) -> ClipPlan:
+    """Check everything that can be checked without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+    """
+    uri = tracking_uri(config)
+    for split in ("train", "validation"):
+        try:
+            check_source(preparation(config, split))
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"data.{split}: {error}") from error
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    try:
+        CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from error
+    if (
+        config.temperature.table
+        and not Path(config.temperature.table).exists()
+        and "://" not in config.temperature.table
+    ):
+        raise FileNotFoundError(f"temperature.table = {config.temperature.table!r} does not exist")
+    encoder = build_encoder(config, tokenizer)
+    if config.workers.activation_checkpointing and any(
+        isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in encoder.modules()
+    ):
+        raise ValueError(
+            "workers.activation_checkpointing = True would run the batch norms of the image tower twice, and move their "
+            "statistics twice: choose False, or an image tower without batch norm"
+        )
+    networks = build_tempnets(config)
+
+    def count(*parts: torch.nn.Module | None) -> int:
+        return sum(parameter.numel() for part in parts if part is not None for parameter in part.parameters())
+
+    return ClipPlan(
+        config=config,
+        num_image_parameters=count(encoder.image_encoder, encoder.image_projection),
+        num_text_parameters=count(encoder.text_encoder, encoder.text_projection),
+        num_tempnet_parameters=count(*networks),
+        tracking_uri=uri,
+    )
+
+
+def _given_tau(config: ClipConfig, train: ImageManifest) -> np.ndarray | None:
+    if not config.temperature.table:
+        return None
+    from pipelines.temperature_table import read_temperatures
+
+    try:
+        return read_temperatures(config.temperature.table, train)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"temperature.table: {error}") from error

@@ -1,0 +1,215 @@
+"""A dual encoder and its temperatures as a task of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train.torch
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from jobs.engine.rho import ContrastiveSteering
+from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.data import pair_source, random_pairs
+from jobs.tasks.dual_encoder.export import export_encoder
+from jobs.tasks.dual_encoder.models import build_model
+from jobs.tasks.dual_encoder.validation import RetrievalSet, one_temperature, retrieval_scores, rivals
+from pipelines.image_manifest import ImageManifest
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from tempnet.contrastive.losses import gamma_at
+from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.statistics import histogram_of
+
+_FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
+
+
+class ClipTask:
+    """See `jobs.engine.task.Task`.
+
+    Args:
+        given_tau: (2, N) temperatures of the training pairs, for the loss `sogclr_given`.
+    """
+
+    unit = "pairs"
+    module: TemperatureDualEncoder
+
+    def __init__(
+        self,
+        config: ClipConfig,
+        train: ImageManifest,
+        validation: ImageManifest,
+        given_tau: np.ndarray | None,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.config, self.train, self.validation = config, train, validation
+        self.given_tau = given_tau
+        self.rank, self.world_size = rank, world_size
+        self.loss_config = config.temperature.loss_config
+        self.source = pair_source(config, train)
+        self.stream = RankStream(
+            source=self.source,
+            plan=StreamPlan(
+                shard_sizes=train.shard_sizes, seed=config.run.seed, window_size=config.data.shuffle_window
+            ),
+            batch_size=config.optimizer.batch_size,
+            rank=rank,
+            world_size=world_size,
+            num_readers=config.data.num_readers,
+            # Decoded images are large, and decoding is worth sharing among readers.
+            num_batches_per_task=8,
+            num_batches_per_output=1,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """The module with its per-sample state, prototypes from training samples, and the validation set."""
+        device = ray.train.torch.get_device()
+        self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
+        if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
+            self._init_prototypes(device)
+        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
+        if self.given_tau is not None:
+            assert self.module.loss.state is not None
+            self.module.loss.state.fill("tau", torch.from_numpy(self.given_tau))
+        self.retrieval = RetrievalSet.read(pair_source(self.config, self.validation), self.config)
+
+    @torch.no_grad()
+    def _init_prototypes(self, device: torch.device) -> None:
+        """From random training samples, each modality from its own; every rank computes the same."""
+        count = self.config.temperature.num_prototypes
+        ids = random_pairs(self.train.num_pairs, count, self.config.run.seed)
+        batch = self._tensors(self.source.read(*self.source.locate(ids), 0), device)
+        self.module.eval()
+        encoder = self.module.encoder
+        image = encoder.encode_images(batch["images"])
+        text = encoder.encode_texts(batch["input_ids"], batch["attention_mask"])
+        self.module.init_prototypes(image, text)
+        self.module.train()
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Towers, projections and a learned scalar temperature; and the TempNets."""
+        settings, loss = self.config.optimizer, self.module.loss
+        base = trainable(self.module.encoder) + trainable(loss.learned)
+        networks = trainable(loss.image_tempnet) + trainable(loss.text_tempnet)
+        return [
+            {"name": "base", "parameters": base, "learning_rate": settings.learning_rate_base},
+            {"name": "tempnet", "parameters": networks, "learning_rate": settings.learning_rate_tempnet},
+        ]
+
+    def flops_per_unit(self) -> None:
+        """Unknown: towers are any models."""
+        return
+
+    def num_units(self, batch: Batch) -> int:
+        """Pairs."""
+        return len(batch["ids"])
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """One global batch."""
+        gamma = gamma_at(self.loss_config, step, self.config.run.num_steps)
+        is_steered = self.steering.follows(engine)
+        output = engine(**self._tensors(batch, engine.device), gamma=gamma)
+        engine.backward(output["loss"])
+        engine.step()
+        if is_steered:
+            self.steering.observe_pairs(output)
+        statistics = PairStatistics.of(output, self.loss_config) if with_statistics else None
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Recalls and cross-entropy; with the details histograms of τ, and what TempNets are worth beside constants."""
+        image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
+        predicted = None
+        if self.module.loss.image_tempnet is not None:
+            found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
+            predicted = (found[0].cpu(), found[1].cpu())
+        scores = self._temperature_scores(predicted)
+        tau = predicted or one_temperature(self.loss_config, scores)
+        scores |= retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self.steering.scores()
+        if not with_details:
+            return scores, None
+        details: dict[str, Any] = {"histograms": self._histograms(predicted)}
+        if predicted and self.rank == 0:
+            loss = self.module.loss.config
+            details["rivals"] = rivals(image, text, self.retrieval.image_of_text, predicted, loss)
+            details["judged_by"] = loss.kind.objective
+        return scores, details
+
+    def _temperature_scores(self, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+        """Mean and spread of what is predicted for the validation set, or of what is stored of all training samples; the
+        learned temperature. All ranks must call it."""
+        loss = self.module.loss
+        if loss.learned is not None:
+            return {"tau_mean": float(loss.learned())}
+        if predicted is not None:
+            both = torch.cat([part.double() for part in predicted])
+            return {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
+        if loss.state is None or "tau" not in loss.state.columns:
+            return {}
+        tau = loss.state.columns["tau"].double()
+        count, total, squares = loss.world.sum(
+            torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
+        ).tolist()
+        return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
+
+    def _histograms(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
+        """Counts of τ by modality: of the validation set where TempNets predict, of all training samples where the state
+        holds temperatures, none otherwise. All ranks must call it."""
+        loss = self.module.loss
+        if tau is None and loss.state is not None and "tau" in loss.state.columns:
+            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in loss.state.columns["tau"]])
+            counts = loss.world.sum(counts.double())
+        elif tau is not None:
+            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in tau])
+        else:
+            return {}
+        return {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
+
+    def _tau_range(self) -> tuple[float, float]:
+        return self.loss_config.tau_min, self.loss_config.tau_max
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Cross-entropy, recalls and mean τ."""
+        tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
+        return (
+            f"cross-entropy {scores['cross_entropy_tau']:.4f}; "
+            f"mean recall {scores['mean_recall']:.2%} (R@1 image → text {scores['text_recall@1']:.2%}, "
+            f"text → image {scores['image_recall@1']:.2%}){tau}"
+        )
+
+    def rating(self, scores: Mapping[str, float]) -> float | None:
+        """Mean recall; where only TempNets learn, recall does not move and the last is exported."""
+        return None if self.config.model.freeze else scores["mean_recall"]
+
+    def export(self) -> None:
+        """Dual encoder, tokenizer and TempNets."""
+        if self.rank == 0:
+            export_encoder(self.module, self.source.tokenizer, self.config.run.export_directory)
+
+    def save(self, directory: Path) -> None:
+        """This rank's samples, and a steered ρ."""
+        self.steering.save(directory)
+        if self.module.loss.state is not None:
+            self.module.loss.state.save(directory)
+
+    def load(self, directory: Path, num_writers: int) -> None:
+        """The inverse, whoever saved them."""
+        self.steering.load(directory)
+        if self.module.loss.state is not None:
+            self.module.loss.state.load(directory, num_writers)
+
+    @staticmethod
+    def _tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS}

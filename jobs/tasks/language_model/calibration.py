@@ -1,0 +1,107 @@
+"""Reading ρ off a base model: the mean optimal temperature over a sample of prepared text, as a Ray task.
+
+The sample is a run of blocks spread evenly over the data; the model sees them as training would. What comes out is kept
+as `calibration.json` in the run's directory, so that a run that is continued keeps its ρ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.models import autocast_dtype, build_base
+from jobs.tasks.language_model.validation import to_tensors
+from pipelines.blocks import read_range
+from pipelines.manifest import Manifest, read_json
+from pipelines.packing import IGNORE_INDEX, PackingConfig
+from pipelines.stream import Batch
+from pipelines.tokenization import load_tokenizer
+from tempnet.calibration import Calibration, calibrate_rho
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
+
+CALIBRATION_FILE = "calibration.json"
+
+# Logits that are in memory at a time while the oracle is solved (float32: 256 MiB, and a few copies).
+_NUM_LOGITS_AT_A_TIME = 1 << 26
+
+
+def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
+    """The calibration of a run as plain values: read from its directory, or made now, which needs Ray.
+
+    It writes nothing: the directory is not there before the run's name is claimed, and a calibration that fails claims none.
+
+    Raises:
+        CalibrationError: if no ρ gives the wanted mean temperature.
+    """
+    return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibration_of(config, manifest)
+
+
+def calibration_of(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
+    """As :func:`calibrated`, without a directory."""
+    workers = config.workers
+    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=1 if workers.use_gpu else 0)(_calibrate)
+    try:
+        return dataclasses.asdict(ray.get(task.remote(config, manifest.directory)))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+
+
+def describe_calibration(values: dict[str, Any]) -> str:
+    """One line for a person."""
+    return (
+        f"{values['rho']:.4f} (target entropy {values['target_entropy']:.4f} nats): mean τ* {values['tau_mean']:.3f} ± "
+        f"{values['tau_std']:.3f} over {values['num_contexts']:,} contexts of the base model"
+    )
+
+
+def _calibrate(config: LanguageModelConfig, directory: str) -> Calibration:
+    if config.workers.num_threads:
+        torch.set_num_threads(config.workers.num_threads)
+    tokenizer = load_tokenizer(config.tokenizer)
+    device = torch.device("cuda" if config.workers.use_gpu else "cpu")
+    base = build_base(config, tokenizer)
+    base.to(device)  # type: ignore[arg-type]
+    module = TemperatureCausalLM(
+        base,
+        None,
+        TemperatureLossConfig(name="ce", rho=0.0),
+        vocab_size=len(tokenizer),
+        freeze_base=True,
+        attend_across_documents=config.data.attend_across_documents,
+        autocast_dtype=autocast_dtype(config),
+    )
+    settings = config.temperature
+    contexts = sample_contexts(module, Manifest.load(directory), settings.num_calibration_tokens, device)
+    size = max(1, _NUM_LOGITS_AT_A_TIME // len(tokenizer))
+
+    @torch.no_grad()
+    def rows() -> Iterator[Tensor]:
+        for part in contexts.split(size):
+            yield module.context_logits(part)
+
+    return calibrate_rho(
+        rows, len(tokenizer), tau=settings.calibrated_tau, tau_min=settings.tau_min, tau_max=settings.tau_max
+    )
+
+
+@torch.no_grad()
+def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens: int, device: torch.device) -> Tensor:
+    """(num_tokens, d) contexts of blocks spread evenly over the data; fewer if there are not as many."""
+    assert isinstance(manifest.layout, PackingConfig)
+    num_blocks = min(manifest.num_rows, math.ceil(1.25 * num_tokens / manifest.layout.context_length) + 1)
+    contexts: list[Tensor] = []
+    for index in np.linspace(0, manifest.num_rows - 1, num_blocks).astype(int).tolist():
+        arrays: Batch = read_range(manifest, index, index + 1)
+        batch = to_tensors(arrays, device)
+        found = module.contexts(batch["input_ids"], batch["position_ids"])
+        contexts.append(found[batch["targets"] != IGNORE_INDEX])
+    return torch.cat(contexts)[:num_tokens]

@@ -1,0 +1,168 @@
+"""Building the module that is trained: a Transformers base, its TempNet and the loss, from a configuration."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.sources import check_source
+from pipelines.tokenization import document_start_id
+from tempnet.dro import rho_from_target_entropy
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.packing import takes_document_mask
+from tempnet.network import TempNet
+from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.weights import check_weight_files, check_weights
+
+# Vocabularies of random starts are padded to a multiple of this, for the hardware (GPT-2: 50257 → 50304).
+_VOCAB_MULTIPLE = 64
+
+
+def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """The Transformers configuration of the base model; reads only configuration files, and the headers of weights.
+
+    Raises:
+        ValueError: if the model is too small for the tokenizer or the context, or its weights are cut.
+    """
+    model, vocab_size = config.model, len(tokenizer)
+    if model.path:
+        check_weight_files(model.path)
+        try:
+            check_source(model.path)
+        except ValueError as error:
+            raise ValueError(f"model.path = {error}") from error
+        try:
+            base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model.path = {model.path!r} is no Transformers model directory or hub name: {reason}"
+            ) from error
+    else:
+        base = AutoConfig.for_model(
+            model.architecture,
+            vocab_size=-(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+            hidden_size=model.hidden_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            max_position_embeddings=config.data.context_length,
+            bos_token_id=document_start_id(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        if model.architecture == "gpt2":
+            base.resid_pdrop = base.embd_pdrop = base.attn_pdrop = model.dropout
+        elif model.dropout:
+            raise ValueError(f"model.dropout = {model.dropout:g} is only known for model.architecture = 'gpt2'")
+    if vocab_size > base.vocab_size:
+        raise ValueError(
+            f"data.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, more than the vocabulary of "
+            f"{base.vocab_size} of model.path = {model.path!r}: use the model's own tokenizer"
+        )
+    num_positions = getattr(base, "max_position_embeddings", None) or config.data.context_length
+    if config.data.context_length > num_positions:
+        raise ValueError(
+            f"data.context_length = {config.data.context_length} is more than the {num_positions} positions of the base model"
+        )
+    return base
+
+
+def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The base model on the meta device, without weights.
+
+    Raises:
+        ValueError: as :func:`base_config`, and if packed documents cannot be kept apart in it as the configuration wants.
+    """
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(
+            base_config(config, tokenizer),
+            attn_implementation=config.model.attention,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    if not config.data.attend_across_documents:
+        takes_document_mask(base)
+    return base
+
+
+def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
+    """ρ of the run, from ρ itself or from the target entropy; None if it has yet to be calibrated."""
+    settings = config.temperature
+    if settings.target_entropy is not None:
+        return rho_from_target_entropy(settings.target_entropy, vocab_size)
+    return settings.rho
+
+
+def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:
+    """Which loss, with the resolved ρ."""
+    settings = config.temperature
+    rho = resolved_rho(config, vocab_size)
+    assert rho is not None, "ρ is calibrated before a model is built"
+    return TemperatureLossConfig(
+        name=settings.loss,
+        rho=rho,
+        tau=settings.tau,
+        tau_min=settings.tau_min,
+        tau_max=settings.tau_max,
+    )
+
+
+def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The base model: loaded, or at random from the seed; a frozen one in bfloat16 where that is the precision."""
+    torch.manual_seed(config.run.seed)
+    base: PreTrainedModel
+    if config.model.path:
+        is_half = config.workers.precision == "bf16" and config.model.is_frozen
+        base = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=torch.bfloat16 if is_half else torch.float32,
+            trust_remote_code=config.model.trust_remote_code,
+            attn_implementation=config.model.attention,
+        )
+        check_weights(base, config.model.path)
+    else:
+        base = AutoModelForCausalLM.from_config(
+            base_config(config, tokenizer), attn_implementation=config.model.attention
+        )
+    return base
+
+
+def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
+    """The module that is trained; the same weights on every rank, as they depend on the seed alone."""
+    base = build_base(config, tokenizer)
+    if config.workers.activation_checkpointing and not config.model.is_frozen:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    vocab_size = len(tokenizer)
+    loss = loss_config(config, vocab_size)
+    network = build_tempnet(config, vocab_size, loss.rho) if config.temperature.needs_tempnet else None
+    return TemperatureCausalLM(
+        base,
+        network,
+        loss,
+        vocab_size=vocab_size,
+        freeze_base=config.model.is_frozen,
+        attend_across_documents=config.data.attend_across_documents,
+        autocast_dtype=autocast_dtype(config),
+    )
+
+
+def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
+    """The dtype of the base's matrix products."""
+    return torch.bfloat16 if config.workers.precision == "bf16" else None
+
+
+def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> TempNet:
+    """A fresh TempNet, or the saved one that `temperature.path` names."""
+    wanted = config.temperature.network_config(vocab_size, rho)
+    if not config.temperature.path:
+        return TempNet(wanted)
+    network = TempNet.from_pretrained(config.temperature.path).train()
+    network.set_tau_max_eval(None)
+    if network.config != wanted:
+        raise ValueError(f"temperature.path = {config.temperature.path!r} holds {network.config}, wanted is {wanted}")
+    return network

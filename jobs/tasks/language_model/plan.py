@@ -1,0 +1,215 @@
+"""What a language-model configuration comes to: checks without Ray, prepared text, a resolved ρ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from jobs.engine.description import describe_plan
+from jobs.engine.hardware import state_bytes_per_worker
+from jobs.engine.launch import tracking_uri
+from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.tracking import TrackedRun
+from jobs.tasks.language_model.calibration import CALIBRATION_FILE, calibrated, describe_calibration
+from jobs.tasks.language_model.config import LanguageModelConfig, with_absolute_paths, with_rho
+from jobs.tasks.language_model.data import prepared
+from jobs.tasks.language_model.models import base_shapes, resolved_rho
+from jobs.tasks.language_model.report import summary_table, write_report
+from pipelines.archives import list_archives
+from pipelines.manifest import Manifest
+from pipelines.stream import READ_CPUS
+from pipelines.tokenization import load_tokenizer, tokenizer_digest
+from tempnet.dro import check_rho
+from tempnet.network import TempNet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelSpec:
+    """What travels to the workers."""
+
+    config: LanguageModelConfig
+    train_directory: str
+    """Prepared training data."""
+    validation_directory: str
+    """Prepared validation data."""
+
+    def create(self, rank: int, world_size: int) -> Task:
+        """A worker's side."""
+        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        from jobs.tasks.language_model.task import LanguageModelTask
+
+        train, validation = Manifest.load(self.train_directory), Manifest.load(self.validation_directory)
+        return LanguageModelTask(self.config, train, validation, rank=rank, world_size=world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelPlan:
+    """What a configuration comes to, known before anything starts."""
+
+    config: LanguageModelConfig
+    vocab_size: int
+    """The effective vocabulary: the tokenizer's."""
+    rho: float | None
+    """None until it is calibrated."""
+    num_base_parameters: int
+    num_tempnet_parameters: int
+    tracking_uri: str
+    """Empty: nothing is tracked."""
+
+    def describe(self) -> str:
+        """The plan, for a person."""
+        config = self.config
+        tokens = config.optimizer.batch_size * config.data.context_length
+        return describe_plan(
+            config,
+            about={
+                "loss": f"{config.temperature.loss}, {self._describe_rho()}, "
+                f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
+                "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
+                f"{config.workers.num_workers} workers × {config.num_accumulation_steps} micro-batches × "
+                f"{config.micro_batch_size} blocks",
+            },
+            num_units=tokens,
+            unit="tokens",
+            parameters=f"base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
+            f"TempNet {self.num_tempnet_parameters:,}",
+            state_gib=self.state_gib_per_worker,
+            tracking_uri=self.tracking_uri,
+        )
+
+    def _describe_rho(self) -> str:
+        settings = self.config.temperature
+        if self.rho is None:
+            return (
+                f"ρ to be calibrated for a mean τ* of {settings.calibrated_tau:g} on "
+                f"{settings.num_calibration_tokens:,} tokens of the training data"
+            )
+        entropy = math.log(self.vocab_size) - self.rho
+        return (
+            f"ρ = {self.rho:.4f}: target entropy {entropy:.4f} of "
+            f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats"
+        )
+
+    @property
+    def state_gib_per_worker(self) -> float:
+        """Memory of a worker before activations."""
+        frozen = self.num_base_parameters if self.config.model.is_frozen else 0
+        trained = self.num_base_parameters + self.num_tempnet_parameters - frozen
+        return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
+
+    @property
+    def data_cpus(self) -> float:
+        """One reader a worker."""
+        return READ_CPUS * self.config.workers.num_workers
+
+    def prepare(self) -> PreparedTask:
+        """Tokenise and pack the text, and calibrate ρ if that is wanted."""
+        config = with_absolute_paths(self.config)
+        train_data = prepared(config, "train")
+        validation_data = prepared(config, "validation")
+        rho = self.rho
+        records = {}
+        if rho is None:
+            calibration = records[CALIBRATION_FILE] = calibrated(config, train_data)
+            rho = float(calibration["rho"])
+            print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
+        config = with_rho(config, rho)
+        target_entropy = math.log(self.vocab_size) - rho
+        return PreparedTask(
+            config=config,
+            spec=LanguageModelSpec(
+                config=config,
+                train_directory=train_data.directory,
+                validation_directory=validation_data.directory,
+            ),
+            parameters={
+                "vocab_size": self.vocab_size,
+                "resolved.rho": rho,
+                "resolved.target_entropy": target_entropy,
+            },
+            data_sets={
+                "training": data_set(self.config.data.train, train_data.digest),
+                "validation": data_set(self.config.data.validation, validation_data.digest),
+            },
+            outcome={
+                "rho": rho,
+                "target_entropy": target_entropy,
+                "tau_min": config.temperature.tau_min,
+                "tau_max": config.temperature.tau_max,
+                "loss": config.temperature.loss,
+                "num_documents_lost": {
+                    "train": dict(train_data.problems),
+                    "validation": dict(validation_data.problems),
+                },
+                "num_blocks_train": train_data.num_rows,
+                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_rows,
+            },
+            records=records,
+        )
+
+    def summary_table(self, outcome: Mapping[str, Any]) -> str:
+        """The results of a run, for a person."""
+        return summary_table(outcome)
+
+    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
+        """Pages and pictures."""
+        write_report(directory, outcome, load_tokenizer(self.config.tokenizer), tracked)
+
+
+def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
+    """Check everything that can be checked without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+    """
+    uri = tracking_uri(config)
+    for field in ("train", "validation"):
+        try:
+            list_archives(getattr(config.data, field))
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"data.{field}: {error}") from error
+    tokenizer = load_tokenizer(config.tokenizer)
+    _check_tokenizer(config, tokenizer)
+    vocab_size = len(tokenizer)
+    base = base_shapes(config, tokenizer)
+    rho = resolved_rho(config, vocab_size)
+    try:
+        check_rho(rho or 0.0, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"temperature.rho: {error}") from error
+    num_tempnet_parameters = 0
+    if config.temperature.needs_tempnet:
+        network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0))
+        num_tempnet_parameters = sum(parameter.numel() for parameter in network.parameters())
+    return LanguageModelPlan(
+        config=config,
+        vocab_size=vocab_size,
+        rho=rho,
+        num_base_parameters=sum(parameter.numel() for parameter in base.parameters()),
+        num_tempnet_parameters=num_tempnet_parameters,
+        tracking_uri=uri,
+    )
+
+
+def _check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model that has a tokenizer knows no other one's tokens.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not config.model.path or config.tokenizer == config.model.path:
+        return
+    try:
+        own = load_tokenizer(config.model.path, needs_eos=False)
+    except ValueError:
+        return  # it has none
+    if tokenizer_digest(own) != tokenizer_digest(tokenizer):
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "
+            "which has its own: leave it empty"
+        )

@@ -1,0 +1,134 @@
+"""The report of a finished run: a table, training curves, a τ histogram, and a page whose tokens are coloured by τ."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from jobs.engine.curves import draw_curves
+from jobs.engine.description import results
+from jobs.engine.tracking import TrackedRun
+from pipelines.tokenization import token_texts
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Tokens, the τ of each token's prediction, and the entropy of that prediction at τ = 1 in nats.
+ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
+
+_CURVES = {
+    "loss (training objective)": ("train/loss",),
+    "cross-entropy, nats a token": (
+        "train/cross_entropy",
+        "train/cross_entropy_tau",
+        "validation/cross_entropy",
+        "validation/cross_entropy_tau",
+    ),
+    "τ": ("train/tau_q05", "train/tau_mean", "train/tau_q95", "train/tau_oracle_mean"),
+    "Spearman(τ, entropy at τ = 1)": ("train/tau_entropy_spearman",),
+}
+
+
+def summary_table(outcome: Mapping[str, Any]) -> str:
+    """The results of a run, for a person."""
+    scores, rivals = outcome["validation"], outcome["rivals"]
+    rows = [
+        ("validation perplexity at τ = 1", f"{math.exp(scores['cross_entropy']):.2f}"),
+        ("validation perplexity at τ", f"{math.exp(scores['cross_entropy_tau']):.2f}"),
+        ("mean τ", f"{scores['tau_mean']:.3f}"),
+        ("5 % / 95 % of τ", f"{scores['tau_q05']:.3f} / {scores['tau_q95']:.3f}"),
+        ("standard deviation of τ", f"{scores['tau_std']:.3f}"),
+        ("share of τ at τ₀ / τ_max", f"{scores['tau_share_lower_bound']:.2%} / {scores['tau_share_upper_bound']:.2%}"),
+        ("Spearman(τ, entropy at τ = 1)", f"{scores['tau_entropy_spearman']:+.2f}"),
+        (
+            f"robust loss at the oracle's τ*, mean {rivals['oracle_tau_mean']:.3f}",
+            f"{rivals['robust/oracle_loss']:.4f}",
+        ),
+        ("regret: robust loss at τ above it", f"{rivals['robust/loss'] - rivals['robust/oracle_loss']:.4f}"),
+        ("ρ (target entropy)", f"{outcome['rho']:.4f} ({outcome['target_entropy']:.4f} nats)"),
+    ]
+    return results(rows, outcome, "tokens")
+
+
+def write_report(
+    directory: Path, outcome: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, tracked: TrackedRun | None
+) -> None:
+    """Write `tokens.html`, `histogram.png` and `curves.png` (where MLflow has the history)."""
+    passage = outcome["passage"]
+    tokens = token_texts(tokenizer, passage["token"])
+    page = coloured_page(
+        title=f"{outcome['run']}: the temperature of every token",
+        sections={"A validation passage": (tokens, passage["tau"], passage["entropy"])},
+        summary=summary_table(outcome),
+    )
+    (directory / "tokens.html").write_text(page)
+    _draw_histogram(directory / "histogram.png", outcome)
+    if tracked:
+        draw_curves(directory / "curves.png", tracked, _CURVES, f"{outcome['run']}: ρ = {outcome['rho']:.3f}")
+
+
+def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
+    """A self-contained page: every token on a colour between the 2 % and 98 % quantile of τ, τ and entropy on hover.
+
+    Args:
+        sections: heading → text.
+    """
+    every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
+    low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)
+    low, high = (low, high) if high > low else (low - 1e-6, high + 1e-6)
+    scale = "".join(
+        f'<span style="background:{_colour(share)}">&nbsp;{low + share * (high - low):.2f}&nbsp;</span>'
+        for share in np.linspace(0, 1, 9)
+    )
+    body = []
+    for heading, (tokens, taus, entropies) in sections.items():
+        spans = "".join(
+            f'<span style="background:{_colour((tau - low) / (high - low))}" '
+            f'title="τ {tau:.3f} · entropy {entropy:.2f} nats">{html.escape(token)}</span>'
+            for token, tau, entropy in zip(tokens, taus, entropies, strict=True)
+        )
+        body.append(f"<h2>{html.escape(heading)}</h2>\n<p class='text'>{spans}</p>")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<style>
+body {{ font: 16px/1.8 Georgia, serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; }}
+.text {{ white-space: pre-wrap; }} .text span {{ border-radius: 2px; padding: 1px 0; }}
+.scale span {{ font: 12px monospace; }} pre {{ font-size: 13px; line-height: 1.4; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+<p>The colour of a token is the temperature τ with which it was predicted; point at it for τ and for the entropy of the
+prediction at τ = 1. At the optimum of the robust loss every prediction is brought to the same entropy, so certain
+predictions get a high τ and open ones a low τ.</p>
+<p class="scale">{scale}</p>
+{"".join(body)}
+<pre>{html.escape(summary)}</pre>
+</body></html>
+"""
+
+
+def _colour(share: float) -> str:
+    """Blue (low τ) over white to red (high τ)."""
+    share = min(1.0, max(0.0, float(share)))
+    red, green, blue, _ = matplotlib.colormaps["coolwarm"](0.12 + 0.76 * share)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def _draw_histogram(path: Path, outcome: Mapping[str, Any]) -> None:
+    counts = np.array(outcome["histogram"])
+    edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    axes.bar(edges[:-1], counts / max(1.0, counts.sum()), width=np.diff(edges), align="edge")
+    axes.axvline(outcome["validation"]["tau_mean"], color="black", linestyle="--", label="mean τ")
+    axes.axvspan(0.7, 1.0, alpha=0.12, color="green", label="band of mean τ, 0.7 to 1.0")
+    axes.set(xlabel="τ", ylabel="share of tokens", title=f"{outcome['run']}: τ on validation text")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

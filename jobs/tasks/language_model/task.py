@@ -1,0 +1,166 @@
+"""A language model and its TempNet as a task of the training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from jobs.engine.rho import RhoSteering
+from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.export import export_model
+from jobs.tasks.language_model.flops import flops_per_token
+from jobs.tasks.language_model.models import build_model
+from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from pipelines.blocks import BlockSource
+from pipelines.manifest import Manifest
+from pipelines.packing import IGNORE_INDEX
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.tokenization import load_tokenizer
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.fold import FoldCache
+from tempnet.statistics import TemperatureStatistics
+
+# Tokens of a micro-batch (of a rank's validation part) on which the oracle is solved along the way.
+_NUM_ORACLE_TOKENS = 256
+
+
+class LanguageModelTask:
+    """See `jobs.engine.task.Task`."""
+
+    unit = "tokens"
+    module: TemperatureCausalLM
+
+    def __init__(
+        self, config: LanguageModelConfig, train: Manifest, validation: Manifest, *, rank: int, world_size: int
+    ) -> None:
+        self.config, self.validation_manifest = config, validation
+        self.rank, self.world_size = rank, world_size
+        self.stream = RankStream(
+            source=BlockSource(manifest=train),
+            plan=StreamPlan(
+                shard_sizes=train.shard_sizes,
+                seed=self.config.run.seed,
+                window_size=self.config.data.shuffle_window,
+            ),
+            batch_size=self.config.optimizer.batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """The module, and this rank's part of the validation blocks."""
+        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
+        self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
+        self.steering = RhoSteering(
+            self.config.temperature,
+            rho=self.module.loss_config.rho,
+            limit=math.log(self.module.vocab_size),
+            tau_range=self.config.temperature.tau_range,
+            apply=self._set_rho,
+        )
+        self.validation = ValidationPart.read(
+            self.validation_manifest,
+            self.config.validation.num_blocks,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Base and TempNet."""
+        return language_model_groups(self.module, self.config)
+
+    def flops_per_unit(self) -> float:
+        """Of a token."""
+        return flops_per_token(self.module, self.config)
+
+    def num_units(self, batch: Batch) -> int:
+        """Valid targets."""
+        return int((batch["targets"] != IGNORE_INDEX).sum())
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """One global batch, in micro-batches."""
+        # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
+        num_parts = self.world_size * self.config.num_accumulation_steps
+        micro = self.config.micro_batch_size
+        is_steered = self.steering.follows(engine)
+        loss_sum = torch.zeros((), device=engine.device)
+        seen: list[tuple[Tensor, Tensor]] = []
+        sums: Tensor | None = None
+        for at in range(0, len(batch["targets"]), micro):
+            tensors = to_tensors({name: value[at : at + micro] for name, value in batch.items()}, engine.device)
+            output = engine(**tensors, num_targets=max(num_units, 1) / num_parts, with_statistics=with_statistics)
+            engine.backward(output["loss"])
+            engine.step()
+            loss_sum += output["loss"].detach() / num_parts
+            if is_steered:
+                is_valid = tensors["targets"] != IGNORE_INDEX
+                seen.append((output["tau"][is_valid], output["slopes"][is_valid]))
+            if output["statistics"] is not None:
+                sums = output["statistics"] if sums is None else sums + output["statistics"]
+        assert self.module.fold_cache is not None
+        self.module.fold_cache.clear(keep_gram=self.config.model.is_frozen)
+        if is_steered:
+            tau, slopes = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            self.steering.observe(tau, slopes)
+        loss = self.module.loss_config
+        return StepResult(loss_sum, None if sums is None else TemperatureStatistics(sums, loss.tau_min, loss.tau_max))
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Loss at τ = 1 and at τ; rivals and a passage with the details."""
+        summary, details = validate(
+            engine,
+            self.validation,
+            loss_config=self.module.loss_config,
+            micro_batch_size=self.config.micro_batch_size,
+            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else _NUM_ORACLE_TOKENS,
+            with_details=with_details,
+        )
+        return summary | self.steering.scores(), asdict(details) if details else None
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Cross-entropies and mean τ."""
+        return (
+            f"cross-entropy {scores['cross_entropy']:.4f} at τ = 1, {scores['cross_entropy_tau']:.4f} at τ; "
+            f"mean τ {scores['tau_mean']:.3f}"
+        )
+
+    def rating(self, scores: Mapping[str, float]) -> None:
+        """The last model is exported: a TempNet that is still moving has no better earlier one."""
+        return
+
+    def export(self) -> None:
+        """Base, tokenizer and TempNet."""
+        export_model(self.module, self.config, is_first=self.rank == 0)
+
+    def save(self, directory: Path) -> None:
+        """A steered ρ; the engine holds all else."""
+        self.steering.save(directory)
+
+    def load(self, directory: Path, num_writers: int) -> None:
+        """The inverse."""
+        self.steering.load(directory)
+
+    def _set_rho(self, rho: float) -> None:
+        self.module.loss_config = replace(self.module.loss_config, rho=rho)
+
+
+def language_model_groups(module: TemperatureCausalLM, config: LanguageModelConfig) -> list[ParameterGroup]:
+    """Base and TempNet, each at its own rate."""
+    settings = config.optimizer
+    return [
+        {"name": "base", "parameters": trainable(module.base), "learning_rate": settings.learning_rate_base},
+        {"name": "tempnet", "parameters": trainable(module.tempnet), "learning_rate": settings.learning_rate_tempnet},
+    ]

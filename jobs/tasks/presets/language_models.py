@@ -1,0 +1,239 @@
+"""The language-model experiments (TempNet Table 5, §6.1, Appendix D.3), and their twins for two CPU cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
+from jobs.tasks.language_model.config import (
+    BlockValidationSection,
+    DataSection,
+    LanguageModelConfig,
+    ModelSection,
+    TemperatureSection,
+)
+from jobs.tasks.presets.naming import named
+
+Preset = Callable[[], LanguageModelConfig]
+
+SAMPLE_TEXT = "data/sample/text"
+SAMPLE_TOKENIZER = "data/sample/tokenizer"
+SMALL_EXPORT = "runs/gpt2-scratch-small/export"
+
+
+def gpt2_scratch() -> LanguageModelConfig:
+    """GPT-2 125M and its TempNet from scratch on OpenWebText2, 320k steps (Tables 2, 4 and 15)."""
+    return LanguageModelConfig(
+        run=RunSection(name="gpt2-scratch", num_steps=320_000, checkpoint_every=2_000, log_every=50),
+        data=DataSection(train="data/openwebtext2/train", validation="data/openwebtext2/validation", tokenizer="gpt2"),
+        temperature=TemperatureSection(rho=10.0),
+        optimizer=OptimizerSection(batch_size=32, learning_rate_base=6e-4, learning_rate_tempnet=1e-4),
+        workers=WorkersSection(num_workers=4, use_gpu=True, zero_stage=2),
+        validation=BlockValidationSection(every=2_000, num_blocks=512),
+        tracking=TrackingSection(paper="TempNet, Tables 2, 4 and 15"),
+    )
+
+
+def gpt2_finetune() -> LanguageModelConfig:
+    """The Pythia suite's GPT-2-size model and a TempNet fine-tuned on OpenWebText2, 50k steps (Table 2)."""
+    base = gpt2_scratch()
+    return replace(
+        base,
+        run=replace(base.run, name="gpt2-finetune", num_steps=50_000),
+        data=replace(base.data, tokenizer="EleutherAI/pythia-160m"),
+        model=ModelSection(path="EleutherAI/pythia-160m", freeze=False),
+        # 1e-4 is Table 5's rate; the paper's text says 1e-5.
+        optimizer=replace(base.optimizer, learning_rate_base=1e-4),
+        tracking=replace(base.tracking, paper="TempNet, Table 2"),
+    )
+
+
+def _frozen(
+    name: str, path: str, tables: str, *, num_steps: int, rate: float, weight_decay: float, beta2: float
+) -> LanguageModelConfig:
+    base = gpt2_scratch()
+    return replace(
+        base,
+        run=replace(base.run, name=name, num_steps=num_steps),
+        data=replace(base.data, tokenizer=path),
+        model=ModelSection(path=path, freeze=True),
+        optimizer=replace(
+            base.optimizer, batch_size=16, learning_rate_tempnet=rate, weight_decay=weight_decay, beta2=beta2
+        ),
+        tracking=replace(base.tracking, paper=f"TempNet, {tables}"),
+    )
+
+
+def llama1_7b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-1 7B, 10k steps (Tables 2 and 10)."""
+    path = "huggyllama/llama-7b"
+    return _frozen(
+        "llama1-7b-frozen", path, "Tables 2 and 10", num_steps=10_000, rate=2e-4, weight_decay=0.1, beta2=0.95
+    )
+
+
+def frozen() -> LanguageModelConfig:
+    """A TempNet for your own model: give --model.path, --data.train, --data.validation; ρ is calibrated, the base frozen."""
+    base = gpt2_scratch()
+    return replace(
+        base,
+        run=replace(base.run, name="frozen", num_steps=1_000, checkpoint_every=200, log_every=20),
+        data=DataSection(train="data/train", validation="data/validation", context_length=256),
+        model=ModelSection(path="model"),
+        # Half the regret of a network that reads the raw logits (docs/log.md).
+        temperature=replace(base.temperature, rho=None, input_shift="mean"),
+        optimizer=replace(
+            base.optimizer, batch_size=16, learning_rate_tempnet=1e-2, weight_decay=0.01, warmup_share=0.05
+        ),
+        workers=replace(base.workers, num_workers=1),
+        validation=BlockValidationSection(every=200, num_blocks=128),
+        tracking=replace(base.tracking, paper=""),
+    )
+
+
+def _llama2(name: str, path: str, tables: str, num_steps: int = 30_000) -> LanguageModelConfig:
+    return _frozen(name, path, tables, num_steps=num_steps, rate=1e-4, weight_decay=0.01, beta2=0.999)
+
+
+def llama2_7b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-2 7B, 30k steps (Table 2)."""
+    return _llama2("llama2-7b-frozen", "meta-llama/Llama-2-7b-hf", "Table 2")
+
+
+def llama2_13b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-2 13B, 30k steps (Table 5)."""
+    return _llama2("llama2-13b-frozen", "meta-llama/Llama-2-13b-hf", "Table 5")
+
+
+def llama2_chat_7b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-2 Chat 7B, 30k steps (Tables 1, 11 and 12)."""
+    return _llama2("llama2-chat-7b-frozen", "meta-llama/Llama-2-7b-chat-hf", "Tables 1, 11 and 12")
+
+
+def llama2_chat_13b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-2 Chat 13B, 30k steps (Tables 1, 11 and 12)."""
+    return _llama2("llama2-chat-13b-frozen", "meta-llama/Llama-2-13b-chat-hf", "Tables 1, 11 and 12")
+
+
+def llama2_chat_70b_frozen() -> LanguageModelConfig:
+    """A TempNet for the frozen LLaMA-2 Chat 70B, 20k steps (Tables 1, 11 and 12)."""
+    config = _llama2(
+        "llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", "Tables 1, 11 and 12", num_steps=20_000
+    )
+    # 138 GB of bfloat16 weights, which no GPU holds beside its activations: divided among eight once training has begun.
+    # Loading still needs the whole of it on each (docs/log.md).
+    return replace(config, workers=replace(config.workers, num_workers=8, zero_stage=3))
+
+
+def _small(
+    config: LanguageModelConfig, *, num_steps: int, target_entropy: float, rate_tempnet: float
+) -> LanguageModelConfig:
+    """The twin of a preset on the sample data, two CPU cores and a few minutes.
+
+    With 2 048 tokens ρ = 10 would be infeasible (log V = 7.62), so ρ comes from a target entropy.
+    """
+    return replace(
+        config,
+        run=replace(
+            config.run, name=f"{config.run.name}-small", num_steps=num_steps, checkpoint_every=200, log_every=20
+        ),
+        data=DataSection(
+            train=f"{SAMPLE_TEXT}/train",
+            validation=f"{SAMPLE_TEXT}/validation",
+            tokenizer=SAMPLE_TOKENIZER,
+            context_length=128,
+        ),
+        temperature=replace(config.temperature, rho=None, target_entropy=target_entropy),
+        optimizer=replace(
+            config.optimizer,
+            batch_size=16,
+            learning_rate_base=2e-3,
+            learning_rate_tempnet=rate_tempnet,
+            warmup_share=0.05,
+        ),
+        workers=WorkersSection(num_workers=2, cpus_per_worker=0.5, zero_stage=2),
+        validation=BlockValidationSection(every=200, num_blocks=64),
+    )
+
+
+def gpt2_scratch_small() -> LanguageModelConfig:
+    """The main job: a 4-layer GPT-2 and its TempNet from scratch on the sample data, a few minutes on two cores."""
+    config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.9, rate_tempnet=3e-3)
+    return replace(config, model=ModelSection(hidden_size=192, num_layers=4, num_heads=6, attention="eager"))
+
+
+def gpt2_finetune_small() -> LanguageModelConfig:
+    """The model of gpt2-scratch-small and a new TempNet, trained on together."""
+    config = _small(gpt2_finetune(), num_steps=300, target_entropy=4.0, rate_tempnet=1e-2)
+    return replace(config, model=ModelSection(path=SMALL_EXPORT, freeze=False, attention="eager"))
+
+
+def _frozen_small(config: LanguageModelConfig) -> LanguageModelConfig:
+    small = _small(config, num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
+    # The model's own tokenizer, whatever model a person puts there.
+    small = replace(small, data=replace(small.data, tokenizer=""))
+    return replace(small, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
+
+
+def frozen_small() -> LanguageModelConfig:
+    """A TempNet for the frozen model of gpt2-scratch-small with a calibrated ρ, a few minutes on two cores."""
+    small = _frozen_small(frozen())
+    return replace(small, temperature=replace(small.temperature, target_entropy=None))
+
+
+def llama1_7b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-1 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama1_7b_frozen())
+
+
+def llama2_7b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_7b_frozen())
+
+
+def llama2_13b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_13b_frozen())
+
+
+def llama2_chat_7b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_7b_frozen())
+
+
+def llama2_chat_13b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_13b_frozen())
+
+
+def llama2_chat_70b_frozen_small() -> LanguageModelConfig:
+    """LLaMA-2 Chat 70B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
+    return _frozen_small(llama2_chat_70b_frozen())
+
+
+PRESETS: dict[str, Preset] = named(
+    {
+        function.__name__.replace("_", "-"): function
+        for function in (
+            gpt2_scratch,
+            gpt2_finetune,
+            frozen,
+            llama1_7b_frozen,
+            llama2_7b_frozen,
+            llama2_13b_frozen,
+            llama2_chat_7b_frozen,
+            llama2_chat_13b_frozen,
+            llama2_chat_70b_frozen,
+            gpt2_scratch_small,
+            gpt2_finetune_small,
+            frozen_small,
+            llama1_7b_frozen_small,
+            llama2_7b_frozen_small,
+            llama2_13b_frozen_small,
+            llama2_chat_7b_frozen_small,
+            llama2_chat_13b_frozen_small,
+            llama2_chat_70b_frozen_small,
+        )
+    }
+)

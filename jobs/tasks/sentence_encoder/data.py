@@ -1,0 +1,63 @@
+"""Preparing and reading the documents of a sentence encoder's training."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+from pipelines.documents import DocumentConfig
+from pipelines.manifest import Manifest
+from pipelines.prepare import PrepareConfig, describe, prepare_text
+from pipelines.span_source import SpanSource
+from pipelines.stream import Batch
+from pipelines.tokenization import SpecialTokens, load_tokenizer
+
+# Of the spans that validation scores: the same for all runs.
+VALIDATION_SEED = 0
+
+
+def prepared(config: SentenceConfig, split: str) -> Manifest:
+    """The documents of `train` or `validation`, prepared beside the runs unless they are there already; needs Ray.
+
+    Raises:
+        ValueError: if none is long enough.
+    """
+    started = time.monotonic()
+    data = config.data
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    manifest = prepare_text(
+        PrepareConfig(
+            source=getattr(data, split),
+            tokenizer=config.tokenizer,
+            text_field=data.text_field,
+            max_bad_share=data.max_bad_share,
+        ),
+        DocumentConfig(least_num_tokens=data.spans.least_num_tokens, vocab_size=len(tokenizer)),
+        config.run.prepared_directory,
+    )
+    print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
+    if not manifest.num_rows:
+        raise ValueError(
+            f"data.{split} = {getattr(data, split)!r} holds no document of {data.spans.least_num_tokens} tokens, which spans "
+            f"of data.max_length = {data.max_length} need: choose shorter spans, fewer anchors or a smaller min_num_tokens"
+        )
+    return manifest
+
+
+def span_source(config: SentenceConfig, manifest: Manifest, *, seed: int) -> SpanSource:
+    """The spans of prepared documents."""
+    return SpanSource(
+        manifest=manifest,
+        spans=config.data.spans,
+        special_tokens=SpecialTokens.of(load_tokenizer(config.tokenizer, needs_eos=False)),
+        seed=seed,
+        mask_share=config.data.mask_share if config.objective.mlm_weight else 0.0,
+    )
+
+
+def read_documents(source: SpanSource, ids: np.ndarray) -> Batch:
+    """The spans of documents by dense id, as they are in epoch 0."""
+    shards = np.searchsorted(source.first_rows, ids, side="right") - 1
+    return source.read(shards, ids - source.first_rows[shards], 0)

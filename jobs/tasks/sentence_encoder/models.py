@@ -1,0 +1,73 @@
+"""Building the module that is trained: an encoder with its MLM head, the loss with its temperature and state."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from jobs.engine import encoders
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+from pipelines.tokenization import SpecialTokens
+from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.world import World
+from tempnet.models.sentence_encoder import num_positions
+from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
+from tempnet.network import TempNet
+
+
+def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The encoder with its MLM head: loaded, or at random from the seed; the same on every rank.
+
+    Raises:
+        ValueError: if there is none, or it is too small for the tokenizer or the spans.
+    """
+    special = SpecialTokens.of(tokenizer)
+    width = config.data.max_length + special.num_added
+    model = encoders.build_encoder(
+        config.model,
+        AutoModelForMaskedLM,
+        what="encoder with an MLM head",
+        tokenizer=tokenizer,
+        tokenizer_name=config.tokenizer,
+        num_tokens=width,
+        seed=config.run.seed,
+        with_checkpointing=config.workers.activation_checkpointing,
+    )
+    most = num_positions(model.config)
+    if most is not None and width > most:
+        raise ValueError(
+            f"data.max_length = {config.data.max_length} with {special.num_added} special tokens is more than the "
+            f"{most} positions of the encoder: choose at most {most - special.num_added}"
+        )
+    return model
+
+
+def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
+    """A fresh TempNet where the loss reads one."""
+    if not (config.is_contrastive and config.temperature.needs_tempnets):
+        return None
+    return TempNet(config.temperature.network_config(width))
+
+
+def build_model(
+    config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int, device: torch.device
+) -> TemperatureSentenceEncoder:
+    """The module that is trained, with the state of `num_documents` documents divided among the ranks."""
+    encoder = build_encoder(config, tokenizer)
+    tempnet, world = build_tempnet(config, int(encoder.config.hidden_size)), World.current()
+    loss = None
+    if config.is_contrastive:
+        settings = config.temperature.loss_config
+        columns = settings.state_columns
+        state = SampleState(num_documents, columns, world=world, device=device) if columns else None
+        loss = UnimodalLoss(settings, tempnet=tempnet, state=state, world=world)
+    module = TemperatureSentenceEncoder(
+        encoder,
+        loss,
+        contrastive_weight=config.objective.contrastive_weight,
+        mlm_weight=config.objective.mlm_weight,
+        world=world,
+        autocast_dtype=torch.bfloat16 if config.workers.precision == "bf16" else None,
+    )
+    return module.to(device)

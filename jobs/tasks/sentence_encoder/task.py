@@ -1,0 +1,174 @@
+"""A sentence encoder as a task of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train.torch
+import torch
+import torch.nn.functional as F
+from deepspeed import DeepSpeedEngine
+
+from jobs.engine.export import exported
+from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.tasks.sentence_encoder.batches import span_tensors
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+from jobs.tasks.sentence_encoder.data import read_documents, span_source
+from jobs.tasks.sentence_encoder.models import build_model
+from jobs.tasks.sentence_encoder.statistics import SpanStatistics
+from jobs.tasks.sentence_encoder.validation import SpanSet, rivals, validate
+from pipelines.manifest import Manifest
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.tokenization import load_tokenizer
+from tempnet.contrastive.losses import gamma_at
+from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
+from tempnet.network import PAIRED_DIRECTORY
+from tempnet.statistics import histogram_of
+
+
+class SentenceTask:
+    """See `jobs.engine.task.Task`."""
+
+    unit = "documents"
+    module: TemperatureSentenceEncoder
+
+    def __init__(
+        self, config: SentenceConfig, train: Manifest, validation: Manifest, *, rank: int, world_size: int
+    ) -> None:
+        self.config, self.train, self.validation = config, train, validation
+        self.rank, self.world_size = rank, world_size
+        self.source = span_source(config, train, seed=config.run.seed)
+        self.stream = RankStream(
+            source=self.source,
+            plan=StreamPlan(
+                shard_sizes=train.shard_sizes, seed=config.run.seed, window_size=config.data.shuffle_window
+            ),
+            batch_size=config.optimizer.batch_size,
+            rank=rank,
+            world_size=world_size,
+            num_batches_per_task=64,
+            num_batches_per_output=8,
+        )
+
+    def build(self, *, is_fresh: bool) -> None:
+        """The module with its per-document state, prototypes from training sentences, and the validation documents."""
+        device = ray.train.torch.get_device()
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
+        loss = self.module.loss
+        if is_fresh and loss is not None and loss.tempnet is not None and loss.tempnet.config.projection:
+            self._init_prototypes(loss.tempnet.config.num_prototypes, device)
+        self.held_out = SpanSet.read(self.validation, self.config, rank=self.rank, world_size=self.world_size)
+
+    @torch.no_grad()
+    def _init_prototypes(self, count: int, device: torch.device) -> None:
+        """From anchors of random training documents; every rank computes the same."""
+        rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
+        ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
+        self.module.eval()
+        found = []
+        for part in np.array_split(ids, -(-count // self.config.validation.batch_size)):
+            tensors = span_tensors(read_documents(self.source, part), device)
+            found.append(self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0]))
+        self.module.init_prototypes(F.normalize(torch.cat(found), dim=-1))
+        self.module.train()
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """The encoder with its head and a learned scalar temperature; and the TempNet."""
+        settings, loss = self.config.optimizer, self.module.loss
+        base = trainable(self.module.model) + trainable(loss and loss.bimodal.learned)
+        return [
+            {"name": "base", "parameters": base, "learning_rate": settings.learning_rate_base},
+            {
+                "name": "tempnet",
+                "parameters": trainable(loss and loss.tempnet),
+                "learning_rate": settings.learning_rate_tempnet,
+            },
+        ]
+
+    def flops_per_unit(self) -> None:
+        """Unknown: a document has spans of any length."""
+        return
+
+    def num_units(self, batch: Batch) -> int:
+        """Documents."""
+        return len(batch["ids"])
+
+    def train_step(
+        self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
+    ) -> StepResult:
+        """One global batch."""
+        loss_config = self.config.temperature.loss_config
+        gamma = gamma_at(loss_config, step, self.config.run.num_steps)
+        output = engine(**span_tensors(batch, engine.device), gamma=gamma)
+        engine.backward(output["loss"])
+        engine.step()
+        statistics = None
+        if with_statistics:
+            crowded = int(batch["is_crowded"].sum())
+            statistics = SpanStatistics.of(output, loss_config, num_documents=len(batch["ids"]), num_crowded=crowded)
+        return StepResult(output["loss"].detach() / self.world_size, statistics)
+
+    def validate(
+        self, engine: DeepSpeedEngine, *, with_details: bool
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Whether anchors find their positives, and the MLM loss; with the details histograms of τ, and what a TempNet is
+        worth beside constants."""
+        scores, tau, sentences = validate(self.module, self.held_out, engine.device)
+        loss = self.module.loss
+        if loss is not None and loss.bimodal.learned is not None:
+            scores["tau_mean"] = float(loss.bimodal.learned())
+        if not with_details:
+            return scores, None
+        settings = self.config.temperature.loss_config
+        histograms: dict[str, list[float]] = {}
+        details: dict[str, Any] = {"histograms": histograms}
+        if tau is not None:
+            assert loss is not None
+            assert sentences is not None
+            for name, part in zip(("anchor", "positive"), tau, strict=True):
+                histograms[name] = histogram_of(part, settings.tau_min, settings.tau_max).tolist()
+            if self.rank == 0:
+                num_anchors = self.config.data.num_anchors
+                details["rivals"] = rivals(sentences, tau, loss.bimodal.config, num_anchors=num_anchors)
+                details["judged_by"] = settings.kind.objective
+        return scores, details
+
+    def describe(self, scores: Mapping[str, float]) -> str:
+        """Half a line."""
+        parts = []
+        if "span_recall@1" in scores:
+            parts.append(f"an anchor finds its positive in {scores['span_recall@1']:.2%}")
+        if "mlm_loss" in scores:
+            parts.append(f"MLM loss {scores['mlm_loss']:.4f}, right in {scores['mlm_accuracy']:.2%}")
+        if "tau_mean" in scores:
+            parts.append(f"mean τ {scores['tau_mean']:.4f}")
+        return "; ".join(parts)
+
+    def rating(self, scores: Mapping[str, float]) -> None:
+        """The last model is exported: neither score says how well sentences transfer."""
+        return
+
+    def export(self) -> None:
+        """The encoder as sentence-transformers reads it, and the TempNet."""
+        if self.rank:
+            return
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        with exported(self.config.run.export_directory) as directory:
+            self.module.encoder.save_pretrained(directory, tokenizer, num_tokens=self.source.width)
+            if self.module.loss is not None and self.module.loss.tempnet is not None:
+                self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)
+
+    def save(self, directory: Path) -> None:
+        """This rank's documents."""
+        if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
+            state.save(directory)
+
+    def load(self, directory: Path, num_writers: int) -> None:
+        """This rank's documents, whoever saved them."""
+        if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
+            state.load(directory, num_writers)

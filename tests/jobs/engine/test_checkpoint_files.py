@@ -1,0 +1,208 @@
+"""Damage to a checkpoint's files is found and named; what is whole is taken for whole; the newest such is gone on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ray.train import CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from jobs.engine.checkpoint_files import find_changed_file, find_damage, list_name, write_file_list
+from jobs.engine.resumption import SNAPSHOT_FILE, find_resumption, registered_step, write_snapshot
+
+OPTIMIZER = "deepspeed/zero_pp_rank_{rank}_optim_states.pt"
+
+
+def save(directory: Path, *, world_size: int = 2, group: str = "a", ranks: tuple[int, ...] = (0, 1)) -> Path:
+    """What so many workers leave of a checkpoint if those of `ranks` finish."""
+    for rank in ranks:
+        part = directory.parent / f"part-{rank}"
+        (part / "deepspeed").mkdir(parents=True)
+        (part / OPTIMIZER.format(rank=rank)).write_bytes(bytes(range(100)) * (rank + 1))
+        if rank == 0:
+            (part / "state.json").write_text("{}")
+        write_file_list(part, rank=rank, world_size=world_size, group=group)
+        shutil.copytree(part, directory, dirs_exist_ok=True)
+        shutil.rmtree(part)
+    return directory
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:10] + bytes([content[10] ^ 1]) + content[11:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda at: truncate(at / OPTIMIZER.format(rank=1)), r"zero_pp_rank_1_\S+ has 199 bytes instead of 200"),
+        (lambda at: (at / OPTIMIZER.format(rank=0)).unlink(), r"zero_pp_rank_0_\S+ is missing"),
+        (lambda at: (at / "state.json").unlink(), "state.json is missing"),
+        (lambda at: (at / list_name(1)).unlink(), "files-00001.json is missing: its upload was not finished"),
+        (lambda at: (at / list_name(0)).unlink(), "files-00000.json is missing"),
+        (lambda at: truncate(at / list_name(1)), "files-00001.json is damaged"),
+        (lambda at: (at / list_name(1)).write_text("[]"), "files-00001.json is damaged"),
+        (lambda at: (at / list_name(0)).write_text('{"world_size": 2}'), "a list of its files is damaged"),
+        (shutil.rmtree, "the directory is missing or empty"),
+    ],
+)
+def test_names_and_sizes_show_what_is_bad(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    checkpoint = save(tmp_path / "checkpoint")
+    assert find_damage(str(checkpoint)) == find_damage(checkpoint.as_uri()) == ""
+    damage(checkpoint)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(find_damage(checkpoint.as_uri()))
+
+
+def test_parts_of_two_attempts_are_no_checkpoint(tmp_path: Path) -> None:
+    """Workers were killed while they wrote a step; of those that write it again, the second has not finished."""
+    save(tmp_path / "checkpoint", group="a")
+    save(tmp_path / "checkpoint", group="b", ranks=(0,))
+    assert "another attempt" in find_damage(str(tmp_path / "checkpoint"))
+    save(tmp_path / "checkpoint", group="b", ranks=(1,))
+    assert find_damage(str(tmp_path / "checkpoint")) == ""
+
+
+def test_files_of_more_workers_that_did_not_finish_do_no_harm(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", world_size=3, group="a", ranks=(1, 2))
+    save(tmp_path / "checkpoint", group="b")
+    assert find_damage(str(tmp_path / "checkpoint")) == ""
+    assert not any(find_changed_file(tmp_path / "checkpoint", rank=rank, world_size=2) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_together_the_workers_find_a_changed_byte(tmp_path: Path, num_readers: int) -> None:
+    checkpoint = save(tmp_path / "checkpoint")
+
+    def found() -> list[str]:
+        messages = (find_changed_file(checkpoint, rank=rank, world_size=num_readers) for rank in range(num_readers))
+        return [message for message in messages if message]
+
+    assert not found()
+    flip(checkpoint / OPTIMIZER.format(rank=1))
+    assert find_damage(str(checkpoint)) == ""  # as names and sizes show it
+    (message,) = found()
+    assert message == f"{OPTIMIZER.format(rank=1)} does not hold what was written"
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "checkpoint")
+    (checkpoint / OPTIMIZER.format(rank=1)).unlink()
+    assert find_changed_file(checkpoint, rank=1, world_size=2) == f"{OPTIMIZER.format(rank=1)} is missing"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that was killed after it had saved steps 5 and 10."""
+    for step in (5, 10):
+        save(tmp_path / "run" / f"checkpoint-{step:08d}")
+    write_snapshot(str(tmp_path / "run"), ["checkpoint-00000005", "checkpoint-00000010"])
+    return tmp_path / "run"
+
+
+def steps_of_ray(run: Path) -> tuple[list[str], str]:
+    """The checkpoints that Ray Train reads from a run's directory: all, and the one that it goes on from."""
+    storage = StorageContext(storage_path=str(run.parent), experiment_dir_name=run.name)
+    manager = CheckpointManager(CheckpointConfig(num_to_keep=2), storage)
+    latest = manager.latest_checkpoint_result
+    assert latest is not None
+    return [Path(result.checkpoint.path).name for result in manager.best_checkpoint_results], Path(
+        latest.checkpoint.path
+    ).name
+
+
+def test_ray_train_reads_the_snapshot_as_meant(run: Path) -> None:
+    both = ["checkpoint-00000005", "checkpoint-00000010"]
+    assert steps_of_ray(run) == (both, both[-1])
+    assert registered_step(str(run)) == 10
+    assert find_resumption(str(run), {}).notes == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: truncate(run / "checkpoint-00000010" / OPTIMIZER.format(rank=1)),
+        lambda run: shutil.rmtree(run / "checkpoint-00000010" / "deepspeed"),
+        lambda run: shutil.rmtree(run / "checkpoint-00000010"),
+    ],
+    ids=["truncated", "half deleted", "missing"],
+)
+def test_the_one_before_is_gone_on_from(run: Path, damage: Callable[[Path], None]) -> None:
+    damage(run)
+    resumption = find_resumption(str(run), {})
+    assert resumption.step == 5
+    (note,) = resumption.notes
+    assert note.startswith("checkpoint-00000010 cannot be used: ")
+    write_snapshot(str(run), resumption.checkpoints)
+    assert steps_of_ray(run) == (["checkpoint-00000005"], "checkpoint-00000005")
+    assert registered_step(str(run)) == 5
+
+
+def test_what_readers_found_counts_as_damage(run: Path) -> None:
+    resumption = find_resumption(str(run), {"checkpoint-00000010": "a byte"})
+    assert (resumption.step, resumption.notes) == (5, ["checkpoint-00000010 cannot be used: a byte"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"checkpoint_results": [{"checkpoint_dir', b"[]", b'{"ray_version": "1.0"}', b"\xff"]
+)
+def test_a_damaged_snapshot_costs_nothing(run: Path, content: bytes) -> None:
+    (run / SNAPSHOT_FILE).write_bytes(content)
+    resumption = find_resumption(str(run), {})
+    assert resumption.step == 10
+    assert resumption.notes == [f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide"]
+    write_snapshot(str(run), resumption.checkpoints)
+    assert steps_of_ray(run)[1] == "checkpoint-00000010"
+
+
+def test_a_missing_snapshot_costs_nothing(run: Path) -> None:
+    (run / SNAPSHOT_FILE).unlink()
+    write_snapshot(str(run), find_resumption(str(run), {}).checkpoints)
+    assert steps_of_ray(run) == (["checkpoint-00000005", "checkpoint-00000010"], "checkpoint-00000010")
+
+
+def test_a_snapshot_of_another_ray_costs_nothing(run: Path) -> None:
+    state = json.loads((run / SNAPSHOT_FILE).read_text())
+    (run / SNAPSHOT_FILE).write_text(json.dumps(state | {"ray_version": "2.1", "current_report_index": "many"}))
+    write_snapshot(str(run), find_resumption(str(run), {}).checkpoints)
+    assert steps_of_ray(run)[1] == "checkpoint-00000010"
+
+
+@pytest.mark.parametrize("with_snapshot", [True, False])
+def test_with_none_left_it_stops_and_names_all(run: Path, with_snapshot: bool) -> None:
+    truncate(run / "checkpoint-00000010" / OPTIMIZER.format(rank=1))
+    shutil.rmtree(run / "checkpoint-00000005")
+    if not with_snapshot:
+        truncate(run / SNAPSHOT_FILE)
+    with pytest.raises(ValueError, match=r"no checkpoint in \S+ is whole") as error:
+        find_resumption(str(run), {})
+    assert "checkpoint-00000010 cannot be used: deepspeed/zero_pp_rank_1_" in str(error.value)
+    assert with_snapshot == ("checkpoint-00000005 cannot be used: the directory is missing" in str(error.value))
+
+
+def test_an_upload_that_was_not_finished_is_not_used_and_stops_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert find_resumption(str(run), {}).step == 0
+    save(run / "checkpoint-00000005", ranks=(0,))
+    (run / "checkpoint-of-another-kind").mkdir()
+    resumption = find_resumption(str(run), {})
+    assert resumption.checkpoints == []
+    assert resumption.notes == [
+        "checkpoint-00000005 cannot be used: files-00001.json is missing: its upload was not finished"
+    ]
+    write_snapshot(str(run), resumption.checkpoints)
+    assert not (run / SNAPSHOT_FILE).exists()
+
+
+def test_what_ray_train_was_deleting_is_not_spoken_of(run: Path) -> None:
+    save(run / "checkpoint-00000001", ranks=(0,))
+    assert find_resumption(str(run), {}).notes == []

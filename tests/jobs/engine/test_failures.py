@@ -1,0 +1,169 @@
+"""What a failed worker group is said to have died of, when it is started again, and when not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+import torch
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.train import FailureConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from safetensors.torch import save_file
+
+from jobs.engine import failures
+from jobs.engine.checkpoint import SafeCheckpointEngine
+from jobs.engine.failures import DiskFullError, RestartPolicy, describe_failure, explain_end, naming_full_disk
+from jobs.engine.resumption import write_snapshot
+from pipelines.manifest import read_json, write_json
+
+# As Ray 2.60 says them.
+KILLED = """The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tactor_id: 83b37a93fae0216c2a33e35e01000000
+\tpid: 2219
+\tnamespace: 1db8d55f-49af-413b-a626-acb8da032140
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed by \
+the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due to \
+SIGSEGV or another unexpected error."""
+NODE_LOST = """The actor died unexpectedly before finishing this task.
+\tpid: 77
+\tip: 192.0.2.9
+The actor died because its node has died. Node Id: 5a9a78993906f66d51b66c2db77f4c7a4621e3b3d436e83adc081666
+\tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""
+
+
+def died(message: str) -> Exception:
+    error = ActorDiedError()
+    RayActorError.__init__(error, None, message)
+    return WorkerHealthCheckFailedError("A worker health check failed.", failure=error)
+
+
+def group_error(**workers: Exception) -> WorkerGroupError:
+    return WorkerGroupError("…", {int(name[1:]): error for name, error in workers.items()})
+
+
+def test_the_reason_is_one_line_and_that_of_the_worker_that_died() -> None:
+    collateral = RuntimeError("Connection closed by peer [192.0.2.2]:1234\nand more")
+    assert describe_failure(group_error(_0=collateral, _1=died(KILLED))) == (
+        "worker 1: its process 2219 on 192.0.2.2 died: killed by a signal, such as 9 from the kernel when memory is short or "
+        "from kill -9, or it crashed"
+    )
+    assert describe_failure(group_error(_1=died(NODE_LOST))) == (
+        "worker 1: its node 192.0.2.9 was lost (terminated unexpectedly: health check failed due to missing too many "
+        "heartbeats)"
+    )
+    assert describe_failure(group_error(_0=collateral)) == (
+        "worker 0: RuntimeError: Connection closed by peer [192.0.2.2]:1234"
+    )
+
+
+def policy(run: Path, *, max_failures: int = 2, max_wait_minutes: float = 3.0) -> RestartPolicy:
+    return RestartPolicy(
+        FailureConfig(max_failures=max_failures), directory=str(run), max_wait_minutes=max_wait_minutes, mailbox=None
+    )
+
+
+def test_a_restart_says_why_and_from_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_snapshot(str(tmp_path), ["checkpoint-00000005", "checkpoint-00000010"])
+    restarts = policy(tmp_path)
+    decisions = [restarts.make_decision(group_error(_1=died(KILLED))) for _ in range(3)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
+    first, second = capsys.readouterr().out.splitlines()
+    assert "worker 1: its process 2219" in first
+    assert first.endswith("restart 1 of 2, from step 10")
+    assert second.endswith("restart 2 of 2, from step 10")
+
+
+def test_waiting_for_room_is_told_every_minute_and_has_an_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
+    no_room = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
+    restarts = policy(tmp_path)
+
+    def wait() -> FailureDecision:
+        nonlocal now
+        now += 60.0
+        return restarts.make_decision(no_room)
+
+    assert [wait() for _ in range(3)] == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
+    assert capsys.readouterr().out.splitlines() == [
+        f"no room for 2 workers, as nodes are lost or busy, since {minutes} minutes; the run waits for at most 3 "
+        "(run.max_wait_minutes)"
+        for minutes in (1, 2)
+    ]
+    assert explain_end(no_room, str(tmp_path), max_wait_minutes=3.0) == (
+        "no room for 2 workers, as nodes are lost or busy, within run.max_wait_minutes = 3. To continue, add machines: the "
+        "same command then begins again at step 0"
+    )
+    # Every wait has its own limit, and none of them is a restart.
+    restarts = policy(tmp_path)
+    assert [wait(), wait()] == [FailureDecision.RETRY] * 2
+    assert restarts.make_decision(group_error(_1=died(NODE_LOST))) == FailureDecision.RETRY
+    assert [wait(), wait(), wait()] == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
+
+
+def test_whoever_writes_a_full_disk_is_told_with_the_path(small_disk: Callable[[int], Path]) -> None:
+    full_disk = small_disk(1)
+    tensors = {"weight": torch.zeros(1 << 20)}
+
+    def copy() -> None:
+        (full_disk.parent / "source").write_bytes(bytes(4 << 20))
+        pyarrow.fs.copy_files(str(full_disk.parent / "source"), str(full_disk / "file"))
+
+    writers = [
+        lambda: SafeCheckpointEngine().save(tensors, str(full_disk / "file")),
+        lambda: save_file(tensors, full_disk / "file"),
+        lambda: (full_disk / "file").write_bytes(bytes(4 << 20)),
+        copy,
+    ]
+    for writer in writers:
+        with pytest.raises(DiskFullError) as caught, naming_full_disk(full_disk / "file"):
+            writer()
+        error = deepcopy(caught.value)  # as pickle does it on the way from a worker to the driver
+        assert (error.errno, error.filename) == (errno.ENOSPC, str(full_disk / "file"))
+        assert str(error) == f"[Errno 28] No space left on device: '{full_disk / 'file'}'"
+        (full_disk / "file").unlink(missing_ok=True)
+
+
+def test_a_small_file_outlives_a_full_disk(small_disk: Callable[[int], Path]) -> None:
+    full_disk = small_disk(1)
+    uri = str(full_disk / "outcome.json")
+    write_json(uri, {"step": 1})
+    with pytest.raises(OSError, match=r"No space left on device: '.*outcome\.json'"):
+        write_json(uri, {"step": "2" * (2 << 20)})
+    assert read_json(uri) == {"step": 1}
+    assert [file.name for file in full_disk.iterdir()] == ["outcome.json"]
+
+
+def failed(*errors: Exception) -> list[TrainingFailedError]:
+    return [*(group_error(_0=RuntimeError("peer"), _1=error) for error in errors), *map(ControllerError, errors)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_no_reason_to_start_again(
+    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = DiskFullError(number, os.strerror(number), "/runs/a/checkpoint-00000005")
+    restarts = policy(tmp_path, max_failures=3)
+    for error in failed(full):
+        assert restarts.make_decision(error) == FailureDecision.RAISE
+        assert explain_end(error, str(tmp_path), max_wait_minutes=1.0) == (
+            f"{os.strerror(number)}: /runs/a/checkpoint-00000005. To continue, make room there: the same command then begins "
+            "again at step 0"
+        )
+    assert capsys.readouterr().out == ""
+    for error in failed(OSError(errno.EIO, "I/O error"))[:1]:
+        assert restarts.make_decision(error) == FailureDecision.RETRY
+        assert explain_end(error, str(tmp_path), max_wait_minutes=1.0) == ""

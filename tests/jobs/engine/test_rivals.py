@@ -1,0 +1,137 @@
+"""The verdict on a learned temperature: in the report, in the outcome and in MLflow, for every kind of training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from jobs.engine import rivals
+from jobs.engine.identity import with_fields
+from jobs.engine.recording import keep_end, record_end
+from jobs.engine.tracking import open_run
+from jobs.tasks.dual_encoder.validation import rivals as pair_rivals
+from jobs.tasks.language_model.validation import rivals as token_rivals
+from jobs.tasks.presets.language_models import PRESETS
+from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.dro import optimal_temperature
+from tempnet.softmax.reference import TemperatureLossConfig
+
+BOTH = "beats both constants"
+NEITHER = "does not beat the best constant τ nor MeanShift"
+NUM_ROWS, NUM_TOKENS = 400, 64
+
+
+def judged(figures: dict[str, float], tau: Tensor, loss: str = "robust") -> dict[str, Any]:
+    scores = {"tau_mean": tau.mean().item(), "tau_std": tau.std().item()}
+    outcome: dict[str, Any] = {"validation": scores, "rivals": figures, "judged_by": loss}
+    return outcome | {"temperature_verdict": rivals.verdict(outcome)}
+
+
+def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(4)
+    spread = 0.5 + 4 * torch.rand(NUM_ROWS, 1, generator=generator)
+    logits = spread * torch.randn(NUM_ROWS, NUM_TOKENS, generator=generator)
+    targets = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    config = TemperatureLossConfig(name=name, rho=1.8)
+    tau = predict(optimal_temperature(logits, config.rho))
+    blocks = torch.arange(NUM_ROWS) // 10
+    return judged(token_rivals(logits, targets, tau, blocks, config), tau, config.kind.objective)
+
+
+def mirrored(tau: Tensor) -> Tensor:
+    """The same mean, and the wrong order."""
+    return (2 * tau.mean() - tau).clamp(min=0.05)
+
+
+def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved() -> None:
+    assert of_tokens(lambda best: best)["temperature_verdict"] == BOTH
+    assert of_tokens(mirrored)["temperature_verdict"] == NEITHER
+    too_warm = of_tokens(lambda best: 1.9 * best)
+    assert too_warm["temperature_verdict"] == "does not beat the best constant τ"
+    assert of_tokens(lambda best: torch.full_like(best, 0.9))["temperature_verdict"] == "constant"
+    # What the robust loss likes is judged by the cross-entropy where that was the loss of the training.
+    assert of_tokens(lambda best: best, "ts_ce")["temperature_verdict"] != BOTH
+
+
+def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
+    lines = dict(rivals.rows(of_tokens(mirrored)))
+    assert lines["learned τ"] == f"{NEITHER} (robust loss on validation data)"
+    assert any(name.startswith("  at MeanShift, ") for name in lines)
+    assert "WARNING" not in lines
+    lines = dict(rivals.rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
+    assert "the TempNet is constant" in lines["WARNING"]
+    assert rivals.rows({"validation": {}}) == []  # no TempNet
+
+
+def test_a_gain_within_its_interval_is_none() -> None:
+    figures = {"robust/best_constant_gain": 0.1, "robust/best_constant_gain_half_width": 0.2}
+    assert not rivals.beats(figures, "robust", "best_constant")
+    assert rivals.beats(figures | {"robust/best_constant_gain_half_width": 0.05}, "robust", "best_constant")
+    assert not rivals.beats(figures | {"robust/best_constant_gain_half_width": math.nan}, "robust", "best_constant")
+
+
+def unit_vectors(count: int, seed: int) -> Tensor:
+    """Clusters of very different size, so that the best temperatures differ."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(12, 16, generator=generator)
+    which = (12 * torch.rand(count, generator=generator) ** 3).long()
+    return normalize(centres[which] + 0.5 * torch.randn(count, 16, generator=generator), dim=-1)
+
+
+def best_of_anchors(cosines: Tensor, rho: float) -> Tensor:
+    """τ* of every row over its negatives, all others."""
+    others = ~torch.eye(len(cosines), dtype=torch.bool)
+    return optimal_temperature(cosines[others].view(len(cosines), -1), rho, 0.001, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "spans"])
+def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -> None:
+    config = ContrastiveLossConfig(rho=2.0, tau_max=1.0)
+    first = unit_vectors(200, 0)
+    second = normalize(first + 0.1 * unit_vectors(200, 1), dim=-1)
+    if kind == "pairs":
+        best = torch.stack(
+            [best_of_anchors(first @ second.T, config.rho), best_of_anchors(second @ first.T, config.rho)]
+        )
+        found = [
+            judged(pair_rivals(first, second, np.arange(200), (tau[0], tau[1]), config), tau)
+            for tau in (best, mirrored(best))
+        ]
+    else:
+        both = torch.cat([first, second])
+        best = best_of_anchors(both @ both.T, config.rho).view(2, -1)
+        found = [
+            judged(span_rivals(torch.stack([first, second]), tau, config, num_anchors=2), tau)
+            for tau in (best, mirrored(best))
+        ]
+    assert [outcome["temperature_verdict"] for outcome in found] == [BOTH, NEITHER]
+    assert found[0]["rivals"]["num_pairs"] == 200
+    # A τ* that counts its own positive among the contrasts is not exactly the best one, and no constant comes near it.
+    assert found[0]["rivals"]["robust/mean_shift_gain"] > 10 * found[0]["rivals"]["robust/mean_shift_gain_half_width"]
+
+
+def test_mlflow_has_the_figures_and_the_verdict_as_a_tag(tmp_path: Path) -> None:
+    config = with_fields(PRESETS["gpt2-scratch-small"](), {"run.name": "a", "run.storage": str(tmp_path)})
+    (Path(config.run.directory) / "report").mkdir(parents=True)
+    Path(config.run.export_directory).mkdir()
+    tracked = open_run(
+        uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests", name="a", directory=config.run.directory, parameters={},
+        tags={}, data_sets={},
+    )  # fmt: skip
+    outcome = of_tokens(mirrored) | {"tracking_uri": tracked.uri, "mlflow_run_id": tracked.run_id, "num_steps": 1}
+    keep_end(config, [], note="note")
+    record_end(config, outcome)
+    run = MlflowClient(tracked.uri).get_run(tracked.run_id)
+    assert run.data.tags["temperature.verdict"] == NEITHER
+    assert run.data.metrics["final/beats_both_constants"] == 0.0
+    gain = outcome["rivals"]["robust/mean_shift_gain"]
+    assert run.data.metrics["final/rivals/robust/mean_shift_gain"] == pytest.approx(gain)

@@ -1,0 +1,371 @@
+"""Evaluation without Ray: windows, sums against brute force, the harness's numbers, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evaluation_support import LAMBADA, MAX_LENGTH, QUESTIONS, TEXT, BruteForce, make_export, write_lines
+from lm_eval.api.instance import Instance
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+from jobs import evaluate_lm
+from jobs.engine.config import TrackingSection
+from jobs.scoring.labels import model_labels
+from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
+from jobs.scoring.language_models.plan import make_plan
+from jobs.scoring.language_models.scoring import Score, score_windows
+from jobs.scoring.language_models.temperatures import Temperature, divide_
+from jobs.scoring.language_models.windows import (
+    Window,
+    document_windows,
+    num_words,
+    pair_window,
+    read_lambada,
+    slices,
+    wikitext_pages,
+)
+from tempnet.network import TempNet, TempNetConfig
+
+EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
+TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]
+OFF = TrackingSection(enabled=False)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_export(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def brute(export: str) -> BruteForce:
+    return BruteForce(export)
+
+
+def scores(brute: BruteForce, windows: list[Window], names: list[str], batch_size: int = 3) -> dict[str, Score]:
+    brute.reset()
+    functions = {name: Temperature.parse(name).function(brute.network) for name in names}
+    return score_windows(brute.base, windows, functions, vocab_size=len(brute.tokenizer), batch_size=batch_size)
+
+
+def harness(brute: BruteForce, name: str, **changes: Any) -> TemperedLM:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"max_length": MAX_LENGTH, "batch_size": 3, "document_start": True} | changes
+    brute.reset()
+    return TemperedLM(
+        brute.base,
+        brute.tokenizer,
+        temperature=Temperature.parse(name),
+        network=brute.network,
+        vocab_size=len(brute.tokenizer),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "needs_tempnet", "value"),
+    [
+        ("one", "one", False, 1.0),
+        ("fixed:0.70", "fixed:0.7", False, 0.7),
+        ("tempnet", "tempnet", True, None),
+        ("tempnet:1.5", "tempnet:1.5", True, 1.5),
+    ],
+)
+def test_temperatures_are_read(text: str, name: str, needs_tempnet: bool, value: float | None) -> None:
+    assert Temperature.parse(text) == Temperature(name=name, needs_tempnet=needs_tempnet, value=value)
+
+
+@pytest.mark.parametrize("text", ["fixed:0", "fixed:-1", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"])
+def test_other_temperatures_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):
+        Temperature.parse(text)
+
+
+def test_pages_and_words_are_those_of_the_harness() -> None:
+    first, second = wikitext_pages(TEXT)
+    assert first.startswith(" = First title =")
+    assert " = = A section = =" in first
+    assert second.startswith(" = Second title =")
+    assert wikitext_pages("no heading\nat all") == ["no heading\nat all"]
+    assert num_words("a b\n c") == 3
+    assert num_words(" a  b\n") == 4  # the harness counts the empty pieces at both ends
+
+
+def test_every_token_is_a_target_once_and_no_window_is_too_long(brute: BruteForce) -> None:
+    for page in [*wikitext_pages(TEXT), "a", " ".join(["fox"] * MAX_LENGTH)]:
+        windows = document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=False)
+        assert [target for window in windows for target in window.targets] == brute.ids(page)
+        assert windows[0].inputs[0] == brute.start
+        assert max(len(window.inputs) for window in windows) <= MAX_LENGTH
+
+
+def test_slices_keep_every_window_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 10)
+    windows = [Window((0,) * length, (0,)) for length in (3, 4, 3, 1, 12, 2)]
+    parts = list(slices(windows))
+    assert [len(part) for part in parts] == [3, 1, 1, 1]
+    assert [window for part in parts for window in part] == windows
+
+
+@pytest.mark.parametrize("name", TEMPERATURES)
+def test_a_document_scores_as_by_brute_force(brute: BruteForce, name: str) -> None:
+    text = wikitext_detokenizer({"page": wikitext_pages(TEXT)[0]})
+    windows = document_windows(brute.tokenizer, wikitext_pages(TEXT)[0], max_length=MAX_LENGTH, detokenize=True)
+    assert len(windows) >= 3
+    score = scores(brute, windows, [name])[name]
+    nll, tau, entropy, _ = zip(*brute.document(text, name), strict=True)
+    assert score.num_tokens == len(nll)
+    assert score.nll == pytest.approx(sum(nll), rel=1e-5)
+    ours, ours_entropy = np.concatenate(score.tau), np.concatenate(score.entropy)
+    assert sorted(ours) == pytest.approx(sorted(tau), rel=1e-4)
+    assert ours @ ours_entropy == pytest.approx(np.dot(tau, entropy), rel=1e-4)  # of the same predictions
+    if name == "tempnet":
+        assert max(tau) - min(tau) > 0.1  # a TempNet that says the same everywhere would prove little
+
+
+def test_sums_depend_neither_on_batches_slices_nor_the_other_temperatures(brute: BruteForce) -> None:
+    windows = [
+        window
+        for page in wikitext_pages(TEXT)
+        for window in document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=True)
+    ]
+    reference = scores(brute, windows, TEMPERATURES)
+    assert len({round(score.nll, 2) for score in reference.values()}) == len(TEMPERATURES)
+    for batch_size in (1, 2, 100):
+        for name, score in scores(brute, windows, TEMPERATURES[::-1], batch_size).items():
+            assert score.nll == pytest.approx(reference[name].nll, rel=1e-5)
+    parts = [scores(brute, part, ["tempnet"])["tempnet"] for part in (windows[:2], windows[2:3], windows[3:])]
+    assert sum(part.nll for part in parts) == pytest.approx(reference["tempnet"].nll, rel=1e-5)
+    assert sum(part.num_tokens for part in parts) == reference["tempnet"].num_tokens
+
+
+def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = document_windows(brute.tokenizer, TEXT, max_length=MAX_LENGTH, detokenize=True)
+    whole = scores(brute, windows, ["tempnet"])["tempnet"]
+    logits = torch.randn(2, 9, len(brute.tokenizer) + 5)[..., :-5] * 3
+    function = Temperature.parse("tempnet").function(brute.network)
+    divided = logits / function(logits).unsqueeze(-1)
+    monkeypatch.setattr("jobs.scoring.language_models.temperatures._CHUNK_ELEMENTS", 4 * len(brute.tokenizer))
+    assert scores(brute, windows, ["tempnet"])["tempnet"].nll == pytest.approx(whole.nll, rel=1e-6)
+    assert scores(brute, windows, ["tempnet"])["tempnet"].num_greedy == whole.num_greedy
+    torch.testing.assert_close(divide_(logits, function), divided)
+
+
+@pytest.mark.parametrize("name", ["one", "tempnet"])
+def test_lambada_scores_as_by_brute_force(brute: BruteForce, tmp_path: Path, name: str) -> None:
+    # Two lines whose last word is what the model itself says next, so that some are right.
+    records = list(LAMBADA)
+    for begin in ("the quick brown", "sphinx of black quartz , judge"):
+        context = [brute.start, *brute.ids(begin)]
+        ids = torch.argsort(brute.logits(context), descending=True).tolist()
+        word = next(
+            text for text in map(brute.tokenizer.decode, ids) if text.startswith(" ") and text.strip().isalpha()
+        )
+        records.append({"text": begin + word})
+    pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", records), 0)
+    assert pairs[2] == ("judge my vow , sphinx of black", "quartz")
+    assert pairs[3] == ("", "wizards")
+    windows = [
+        pair_window(brute.tokenizer, context, f" {word}", max_length=MAX_LENGTH, document_start=True)
+        for context, word in pairs
+    ]
+    score = scores(brute, windows, [name])[name]
+    rows = [
+        brute.continuation([brute.start, *brute.ids(context)], brute.ids(f" {word}"), name) for context, word in pairs
+    ]
+    assert score.nll == pytest.approx(sum(token[0] for row in rows for token in row), rel=1e-5)
+    assert score.num_greedy == sum(all(token[3] for token in row) for row in rows)
+    assert score.num_windows == len(records)
+
+
+def test_greedy_windows_are_counted(brute: BruteForce) -> None:
+    context = [brute.start, *brute.ids("the quick brown")]
+    best = int(brute.logits(context).argmax())
+    windows = [Window(tuple(context), (best,)), Window(tuple(context), ((best + 1) % 300,))]
+    score = scores(brute, windows, ["tempnet"])["tempnet"]
+    assert (score.num_greedy, score.num_windows, score.num_tokens) == (1, 2, 2)
+
+
+def request(kind: str, *arguments: str) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TEMPERATURES)
+def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> None:
+    lm = harness(brute, name)
+    pairs = [("the quick brown", " fox jumps"), ("the five ", "boxing"), ("", " wizards"), ("the dog", " sleeps")]
+    answers = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    pairs[1] = ("the five", " boxing")  # the harness moves trailing spaces to the continuation
+    for (context, continuation), (value, is_greedy) in zip(pairs, answers, strict=True):
+        rows = brute.continuation([brute.start, *brute.ids(context)], brute.ids(continuation), name)
+        assert value == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
+        assert is_greedy == all(row[3] for row in rows)
+    # Rolling: the harness's own windows, opened once.
+    page = wikitext_pages(TEXT)[1]
+    windows = document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=False)
+    (rolling,) = lm.loglikelihood_rolling([request("loglikelihood_rolling", page)], disable_tqdm=True)
+    assert rolling == pytest.approx(-scores(brute, windows, [name])[name].nll, rel=1e-5)
+
+
+def test_without_document_start_contexts_are_the_tokenizers(brute: BruteForce) -> None:
+    lm = harness(brute, "one", document_start=False)
+    (answer,) = lm.loglikelihood([request("loglikelihood", "the quick", " brown")], disable_tqdm=True)
+    rows = brute.continuation(brute.ids("the quick"), brute.ids(" brown"), "one")
+    assert answer[0] == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path) -> Tasks:
+    """The shipped examples over tiny files of the same fields."""
+    for name in ("arc_easy_test", "arc_challenge_test", "openbook_qa_test"):
+        write_lines(tmp_path / f"{name}.jsonl", QUESTIONS)
+    write_lines(
+        tmp_path / "gsm8k_test.jsonl",
+        [{"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(4)],
+    )
+    return Tasks(str(EXAMPLES), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["one", "tempnet"])
+def test_accuracy_is_that_of_direct_scoring(brute: BruteForce, own_tasks: Tasks, name: str) -> None:
+    figures = run_task(harness(brute, name), own_tasks, "local_arc_easy", limit=0, num_fewshot=-1)
+    num_right = 0
+    for question in QUESTIONS:
+        context = [brute.start, *brute.ids(f"{question['query']}\nAnswer:")]
+        sums = [
+            sum(row[0] for row in brute.continuation(context, brute.ids(f" {choice}"), name))
+            for choice in question["choices"]
+        ]
+        num_right += sums.index(min(sums)) == question["gold"]
+    assert figures["local_arc_easy/acc"] == pytest.approx(num_right / len(QUESTIONS))
+    assert 0 < num_right < len(QUESTIONS)
+    assert figures["local_arc_easy/acc_stderr"] > 0
+
+
+def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
+    metrics: dict[str, float] = {}
+    for path in EXAMPLES.glob("*.yaml"):
+        metrics |= run_task(harness(brute, "tempnet"), own_tasks, path.stem, limit=2, num_fewshot=1)
+    assert {
+        "local_arc_easy/acc_norm", "local_arc_challenge/acc", "local_openbookqa/acc",
+        "local_gsm8k/exact_match.strict-match", "local_gsm8k/exact_match.flexible-extract",
+    } <= set(metrics)  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", [1.0, 3.0])
+@torch.no_grad()
+def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
+    brute: BruteForce, penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brute.base.generation_config, "repetition_penalty", penalty)
+    context, mask = harness(brute, "one").tok_batch_encode(["the quick"])
+    assert context[0].tolist() == [brute.start, *brute.ids("the quick")]
+    for name in TEMPERATURES:
+        torch.manual_seed(3)
+        drawn = harness(brute, name)._model_generate(
+            context, 14, [], attention_mask=mask, do_sample=True, temperature=0.3, top_k=0
+        )
+        torch.manual_seed(3)
+        expected = context[0].tolist()
+        while len(expected) < drawn.shape[1]:
+            logits = brute.base(torch.tensor([expected])).logits[0, -1]
+            tau = brute.tau(logits[: len(brute.tokenizer)], name)  # of what the model made, whatever comes after
+            logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
+            if name.startswith("tempnet"):  # constants do not hide the padding from generate()
+                logits[len(brute.tokenizer) :] = -torch.inf
+            expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
+        assert drawn[0].tolist() == expected
+
+
+def config(export: str, tmp_path: Path, **changes: Any) -> EvaluateConfig:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    defaults = {"models": (export,), "wikitext": str(text), "storage": str(tmp_path / "runs"), "tracking": OFF}
+    return EvaluateConfig(**{**defaults, **changes})
+
+
+def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: Path) -> None:
+    def keys(**changes: Any) -> set[str]:
+        return {unit.key for unit in make_plan(config(export, tmp_path, **changes)).units}
+
+    reference = keys(temperatures=("one", "tempnet"))
+    assert len(reference) == 2
+    assert keys(temperatures=("tempnet", "one")) == reference
+    assert keys(temperatures=("tempnet", "one"), batch_size=1, name="other") == reference
+    assert keys() < reference
+    for changes in ({"temperatures": ("fixed:2",)}, {"max_length": 8}, {"limit": 1}, {"detokenize": False}):
+        assert not keys(**changes) & reference
+    assert not keys(tempnets=("none",)) & reference  # the padding counts then
+    other = make_export(tmp_path / "other", seed=1)
+    assert not keys(models=(other,), temperatures=("one", "tempnet")) & reference
+    # Another network beside the same base: only its own column is new.
+    assert len(keys(temperatures=("one", "tempnet"), tempnets=(f"{other}/tempnet",)) & reference) == 1
+
+
+def test_labels_are_short_and_different() -> None:
+    labels = model_labels
+    assert labels(("runs/a/export", "/runs/b/export/", "gpt2")) == ["a", "b", "gpt2"]
+    assert labels(("x/a/export", "y/a/export")) == ["x/a/export", "y/a/export"]
+    assert labels(("m", "m")) == ["m (1)", "m (2)"]
+
+
+def test_what_cannot_work_is_refused_before_ray_starts(export: str, tmp_path: Path, own_tasks: Tasks) -> None:
+    bare = make_export(tmp_path / "bare", with_tempnet=False)
+    small = tmp_path / "small"
+    make_export(small)
+    TempNet(TempNetConfig.for_logits(100, rho=1.0)).save_pretrained(small / "tempnet")
+    bad = write_lines(tmp_path / "bad.jsonl", [{"text": "a b"}, {"txt": "c"}])
+    own = {"include_path": str(EXAMPLES), "data_dir": str(tmp_path)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"wikitext": "nowhere.txt"}, r"wikitext = 'nowhere\.txt' is no file"),
+        ({"lambada": bad}, r"bad\.jsonl, line 2: no JSON object with a string `text`"),
+        ({"wikitext": ""}, "nothing to evaluate on"),
+        ({"models": ("runs/nothing",)}, "models: 'runs/nothing' is no Transformers model"),
+        ({"models": (bare,), "temperatures": ("tempnet",)}, "temperature 'tempnet' needs a TempNet, and .*bare has none"),
+        ({"temperatures": ()}, "temperatures is empty: name one"),
+        ({"temperatures": ("fixed:0",)}, "temperature 'fixed:0' is none of"),
+        ({"temperatures": ("tempnet:0.0001",)}, r"tau_max_eval = 0\.0001 is not above tau_min"),
+        ({"temperatures": ("fixed:0.5", "fixed:0.50")}, "names something twice"),
+        ({"models": (str(small),)}, "built for a vocabulary of 100, the tokenizer of .*small has 320 tokens"),
+        ({"tempnets": ("none", "none")}, "tempnets names 2 networks for 1 models"),
+        ({"max_length": MAX_LENGTH + 1}, r"more than the 24 positions"),
+        ({"tasks": ("wikitext",)}, "use --wikitext FILE"),
+        ({"tasks": ("local_arc_easy",), **own, "data_dir": str(small)}, r"reads .*arc_easy_test\.jsonl, which is no file"),
+        ({"tasks": ("local_arc_eazy",), **own}, "task 'local_arc_eazy' is unknown: did you mean local_arc_easy or"),
+        ({"num_fewshot": -2}, "num_fewshot = -2 must be at least -1"),
+    ]  # fmt: skip
+    for changes, message in cases:
+        with pytest.raises((ValueError, OSError), match=message):
+            make_plan(config(export, tmp_path, **changes))
+
+
+def test_the_names_of_shipped_tasks_are_not_the_harness_s_own(own_tasks: Tasks) -> None:
+    # `local_`: no file of the harness defines such a name; reading all of them takes ten seconds, so the files are searched.
+    import lm_eval.tasks
+
+    own = {f"task: {path.stem}" for path in EXAMPLES.glob("*.yaml")}
+    assert all(path.read_text().count(f"task: {path.stem}\n") == 1 for path in EXAMPLES.glob("*.yaml"))
+    for path in Path(lm_eval.tasks.__file__).parent.rglob("*local*.yaml"):
+        assert not own & set(path.read_text().splitlines())
+
+
+def test_a_refusal_reaches_the_person_with_status_2(
+    export: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    for model, wikitext, message in [
+        (export, "nowhere.txt", "wikitext = 'nowhere.txt' is no file"),  # in the configuration: tyro frames it
+        ("runs/nothing", str(text), "error: models: 'runs/nothing' is no Transformers model"),
+    ]:
+        with pytest.raises(SystemExit) as exit_info:
+            evaluate_lm.main(["--models", model, "--wikitext", wikitext, "--storage", str(tmp_path)])
+        assert exit_info.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error

@@ -1,0 +1,368 @@
+"""The generation job with tiny models: what is written, continued, refused and lost; a text owes nothing to its batch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from jobs.generate import main
+from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
+from jobs.scoring.generation.sampling import Request, Sampler
+from pipelines.tokenization import train_bpe
+from tempnet import TempNet, TempNetConfig
+
+VOCABULARY = 300
+CORPUS = [path.read_text() for path in sorted(Path(__file__).parents[3].joinpath("tempnet").glob("*.py"))]
+PROMPTS = ["def", "the temperature of a token", "x", "class TempNet(nn.Module): a network", "for the base model"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(directory: Path, architecture: str, context: int, *, tempnet: bool = True, chat: bool = False) -> Path:
+    tokenizer = train_bpe(CORPUS, VOCABULARY)
+    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=VOCABULARY + 4,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+        **({} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}),
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    if tempnet:
+        network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=2.0, hidden_size=16, num_prototypes=8))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        network.save_pretrained(directory / "tempnet")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("gpt2"), "gpt2", 64)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama", 2600)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("chat"), "llama", 400, tempnet=False, chat=True)
+
+
+def write_prompts(path: Path, prompts: list[str] = PROMPTS) -> Path:
+    path.write_text("".join(f"{json.dumps({'prompt': prompt, 'id': f'p{i}'})}\n" for i, prompt in enumerate(prompts)))
+    return path
+
+
+def generate(model: Path, prompts: Path, output: Path, *options: str) -> None:
+    arguments = ["--model", model, "--prompts", prompts, "--output", output, "--max-new-tokens", "12", *options]
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    assert stopped.value.code == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())  # tyro breaks lines
+
+
+def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    generate(
+        gpt2, write_prompts(tmp_path / "p.jsonl"), output, "--num-samples", "2", "--html", str(tmp_path / "p.html")
+    )
+    records = read(output)
+    assert [(record["id"], record["sample"]) for record in records] == [
+        (f"p{i}", s) for i in range(5) for s in range(2)
+    ]
+    base, network = AutoModelForCausalLM.from_pretrained(gpt2).eval(), TempNet.from_pretrained(gpt2 / "tempnet")
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    assert {record["finish_reason"] for record in records} <= {"stop", "length"}
+    id_of = {tokenizer.decode([token]): token for token in range(VOCABULARY)}  # half a character is the same as another
+    num_checked = 0
+    for record in records:
+        ended = record["finish_reason"] == "stop"
+        assert (record["tokens"][-1] == "<|endoftext|>") == ended
+        assert ended or len(record["tokens"]) == 12
+        begin = "".join(record["tokens"]).partition("\ufffd")[0]
+        known = next((i for i, token in enumerate(record["tokens"]) if "\ufffd" in token), len(record["tokens"]))
+        assert record["text"].startswith(begin.removesuffix("<|endoftext|>"))
+        prompt = tokenizer(record["prompt"]).input_ids
+        new = [id_of[token] for token in record["tokens"][:known]]
+        count = min(known + 1, len(record["tokens"]))
+        with torch.no_grad():
+            raw = base(input_ids=torch.tensor([prompt + new])).logits[0, len(prompt) - 1 :, :VOCABULARY][:count]
+            torch.testing.assert_close(torch.tensor(record["tau"][:count]), network(raw), rtol=1e-4, atol=1e-4)
+        entropy = torch.distributions.Categorical(logits=raw).entropy()
+        torch.testing.assert_close(torch.tensor(record["entropy"][:count]), entropy, rtol=1e-4, atol=1e-4)
+        num_checked += count
+    assert num_checked > 15
+    assert (tmp_path / "p.html").read_text().count("title=") == sum(len(record["tokens"]) for record in records)
+
+
+@pytest.mark.parametrize("temperature", ["tempnet", "0.8", "greedy"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_text_owes_nothing_to_its_batch(
+    model: str, temperature: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(model)
+    prompts = write_prompts(tmp_path / "p.jsonl")
+    options = ["--temperature", temperature]
+    if temperature != "greedy":
+        options += ["--num-samples", "3", "--top-k", "50", "--top-p", "0.95"]
+    for size in (1, 4):
+        generate(directory, prompts, tmp_path / f"{size}.jsonl", "--batch-size", str(size), *options)
+    reverse = write_prompts(tmp_path / "one.jsonl", PROMPTS[:2])
+    generate(directory, reverse, tmp_path / "few.jsonl", *options)
+    one, four, few = (read(tmp_path / f"{name}.jsonl") for name in ("1", "4", "few"))
+    assert [record["tokens"] for record in one] == [record["tokens"] for record in four]
+    assert [record["text"] for record in few] == [record["text"] for record in one[: len(few)]]
+    for first, second in zip(one, four, strict=True):
+        if temperature == "tempnet":
+            assert first["tau"] == pytest.approx(second["tau"], abs=1e-4)
+        else:
+            assert first["tau"] == (None if temperature == "greedy" else [0.8] * len(first["tokens"]))
+    if temperature != "greedy":
+        assert len({record["text"] for record in one}) > len(PROMPTS), "samples of a prompt differ"
+        generate(directory, prompts, tmp_path / "seed.jsonl", "--seed", "1", *options)
+        assert [record["text"] for record in read(tmp_path / "seed.jsonl")] != [record["text"] for record in one]
+
+
+def test_seeded_draws_follow_the_softmax() -> None:
+    scores = torch.tensor([0.5, -1.0, 2.0, float("-inf"), 0.0, 1.0])
+    draw = SeededDraw([f"key {number}" for number in range(500)])
+    tokens = Counter(
+        token for _ in range(10) for token in draw(torch.empty(0), scores.expand(500, -1)).argmax(-1).tolist()
+    )
+    assert tokens[3] == 0
+    allowed = [0, 1, 2, 4, 5]
+    expected = (torch.softmax(scores.double(), -1) * 5000)[allowed]
+    assert chisquare([tokens[token] for token in allowed], expected.tolist()).pvalue > 1e-3
+    assert draw(torch.empty(0), scores.expand(500, -1)).exp().sum(-1).tolist() == [1.0] * 500
+    recorder = EntropyRecorder(5)
+    recorder(torch.empty(0), torch.zeros(2, 6))
+    assert recorder.steps[0].tolist() == pytest.approx([1.6094379] * 2)
+
+
+def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, output = write_prompts(tmp_path / "p.jsonl"), tmp_path / "out.jsonl"
+    generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while it wrote
+    generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
+    assert output.read_bytes() == whole
+    assert "10 texts in" in (said := capsys.readouterr().out)
+    assert "3 of them from before" in said
+    generate(gpt2, prompts, output, "--num-samples", "3", "--limit", "2", "--batch-size", "1")
+    assert output.read_bytes()[: len(whole)] == whole
+    assert [(record["id"], record["sample"]) for record in read(output)[10:]] == [("p0", 2), ("p1", 2)]
+    (tmp_path / "untouched.jsonl").write_bytes(output.read_bytes())
+    arguments = ["--model", gpt2, "--prompts", prompts, "--output", output, "--max-new-tokens", "12"]
+    message = refused(capsys, *arguments, "--seed", "4", "--top-p", "0.5")
+    assert "other settings (seed was 0, is 4; top_p was 1.0, is 0.5)" in message
+    other = write_prompts(tmp_path / "other.jsonl", ["something else", *PROMPTS[1:]])
+    arguments[3] = other
+    assert "the text of id 'p0' belongs to another prompt" in refused(capsys, *arguments)
+    assert output.read_bytes() == (tmp_path / "untouched.jsonl").read_bytes()
+
+
+def test_another_network_under_the_same_name_is_other_settings(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(gpt2, tmp_path / "model")
+    prompts, output = write_prompts(tmp_path / "p.jsonl", PROMPTS[:1]), tmp_path / "out.jsonl"
+    generate(model, prompts, output)
+    network = TempNet.from_pretrained(model / "tempnet")
+    with torch.no_grad():
+        network.pool_bias += 1e-3
+    network.save_pretrained(model / "tempnet")
+    arguments = ["--model", model, "--prompts", prompts, "--output", output, "--max-new-tokens", "12"]
+    assert "(tempnet was " in refused(capsys, *arguments)
+    output.unlink()
+    generate(model, prompts, output)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        base.get_input_embeddings().weight.add_(0.1)
+    base.save_pretrained(model)
+    assert "(weights was " in refused(capsys, *arguments)
+
+
+def test_too_long_prompts_are_counted_as_lost(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", ["the model", "the temperature " * 40, "a token"])
+    generate(gpt2, prompts, tmp_path / "out.jsonl", "--num-samples", "2")
+    assert [record["id"] for record in read(tmp_path / "out.jsonl")] == ["p0", "p0", "p2", "p2"]
+    said = capsys.readouterr().out
+    assert "LOST: 2 texts of 1 prompts, which are longer than the 52 tokens" in said
+    assert "ids p1" in said
+
+
+def test_alpaca_eval(gpt2: Path, tmp_path: Path) -> None:
+    instructions = [{"instruction": prompt, "dataset": f"set {i}"} for i, prompt in enumerate(PROMPTS[:3])]
+    (tmp_path / "in.json").write_text(json.dumps(instructions))
+    output = tmp_path / "out.json"
+    options = ["--format", "alpaca-eval", "--generator", "mine"]
+    generate(gpt2, tmp_path / "in.json", output, *options)
+    written = json.loads(output.read_text())
+    assert [(record["instruction"], record["dataset"]) for record in written] == [
+        (record["instruction"], record["dataset"]) for record in instructions
+    ]
+    records = read(tmp_path / "out.json.records.jsonl")
+    assert [record["output"] for record in written] == [record["text"].strip() for record in records]
+    assert {record["generator"] for record in written} == {"mine"}
+    generate(gpt2, tmp_path / "in.json", output, *options)
+    assert json.loads(output.read_text()) == written
+
+
+def test_mt_bench_answers_the_second_turn_after_the_first(chat: Path, tmp_path: Path) -> None:
+    questions = [
+        {"question_id": 81 + i, "category": "writing", "turns": [prompt, "shorter"]}
+        for i, prompt in enumerate(PROMPTS[:2])
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
+    for name in ("a.jsonl", "b.jsonl"):
+        generate(chat, tmp_path / "q.jsonl", tmp_path / name, "--format", "mt-bench", "--num-samples", "2")
+    first, second = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
+    records = {(r["id"], r["sample"], r["turn"]): r for r in read(tmp_path / "a.jsonl.records.jsonl")}
+    assert len(records) == 8
+    for answer, again, question in zip(first, second, questions, strict=True):
+        assert set(answer) == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+        assert answer["answer_id"] == again["answer_id"]
+        assert answer["choices"] == again["choices"]
+        for choice in answer["choices"]:
+            before, after = (records[answer["question_id"], choice["index"], turn] for turn in (0, 1))
+            assert choice["turns"] == [before["text"].strip(), after["text"].strip()]
+            assert before["prompt"] == f"<user>{question['turns'][0]}<assistant>"
+            assert after["prompt"] == f"{before['prompt']}{before['text']}<user>shorter<assistant>"
+            assert set(before["tau"]) == {1.0}, "a model without a TempNet samples at 1"
+    assert len({answer["answer_id"] for answer in first}) == 2
+
+
+def test_gsm8k(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"question": f"What is {n} and {n}?", "answer": f"{n} + {n} = <<2>>.\n#### {2 * n:,}"} for n in (1, 700)]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    output = tmp_path / "out.jsonl"
+    generate(llama, tmp_path / "q.jsonl", output, "--format", "gsm8k", "--num-samples", "4", "--chat", "off")
+    records = read(output)
+    assert [record["gold"] for record in records] == ["2"] * 4 + ["1400"] * 4
+    assert all(record["prompt"].count("Q:") == 9 for record in records)
+    assert all("Q:" not in record["text"] and "\n\n" not in record["text"] for record in records)
+    said = capsys.readouterr().out
+    for k in (1, 2, 4):
+        assert f"maj@{k}: " in said
+
+
+def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
+    config = GenerateConfig(model=str(gpt2), prompts="", output="", max_new_tokens=40, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    requests = [Request(key=(i, 0, 0), prompt="def", ids=tokenizer("def").input_ids) for i in range(12)]
+    free, stopped = (Sampler(config, tokenizer, 1.0, stop)(requests) for stop in ((), ("e", "th")))
+    ended_by_string = 0
+    for text, cut in zip(free, stopped, strict=True):
+        assert cut.ids == text.ids[: len(cut.ids)]
+        assert len(cut.tau or []) == len(cut.entropy or []) == len(cut.ids)
+        assert "e" not in cut.text
+        assert text.text.startswith(cut.text.rstrip("\ufffd"))
+        if cut.ids == text.ids:
+            assert cut.finish_reason == text.finish_reason or "e" in text.text[-4:]
+            continue
+        ended_by_string += 1
+        assert cut.finish_reason == "stop"
+        assert "e" in tokenizer.decode(cut.ids) or "th" in tokenizer.decode(cut.ids)
+        assert "e" not in tokenizer.decode(cut.ids[:-1]), "it went on after the string"
+    assert ended_by_string > 3
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, [], "p.jsonl"),
+        ('{"prompt": "a"}\n{"prompt": 3}\n', [], "p.jsonl line 2: `prompt` is missing or no string"),
+        ('{"prompt": "a"}\n{"pro', [], "p.jsonl line 2: no JSON"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', [], "the id 1 comes twice"),
+        ("\n", [], "holds no prompts"),
+        ('{"prompt": "a"}\n', ["--format", "alpaca-eval"], "JSON list"),
+        ('[{"instruction": "a", "dataset": "b"}, {}]', ["--format", "alpaca-eval"], "record 1: `instruction`"),
+        ('{"question_id": 1, "turns": []}\n', ["--format", "mt-bench"], "line 1: `turns`"),
+        ('{"question": "a", "answer": "b"}\n', ["--format", "gsm8k"], "line 1: `answer` does not end in ####"),
+        ('{"prompt": "a"}\n', ["--format", "csv"], "invalid choice"),
+        ('{"prompt": "a"}\n', ["--max-new-tokens", "64"], "max_new_tokens = 64 leaves no room"),
+        (json.dumps({"prompt": "word " * 90}), [], "the shortest prompt has"),
+        ('{"prompt": "a"}\n', ["--temperature", "0"], "temperature = 0 must be positive"),
+        ('{"prompt": "a"}\n', ["--temperature", "-1"], "temperature = -1 must be positive"),
+        ('{"prompt": "a"}\n', ["--temperature", "warm"], "neither a number nor one of auto, tempnet, greedy"),
+        ('{"prompt": "a"}\n', ["--temperature", "greedy", "--top-k", "3"], "greedy draws nothing"),
+        ('{"prompt": "a"}\n', ["--temperature", "0.7", "--tau-max-eval", "1"], "uses no TempNet"),
+        ('{"prompt": "a"}\n', ["--tau-max-eval", "0.001"], "not above tau_min"),
+        ('{"prompt": "a"}\n', ["--top-p", "0"], "top_p = 0"),
+        ('{"prompt": "a"}\n', ["--tempnet", "/nowhere"], "/nowhere is missing: it is neither a directory, nor a file"),
+        (
+            '{"prompt": "a"}\n',
+            ["--model", "/nowhere"],
+            "tokenizer = '/nowhere' is missing: there is no such file",
+        ),
+        ('{"prompt": "a"}\n', ["--chat", "on"], "has no chat template"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_loaded(
+    content: str | None,
+    options: list[str],
+    message: str,
+    gpt2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = shutil.copytree(gpt2, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"not to be read")
+    if content is not None:
+        (tmp_path / "p.jsonl").write_text(content)
+    arguments: list[object] = ["--model", model, "--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "out.jsonl"]
+    assert message in refused(
+        capsys, *arguments, *(["--max-new-tokens", "12"] if "64" not in options else []), *options
+    )
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_model_without_a_tempnet_and_files_of_others(
+    chat: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl")
+    arguments = ["--model", chat, "--prompts", prompts, "--output", tmp_path / "out.jsonl"]
+    assert "holds no TempNet" in refused(capsys, *arguments, "--temperature", "tempnet")
+    big = TempNet(TempNetConfig.for_logits(VOCABULARY + 1, rho=2.0, hidden_size=16, num_prototypes=8))
+    big.save_pretrained(tmp_path / "big")
+    assert f"was built for {VOCABULARY + 1} logits" in refused(capsys, *arguments, "--tempnet", tmp_path / "big")
+    (tmp_path / "out.jsonl").write_text("my own notes\n")
+    assert "line 1 is no record of this job" in refused(capsys, *arguments)
+    assert (tmp_path / "out.jsonl").read_text() == "my own notes\n"
+    (tmp_path / "in.json").write_text('[{"instruction": "a", "dataset": "b"}]')
+    arguments = ["--model", gpt2, "--prompts", tmp_path / "in.json", "--output", tmp_path / "out.jsonl"]
+    message = refused(capsys, *arguments, "--format", "alpaca-eval", "--max-new-tokens", "12")
+    assert "this job did not write it" in message
+    assert (tmp_path / "out.jsonl").read_text() == "my own notes\n"

@@ -1,0 +1,180 @@
+"""Models in MLflow: checkpoints that come and go with their directories, and exports that predict temperatures of texts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
+from prediction_support import save_tiny_model, some_texts
+from transformers import AutoConfig, AutoModel
+
+from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine.tracking import MetricLogger, TrackedRun, open_run
+from jobs.scoring.mlflow_models.predictors import EXAMPLES, CaptionTemperatures, SentenceTemperatures, predictor_kind
+from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
+from pipelines.tokenization import load_tokenizer, train_wordpiece
+from tempnet.loading import load_causal_lm
+from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, DualEncoderConfig
+from tempnet.models.sentence_encoder import SentenceEncoder
+from tempnet.models.towers import random_tower
+from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def run(uri: str, tmp_path: Path) -> TrackedRun:
+    """A run with a score at two steps."""
+    run = open_run(
+        uri=uri,
+        experiment="tests",
+        name="a run",
+        directory=str(tmp_path),
+        parameters={"rho": 3.0},
+        tags={},
+        data_sets={},
+    )
+    logger = MetricLogger(run, warn=print)
+    for step in (5, 10):
+        logger.log({"validation/cross_entropy": 1.0 / step, "train/loss": 7.0}, step)
+    assert logger.close() == 0
+    return run
+
+
+def models(run: TrackedRun) -> dict[str, LoggedModel]:
+    client = MlflowClient(run.uri)
+    experiment_id = client.get_run(run.run_id).info.experiment_id
+    found = client.search_logged_models([experiment_id], filter_string=f"source_run_id = '{run.run_id}'")
+    return {model.name: model for model in found}
+
+
+def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedRun, tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        checkpoint = tmp_path / f"checkpoint-{step:08d}"
+        checkpoint.mkdir()
+        write_file_list(checkpoint, rank=0, world_size=1, group="a")
+
+    for step in (5, 10):
+        save(step)
+    (tmp_path / "checkpoint-00000012").mkdir()  # its upload was not finished
+    (tmp_path / "export").mkdir()
+    record_checkpoints(run, str(tmp_path))
+    first = models(run)
+    assert sorted(first) == ["checkpoint-10", "checkpoint-5"]
+    ten = first["checkpoint-10"]
+    assert (ten.model_type, ten.status.value) == ("checkpoint", "READY")
+    assert ten.tags["uri"] == str(tmp_path / "checkpoint-00000010")
+    assert ten.tags["mlflow.model.isExternal"] == "true"
+    assert ten.params == {"rho": "3.0"}
+    assert {(metric.key, metric.value, metric.step) for metric in ten.metrics} == {
+        ("validation/cross_entropy", 0.1, 10)
+    }
+    outputs = MlflowClient(run.uri).get_run(run.run_id).outputs.model_outputs
+    assert {(output.model_id, output.step) for output in outputs} >= {(ten.model_id, 10)}
+
+    # A run that goes on keeps what is there, and drops what is not.
+    shutil.rmtree(tmp_path / "checkpoint-00000005")
+    save(15)
+    record_checkpoints(run, str(tmp_path))
+    later = models(run)
+    assert sorted(later) == ["checkpoint-10", "checkpoint-15"]
+    assert later["checkpoint-10"].model_id == ten.model_id
+
+
+def test_an_export_is_a_model_that_predicts_what_the_predictor_does(run: TrackedRun, tmp_path: Path) -> None:
+    export = save_tiny_model(tmp_path / "export")
+    for _ in range(2):  # what was there before is replaced
+        record_export(run, str(export), step=10, max_gib=1.0)
+    (logged,) = models(run).values()
+    assert (logged.name, logged.model_type, logged.status.value) == ("tempnet", "tempnet", "READY")
+    assert not list(Path(logged.artifact_location).rglob("*.pkl"))
+    shutil.rmtree(export)  # the model holds all that it needs
+    loaded = mlflow.pyfunc.load_model(logged.artifact_location)
+    assert loaded.metadata.signature.inputs.input_names() == ["text"]
+    assert loaded.metadata.signature.outputs.input_names() == ["tau", "tokens", "token_tau"]
+    texts = [*some_texts(3, seed=1), ""]
+    found = loaded.predict(pd.DataFrame({"text": texts}))
+    for text, (tau, tokens, token_tau) in zip(texts, found.itertuples(index=False), strict=True):
+        assert "".join(tokens) == text
+        assert len(token_tau) == len(tokens)
+        assert tau == pytest.approx(np.mean(token_tau)) if text else np.isnan(tau)
+    assert np.concatenate(found["token_tau"]).std() > 0.02
+    assert len(loaded.predict(loaded.input_example)) == len(EXAMPLES)
+
+
+def test_tokens_have_the_temperatures_of_a_forward_pass(tmp_path: Path) -> None:
+    export = save_tiny_model(tmp_path / "export")
+    predict = predictor_kind(export)
+    assert predict is not None
+    (found,) = predict(export)(["abc def"]).itertuples(index=False)
+    base, network = load_causal_lm(export)
+    ids = load_tokenizer(str(export))("abc def", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = base(torch.tensor([[0, *ids[:-1]]])).logits[0, :, : network.config.input_size]
+        np.testing.assert_allclose(found.token_tau, network(logits), atol=1e-5)
+
+
+def test_a_large_export_is_only_referred_to_and_one_without_a_tempnet_is_left_alone(
+    run: TrackedRun, tmp_path: Path
+) -> None:
+    export = save_tiny_model(tmp_path / "export")
+    record_export(run, str(export), step=10, max_gib=0.0)
+    (logged,) = models(run).values()
+    assert logged.tags["mlflow.model.isExternal"] == "true"
+    assert logged.tags["uri"] == str(export)
+    held = Path(logged.artifact_location.removeprefix("file://"))
+    files = {str(file.relative_to(held)) for file in held.rglob("*") if file.is_file()}
+    assert files == {"MLmodel", "tempnet/config.json", "tempnet/model.safetensors"}
+    MlflowClient(run.uri).delete_logged_model(logged.model_id)
+    shutil.rmtree(export / PAIRED_DIRECTORY)
+    record_export(run, str(export), step=10, max_gib=1.0)
+    assert models(run) == {}
+
+
+def embedding_tempnet(size: int) -> TempNet:
+    network = TempNet(TempNetConfig.for_embeddings(size, rho=2.0, tau_max=1.0, hidden_size=8, num_prototypes=4))
+    with torch.no_grad():
+        network.pool_weight.normal_(std=4.0)
+    return network
+
+
+def test_captions_and_sentences_have_one_temperature_each(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    texts = ["a red circle", "two blue squares left of a green one"]
+    tokenizer = train_wordpiece(texts, 200)
+    image = random_tower("resnet", "image", embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    sizes = {"vocab_size": len(tokenizer), "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2}
+    encoder = DualEncoder(
+        image,
+        random_tower("distilbert", "text", **sizes, max_position_embeddings=32),
+        DualEncoderConfig(embedding_size=6, image_size=16, num_text_tokens=12),
+    )
+    pairs = tmp_path / "pairs"
+    encoder.save_pretrained(pairs, tokenizer)
+    for name in (IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY):
+        embedding_tempnet(6).save_pretrained(pairs / name)
+    assert predictor_kind(pairs) is CaptionTemperatures
+    tau = CaptionTemperatures(pairs)(texts)["tau"]
+    alone = CaptionTemperatures(pairs)(texts[1:])["tau"]
+    assert tau[1] == pytest.approx(alone[0], abs=1e-6)
+    assert tau[0] != pytest.approx(tau[1], abs=1e-4)
+
+    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, intermediate_size=24, pad_token_id=0)  # fmt: skip
+    sentences = tmp_path / "sentences"
+    SentenceEncoder(AutoModel.from_config(config)).save_pretrained(sentences, tokenizer, num_tokens=16)
+    embedding_tempnet(16).save_pretrained(sentences / PAIRED_DIRECTORY)
+    assert predictor_kind(sentences) is SentenceTemperatures
+    tau = SentenceTemperatures(sentences)(texts)["tau"]
+    assert list(tau) == pytest.approx(list(SentenceTemperatures(sentences)(texts[::-1])["tau"])[::-1], abs=1e-6)
+    assert tau[0] != pytest.approx(tau[1], abs=1e-4)

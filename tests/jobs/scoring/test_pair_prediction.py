@@ -1,0 +1,76 @@
+"""What `predict_temperatures --images` refuses before Ray starts, in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jobs.predict_temperatures import main
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from pipelines.sample_images import write_images
+from pipelines.tokenization import train_wordpiece
+from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
+from tempnet.models.towers import random_tower
+from tempnet.network import TempNet, TempNetConfig
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, a tiny dual encoder with TempNets, and `images`."""
+    root = tmp_path_factory.mktemp("files")
+    tokenizer = train_wordpiece(["a red circle"], 200)
+    image = random_tower("resnet", "image", embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    text = random_tower("distilbert", "text", vocab_size=len(tokenizer), dim=8, n_heads=2, n_layers=1, hidden_dim=8)
+    DualEncoder(image, text, DualEncoderConfig(embedding_size=6, image_size=32)).save_pretrained(
+        root / "model", tokenizer
+    )
+    for name in ("tempnet_image", "tempnet_text"):
+        TempNet(TempNetConfig.for_embeddings(6, hidden_size=4, num_prototypes=4)).save_pretrained(root / "model" / name)
+    write_images(
+        root / "images", num_images=3, num_retrieval_images=1, num_classes=1, num_images_per_class=1, image_size=32
+    )
+    return root
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main([str(word) for word in words])
+    assert exit.value.code == 2
+    # Transformers draws its bars before.
+    message = capsys.readouterr().err.rstrip().rpartition("\n")[2]
+    assert message.startswith("error: ")
+    return message
+
+
+def test_what_does_not_fit_is_refused(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(**changes: object) -> str:
+        values = {"model": files / "model", "images": files / "images" / "train", "output": tmp_path / "o", **changes}
+        return refused(capsys, *(word for name, value in values.items() for word in (f"--{name}", value)))
+
+    assert "nowhere" in run(images=tmp_path / "nowhere")
+    assert "holds no TempNet" in run(model=tmp_path)
+    assert "nothing' is missing: there is no such directory" in run(model=tmp_path / "nothing", tempnet=files / "model")
+    (tmp_path / "empty").mkdir()
+    assert "empty holds no Transformers model" in run(model=tmp_path / "empty", tempnet=files / "model")
+    other = tmp_path / "other"
+    shutil.copytree(files / "model", other)
+    TempNet(TempNetConfig.for_embeddings(7, hidden_size=4, num_prototypes=4)).save_pretrained(other / "tempnet_text")
+    assert "tempnet_text reads 7 embeddings, the embeddings of" in run(tempnet=other)
+    shutil.rmtree(other / "tempnet_image")
+    assert "tempnet_image holds no TempNet" in run(tempnet=other)
+    assert not (tmp_path / "o").exists()
+
+
+def test_values_are_checked() -> None:
+    for field, value in (("part_pairs", 0), ("batch_size", 0), ("max_bad_share", 2.0), ("output", "")):
+        with pytest.raises(ValueError, match=field):
+            PredictPairTemperaturesConfig(**{"model": "m", "images": "i", "output": "o", field: value})
+
+
+def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--images", "--help"])
+    assert exit.value.code == 0
+    assert "--with-embeddings" in capsys.readouterr().out

@@ -1,0 +1,216 @@
+"""Predicted temperatures against a direct forward of each window, the figures of tables, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
+from scipy.stats import spearmanr
+from transformers import AutoModelForCausalLM
+
+from jobs.predict_temperatures import main
+from jobs.scoring.temperatures.texts.config import PredictionWorkers, PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts.parts import from_bytes, to_bytes
+from jobs.scoring.temperatures.texts.predictor import Predictor
+from jobs.scoring.temperatures.texts.settings import claim_output, list_sources, resolve_settings
+from jobs.scoring.temperatures.texts.totals import Totals
+from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
+from pipelines.tokenization import load_tokenizer
+from tempnet.inference import can_fold
+from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(10, seed=1)))
+    return path
+
+
+def config_of(model: Path, text: Path, **changes: object) -> PredictTemperaturesConfig:
+    return PredictTemperaturesConfig(**{"model": str(model), "text": str(text), "output": "unused", **changes})  # type: ignore[arg-type]
+
+
+def token_ids(model: Path, texts: list[str]) -> list[np.ndarray]:
+    tokenizer = load_tokenizer(str(model))
+    return [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32) for text in texts]
+
+
+@torch.no_grad()
+def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """(τ, entropy) of a document, window by window through the whole model: the definition, without batches or folds."""
+    base = AutoModelForCausalLM.from_pretrained(model).eval()
+    network = TempNet.from_pretrained(model / PAIRED_DIRECTORY)
+    stream = torch.tensor([0, *ids.tolist()])
+    taus, entropies = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
+    for start in range(0, len(ids), stride):
+        window = stream[start : min(start + CONTEXT_LENGTH, len(ids))]
+        logits = base(window.unsqueeze(0)).logits[0, :, :VOCAB_SIZE].double()
+        tau = network(logits.float())
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        for place in range(len(window)):
+            if np.isnan(taus[start + place]):
+                taus[start + place], entropies[start + place] = tau[place], entropy[place]
+    return taus, entropies
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("stride", [1, 8, 16])
+def test_every_token_has_the_temperature_of_a_direct_forward(
+    tmp_path: Path, text: Path, with_bias: bool, stride: int
+) -> None:
+    model = save_tiny_model(tmp_path, with_bias=with_bias)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    assert can_fold(base, TempNet.from_pretrained(model / PAIRED_DIRECTORY)) != with_bias
+    settings, _ = resolve_settings(config_of(model, text, stride=stride, batch_size=4))
+    lengths = [3, 0, CONTEXT_LENGTH, 1, CONTEXT_LENGTH + 1, 4 * CONTEXT_LENGTH - 2]
+    (ids,) = token_ids(model, [" ".join(some_texts(9, seed=2))])
+    documents = [ids[10 * place :][:length] for place, length in enumerate(lengths)]
+    assert list(map(len, documents)) == lengths
+    predictions = Predictor(settings).predict(documents)
+    alone = Predictor(replace(settings, batch_size=1, with_entropy=False)).predict(documents)
+    for ids, prediction, single in zip(documents, predictions, alone, strict=True):
+        tau, entropy = direct(model, ids, stride)
+        np.testing.assert_allclose(prediction.tau, tau, atol=1e-5)
+        np.testing.assert_allclose(prediction.entropy, entropy, atol=1e-4)
+        np.testing.assert_allclose(single.tau, tau, atol=1e-5)
+        assert single.entropy is None
+    assert np.concatenate([prediction.tau for prediction in predictions]).std() > 0.02
+
+
+def predicted_part(num_tokens: list[int]) -> pa.Table:
+    rng = np.random.default_rng(0)
+    return pa.table(
+        {
+            "key": [f"a.jsonl:{number}" for number in range(len(num_tokens))],
+            "token_ids": pa.array([rng.integers(0, 300, n) for n in num_tokens], pa.list_(pa.int32())),
+            "tau": pa.array([rng.uniform(0.1, 1.9, n) for n in num_tokens], pa.list_(pa.float32())),
+            "entropy": pa.array([rng.uniform(0, 5, n) for n in num_tokens], pa.list_(pa.float32())),
+        }
+    )
+
+
+def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_path: Path) -> None:
+    settings, _ = resolve_settings(config_of(model, text, per_token=True))
+    part = predicted_part([50, 1, 0, 333])
+    table, totals = document_table(from_bytes(to_bytes(part)), "a.jsonl", settings)
+    for row in table.to_pylist():
+        assert len(row["token_ids"]) == len(row["tau"]) == len(row["entropy"]) == row["num_tokens"]
+        if row["num_tokens"] == 0:
+            assert row["tau_mean"] is row["tau_q50"] is row["entropy_mean"] is row["tau_entropy_spearman"] is None
+            continue
+        assert row["tau_mean"] == pytest.approx(np.mean(row["tau"]))
+        assert row["tau_std"] == pytest.approx(np.std(row["tau"]))
+        for name, share in {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}.items():
+            assert row[f"tau_{name}"] == pytest.approx(np.quantile(row["tau"], share))
+        assert row["entropy_mean"] == pytest.approx(np.mean(row["entropy"]))
+        expected = spearmanr(row["tau"], row["entropy"]).statistic if row["num_tokens"] > 1 else 0.0
+        assert row["tau_entropy_spearman"] == pytest.approx(expected)
+    write_table(table, totals, str(tmp_path), 0, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["part-00000-00000.parquet"]
+    assert read_totals(str(tmp_path), "part-00000-00000.parquet") == totals
+    assert all(b"unit" in table.schema.field(name).metadata for name in table.schema.names)
+
+    everything = np.concatenate(part["tau"].to_pylist())
+    figures = Totals.sum([totals, totals]).figures((settings.tau_min, settings.tau_max))
+    assert figures["tau_mean"] == pytest.approx(everything.mean())
+    assert figures["tau_std"] == pytest.approx(everything.std(), rel=1e-6)
+    for name in ("q05", "q25", "q50", "q75", "q95"):
+        # The neighbours of a quantile among few tokens lie further apart than a bin is wide.
+        exact = np.quantile(np.repeat(everything, 2), int(name[1:]) / 100)
+        assert figures[f"tau_{name}"] == pytest.approx(exact, abs=0.01)
+
+
+def test_a_plain_text_file_becomes_a_page_of_its_first_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = " ".join(some_texts(5, seed=4)) + " naïve <b>"
+    Path("note.md").write_text(text, encoding="utf-8")
+    assert main(["--model", str(model), "--text", "note.md", "--html-tokens", "40"]) == 0
+    page = Path("temperatures.html").read_text(encoding="utf-8")
+    assert page.count('title="τ ') == 40
+    (ids,) = token_ids(model, [text])
+    tau, _ = direct(model, ids[:40], CONTEXT_LENGTH // 2)
+    assert f"40 tokens: mean τ {tau.mean():.3f}" in capsys.readouterr().out
+    assert "note.md:0" in page
+
+
+def test_a_directory_is_read_as_archives_or_else_as_plain_text(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "c.py"):
+        (tmp_path / name).write_text("text")
+    assert [Path(archive.path).name for archive in list_sources(str(tmp_path))] == ["a.md", "b.txt"]
+    (tmp_path / "d.jsonl").write_text('"text"\n')
+    assert [Path(archive.path).name for archive in list_sources(str(tmp_path))] == ["d.jsonl"]
+
+
+def test_another_configuration_is_refused_with_what_differs(model: Path, text: Path, tmp_path: Path) -> None:
+    output = str(tmp_path / "output")
+    settings, archives = resolve_settings(config_of(model, text))
+    claim_output(output, settings.record(archives))
+    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=PredictionWorkers(num_workers=5)))
+    claim_output(output, again.record(archives))
+    other, _ = resolve_settings(config_of(model, text, stride=3))
+    with pytest.raises(ValueError, match=r"begun with other settings.*stride: 8 → 3$"):
+        claim_output(output, other.record(archives))
+    trained = save_tiny_model(tmp_path / "trained")
+    network = TempNet.from_pretrained(trained / PAIRED_DIRECTORY)
+    torch.nn.init.ones_(network.pool_weight)
+    network.save_pretrained(trained / PAIRED_DIRECTORY)
+    other, _ = resolve_settings(config_of(trained, text))
+    with pytest.raises(ValueError, match=r"tempnet_digest: '\w+' → '\w+'$"):
+        claim_output(output, other.record(archives))
+    more = text.with_name("more.jsonl")
+    more.write_text('"text"\n')
+    with pytest.raises(ValueError, match=r"archive more.jsonl \(bytes\): None → 7"):
+        claim_output(output, settings.record([*archives, *list_sources(str(more))]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--text", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--text", "a.zip"], "unknown suffix"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--tempnet", "."], "holds no TempNet"),
+        (["--tempnet", "small"], f"has {VOCAB_SIZE} tokens, its TempNet was built for a vocabulary of 200"),
+        (["--stride", "17"], r"stride = 17 must lie in 1 … 16"),
+        (["--stride", "-1"], "stride = -1 must not be negative"),
+        (["--context-length", "17"], r"context_length = 17 must lie in 1 … 16"),
+        (["--output", "a.txt/output"], "a.txt"),
+        (["--html", "nowhere/page.html"], "nowhere/page.html"),
+        (["--workers.num-workers", "0"], "workers.num_workers = 0 must be positive"),
+        (["--text", "latin.txt"], "holds no readable text.*invalid_utf8"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_ray_starts(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("abc def")
+    Path("a.zip").write_bytes(b"")
+    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
+    TempNet(TempNetConfig.for_logits(200, rho=2.0, hidden_size=4, num_prototypes=4)).save_pretrained("small")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", str(model), "--text", "a.txt", *changes])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error

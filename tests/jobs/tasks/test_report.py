@@ -1,0 +1,60 @@
+"""The table and the coloured page."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+from jobs.tasks.language_model.report import coloured_page, summary_table
+
+
+class Spans(HTMLParser):
+    """Collects (background, title, text) of every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "span" and values.get("title"):
+            self.tokens.append([values["style"] or "", values["title"] or "", ""])
+
+    def handle_data(self, data: str) -> None:
+        if self.tokens and not self.tokens[-1][2]:
+            self.tokens[-1][2] = data
+
+
+def test_tokens_are_escaped_and_told_apart() -> None:
+    tokens, tau = ["<script>", " a&b", '"x"', " d"], [0.2, 0.8, 1.4, 1.4]
+    page = coloured_page(title="T", sections={"<S>": (tokens, tau, [4.0, 3.0, 1.0, 1.0])})
+    assert "<script>" not in page
+    parser = Spans()
+    parser.feed(page)
+    assert [token[2] for token in parser.tokens] == tokens
+    assert parser.tokens[0][1] == "τ 0.200 · entropy 4.00 nats"
+    colours = [token[0] for token in parser.tokens]
+    assert len(set(colours)) == 3
+    assert colours[2] == colours[3]
+
+
+def test_a_constant_temperature_is_one_colour_and_no_error() -> None:
+    parser = Spans()
+    parser.feed(coloured_page(title="T", sections={"S": (["a", "b"], [1.0, 1.0], [1.0, 2.0])}))
+    assert len({token[0] for token in parser.tokens}) == 1
+    coloured_page(title="T", sections={})
+
+
+def test_the_table_shows_regret_and_perplexity() -> None:
+    scores = dict.fromkeys(
+        ("tau_mean", "tau_std", "tau_q05", "tau_q95", "tau_share_lower_bound", "tau_share_upper_bound",
+         "tau_entropy_spearman", "cross_entropy", "cross_entropy_tau"), 1.0
+    )  # fmt: skip
+    table = summary_table({
+        "validation": scores, "rivals": {"robust/loss": 0.5, "robust/oracle_loss": 0.4, "oracle_tau_mean": 0.7},
+        "rho": 3.0, "target_entropy": 4.0, "loss": "ce", "tokens_per_second": 1000.0, "data_wait_share": 0.01,
+        "num_steps": 10, "num_epochs": 0.5,
+    })  # fmt: skip
+    assert "regret" in table
+    assert "0.1000" in table
+    assert "2.72" in table  # perplexity e
+    assert "learned τ" not in table  # plain cross-entropy learns none
