@@ -29,9 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     config, dry_run = parse_preset(PRESETS, arguments, job="train_clip", purpose=(__doc__ or "").splitlines()[0])
     # Imported late: a misspelt preset should not wait for Ray and Transformers.
     from jobs.engine.command import print_where_to_look, run_command
+    from jobs.scoring.mlflow_models.run import record_models
     from jobs.tasks.dual_encoder.plan import make_plan
 
-    outcome = run_command(config, make_plan, dry_run=dry_run)
+    outcome = run_command(config, make_plan, dry_run=dry_run, record_models=record_models)
     if outcome is not None:
         print_where_to_look(
             outcome,

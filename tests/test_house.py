@@ -1,14 +1,20 @@
-"""The direction of the house is enforced by lint: jobs/ may import everything, tempnet/ and pipelines/ not each other."""
+"""The direction of the house: jobs/ may import everything, tempnet/ and pipelines/ not each other.
+
+Inside jobs/ commands import studies, studies scoring, scoring tasks, tasks the engine, and never back."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SHELVES = ["engine", "tasks", "scoring", "studies"]
+"""From the lowest; each may import itself and those before it. Above all of them are the commands, `jobs/*.py`."""
 
 
 @pytest.mark.parametrize(
@@ -32,3 +38,40 @@ def test_lint_holds_the_direction(file: str, statement: str, allowed: bool) -> N
     command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", file, "-"]
     done = subprocess.run(command, cwd=ROOT, input=f"{statement}\n", capture_output=True, text=True)
     assert (done.returncode == 0) == allowed, done.stdout
+
+
+def shelf_of(path: Path) -> int:
+    """The place in `SHELVES` of a file of jobs/, or their number for a command."""
+    parts = path.relative_to(ROOT / "jobs").parts
+    return SHELVES.index(parts[0]) if len(parts) > 1 else len(SHELVES)
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The files of jobs/ that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            place = ROOT.joinpath(*name.split("."))
+            if name.startswith("jobs."):
+                yield next(file for file in (place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py"),
+                                             place.parent / "__init__.py") if file.exists())  # fmt: skip
+
+
+def test_no_arrow_runs_back_between_the_shelves_of_jobs() -> None:
+    back = [
+        f"{path.relative_to(ROOT)} imports {target.relative_to(ROOT)}"
+        for path in sorted((ROOT / "jobs").rglob("*.py"))
+        for target in imported_files(path)
+        if shelf_of(target) > shelf_of(path) or (shelf_of(target) == len(SHELVES) and target.name != "__init__.py")
+    ]
+    assert not back
+
+
+def test_beside_the_shelves_jobs_holds_commands_only() -> None:
+    for path in (ROOT / "jobs").glob("*.py"):
+        assert path.name == "__init__.py" or "run_job(main)" in path.read_text(), path
+    assert {path.relative_to(ROOT / "jobs").parts[0] for path in (ROOT / "jobs").glob("*/**/*.py")} == set(SHELVES)

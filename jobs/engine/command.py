@@ -8,29 +8,32 @@ from typing import Any, TypeVar
 
 from jobs.engine.command_line import FAILED, fail, interrupted
 from jobs.engine.config import TrainingConfig
+from jobs.engine.recording import RecordModels
 from jobs.engine.task import Plan
 from jobs.engine.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
 
-def run_command(config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool) -> Mapping[str, Any] | None:
+def run_command(
+    config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool, record_models: RecordModels
+) -> Mapping[str, Any] | None:
     """Make the plan; print it, or run it and print the results; returns the outcome, or None for a dry run.
 
     Exits with a message on whatever is refused, on a run that failed, and on Ctrl-C.
     """
+    from pipelines.problems import TooManyProblemsError
     from ray.train import TrainingFailedError
 
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.launch import train
-    from pipelines.problems import TooManyProblemsError
 
     try:
         plan = make_plan(config)
         if dry_run:
             print(plan.describe())
             return None
-        outcome = train(plan)
+        outcome = train(plan, record_models=record_models)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     except (FatalTrainingError, TrainingFailedError) as error:

@@ -15,6 +15,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipelines.archives import resolve
+from pipelines.manifest import read_json, write_json
 from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -26,7 +28,7 @@ from jobs.engine.identity import differences, fixed_values, flatten
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
-from jobs.engine.recording import keep_end, record_end, record_models
+from jobs.engine.recording import RecordModels, keep_end, record_end
 from jobs.engine.resumption import find_resumption, write_snapshot
 from jobs.engine.rivals import verdict
 from jobs.engine.task import Plan, PreparedTask
@@ -40,8 +42,6 @@ from jobs.engine.tracking import (
 )
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
-from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
 
 
 def tracking_uri(config: TrainingConfig) -> str:
@@ -62,6 +62,7 @@ def train(
     keep_checkpoints: bool = True,
     shares_cores: bool = False,
     origin: Mapping[str, str] | None = None,
+    record_models: RecordModels | None = None,
 ) -> dict[str, Any]:
     """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
 
@@ -72,6 +73,7 @@ def train(
         keep_checkpoints: False: they are deleted once the outcome is there.
         shares_cores: other runs go on beside this one.
         origin: `origin_tags` of the process that the job was started by; None: this one.
+        record_models: what makes checkpoints and export models in MLflow; None: they are not.
 
     Raises:
         ValueError and the like: before anything starts, for a taken run name, another driver that trains this run, or too
@@ -85,7 +87,7 @@ def train(
     outcome = find_directory(config)
     print(plan.describe(), flush=True)
     if outcome is not None:
-        record_end(config, outcome)
+        record_end(config, outcome, record_models)
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
     with Lease(config.run.directory):
@@ -105,7 +107,7 @@ def train(
         tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
             mark_if_ended(tracked),
-            _recorded_if_failed(plan, tracked),
+            _recorded_if_failed(plan, tracked, record_models),
             Console(config.run.num_steps) if with_progress else nullcontext() as console,
         ):
             job = WorkerJob(
@@ -118,13 +120,15 @@ def train(
                 shares_cores=shares_cores,
             )
             result = _fit(config, job)
-        return _finish(plan, prepared, tracked, result, keep_checkpoints=keep_checkpoints)
+        outcome = _finish(plan, prepared, tracked, result)
+        if not keep_checkpoints:
+            _delete_checkpoints(config.run.directory)
+        record_end(config, outcome, record_models)
+        return outcome
 
 
-def _finish(
-    plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any], *, keep_checkpoints: bool
-) -> dict[str, Any]:
-    """Write the outcome and the report, and tell MLflow."""
+def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Write the outcome and the report, and what MLflow will be told."""
     config = plan.config
     unsent = result.pop("unsent_metrics", [])
     outcome = {
@@ -142,9 +146,6 @@ def _finish(
     if tracked:
         keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
     write_json(f"{config.run.directory}/outcome.json", outcome)
-    if not keep_checkpoints:
-        _delete_checkpoints(config.run.directory)
-    record_end(config, outcome)
     return outcome
 
 
@@ -178,12 +179,12 @@ def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
 
 
 @contextmanager
-def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None) -> Iterator[None]:
+def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: RecordModels | None) -> Iterator[None]:
     """The checkpoints of a run that fails are models in MLflow too."""
     try:
         yield
     except (FatalTrainingError, TrainingFailedError):
-        if tracked:
+        if tracked and record_models is not None:
             with survive_outage("the checkpoints"):
                 record_models(plan.config, tracked, None)
         raise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow.fs
+from pipelines.archives import resolve
+from pipelines.manifest import read_json, write_json
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, send_metrics, survive_outage
-from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
@@ -20,10 +20,21 @@ def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *,
     write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
 
 
-def record_end(config: TrainingConfig, outcome: Mapping[str, Any]) -> None:
+class RecordModels(Protocol):
+    """Makes a run's checkpoints, and the export of a run that has an outcome, models in MLflow."""
+
+    def __call__(self, config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
+        """Raises MLflow's errors; what is recorded already is left as it is."""
+        ...
+
+
+def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models: RecordModels | None = None) -> None:
     """Send metrics that wait, the report, the models and the status FINISHED; nothing if that was done before.
 
     An outage is a warning, and what was to be sent stays where it is.
+
+    Args:
+        record_models: None: no model is recorded.
     """
     kept = read_json(_file(config))
     if kept is None:
@@ -45,20 +56,10 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any]) -> None:
                 tags=rivals.tags(outcome),
                 note=kept["note"],
             )
-        record_models(config, tracked, outcome)
+        if record_models is not None:
+            record_models(config, tracked, outcome)
         filesystem, path = resolve(_file(config))
         filesystem.delete_file(path)
-
-
-def record_models(config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
-    """The checkpoints that are left as models in MLflow, and the export of a run that has an outcome."""
-    # Imported when training is over: it loads all that predicts.
-    from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
-
-    record_checkpoints(tracked, config.run.directory)
-    if outcome is not None:
-        max_gib = config.tracking.max_model_gib
-        record_export(tracked, config.run.export_directory, step=outcome["num_steps"], max_gib=max_gib)
 
 
 def _file(config: TrainingConfig) -> str:

@@ -33,7 +33,7 @@ from mlflow.exceptions import MlflowException
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
-from jobs.revision import revision_tags
+from jobs.engine.revision import revision_tags
 
 logger = logging.getLogger(__name__)
 

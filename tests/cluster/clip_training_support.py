@@ -15,6 +15,7 @@ from support import tiny_run
 
 from jobs.engine.config import OptimizerSection, TrackingSection, WorkersSection
 from jobs.engine.launch import train
+from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.dual_encoder.config import (
     ClipConfig,
     DualEncoderSection,
@@ -79,4 +80,7 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
 
 if __name__ == "__main__":
     images, storage, name, sections = sys.argv[1:]
-    train(make_plan(tiny_clip_config(Path(images), Path(storage), name, **json.loads(sections))))
+    train(
+        make_plan(tiny_clip_config(Path(images), Path(storage), name, **json.loads(sections))),
+        record_models=record_models,
+    )

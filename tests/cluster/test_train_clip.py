@@ -27,6 +27,7 @@ from transformers import AutoModel
 from jobs import evaluate_clip
 from jobs.engine.launch import train
 from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.train_clip import evaluation_of
@@ -44,7 +45,10 @@ def reference(ray_head: dict[str, str], images: Path, tmp_path_factory: pytest.T
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
-        return train(make_plan(tiny_clip_config(images, tmp_path_factory.mktemp("reference"), "reference")))
+        return train(
+            make_plan(tiny_clip_config(images, tmp_path_factory.mktemp("reference"), "reference")),
+            record_models=record_models,
+        )
 
 
 def history(outcome: dict[str, Any], key: str) -> dict[int, float]:

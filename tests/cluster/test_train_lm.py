@@ -28,6 +28,7 @@ from jobs.engine.command_line import parse_preset
 from jobs.engine.identity import flatten
 from jobs.engine.launch import train as run_plan
 from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
@@ -42,7 +43,7 @@ Make = Callable[..., LanguageModelConfig]
 
 
 def train(config: LanguageModelConfig) -> dict[str, Any]:
-    return run_plan(make_plan(config))
+    return run_plan(make_plan(config), record_models=record_models)
 
 
 def history(outcome: dict[str, Any], key: str) -> dict[int, float]:

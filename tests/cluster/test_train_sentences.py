@@ -20,6 +20,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from jobs.engine.launch import train
 from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.presets.sentences import PRESETS
 from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig
 from jobs.tasks.sentence_encoder.plan import make_plan
@@ -72,7 +73,10 @@ def reference(
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
-        return train(make_plan(tiny_sentences(corpus, wordpiece, tmp_path_factory.mktemp("sentences"), "reference")))
+        return train(
+            make_plan(tiny_sentences(corpus, wordpiece, tmp_path_factory.mktemp("sentences"), "reference")),
+            record_models=record_models,
+        )
 
 
 def history(outcome: dict[str, Any], key: str) -> dict[int, float]:

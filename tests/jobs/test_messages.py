@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs.engine.hints import with_hint
+from jobs.tasks.presets import clip, language_models, sentences
 from pipelines.sources import check_source
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,11 @@ def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeyp
     assert with_hint("/a/clip-cc3m-tempnet-small/export is none").endswith("jobs.train_clip clip-cc3m-tempnet-small")
     for message in ("runs/mine/export is missing", "run.num_steps = 0 must be positive"):
         assert with_hint(message) == message
+    for job, presets in (("train_lm", language_models), ("train_clip", clip), ("train_sentences", sentences)):
+        for name in presets.PRESETS:
+            is_twin = name.endswith("-small") and name.removesuffix("-small") in presets.PRESETS
+            command = f" This model is made by: python -m jobs.{job} {name}" if is_twin else ""
+            assert with_hint(f"runs/{name}/export is missing.") == f"runs/{name}/export is missing.{command}"
     Path(MODEL).mkdir(parents=True)
     assert with_hint(f"{MODEL!r} holds no tokenizer") == f"{MODEL!r} holds no tokenizer"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import revision
-from jobs.revision import checkout_revision, revision_tags
+from jobs.engine import revision
+from jobs.engine.revision import checkout_revision, revision_tags
 
 
 @pytest.fixture

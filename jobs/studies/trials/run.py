@@ -30,6 +30,7 @@ from jobs.engine.recording import record_end
 from jobs.engine.task import Plan
 from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
 from jobs.engine.watch import Watch
+from jobs.scoring.mlflow_models.run import record_models
 from pipelines.archives import resolve
 from pipelines.manifest import read_json
 
@@ -217,7 +218,7 @@ class _RoundSearch(Searcher):
         for trial in trials:
             if (outcome := claim_directory(trial.config)) is not None:
                 self.finished[trial.name] = outcome
-                record_end(trial.config, outcome)
+                record_end(trial.config, outcome, record_models)
             else:
                 self._waiting.append(trial)
         self._is_alone = len(self._waiting) == 1
@@ -295,6 +296,7 @@ def _run_trial(
         keep_checkpoints=trial.keep_checkpoints,
         shares_cores=num_at_once > 1 and not settings["is_alone"],
         origin=origin,
+        record_models=record_models,
     )
     tune.report({"finished": 1})
 

@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from jobs.engine.identity import with_fields
 from jobs.engine.recording import keep_end, record_end
 from jobs.engine.tracking import metric_history, open_run
+from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials import run as trials
 from jobs.studies.trials.run import Trial
 from jobs.tasks.presets.language_models import PRESETS
@@ -40,10 +41,10 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(tmp_path: Path, mo
             raise ConnectionError("nobody answers")
 
         away.setattr(MlflowClient, "log_batch", nobody)
-        record_end(config, outcome)
+        record_end(config, outcome, record_models)
     assert client.get_run(tracked.run_id).info.status == "RUNNING"
     for _ in range(2):  # the second time there is nothing left to do
-        record_end(config, outcome)
+        record_end(config, outcome, record_models)
         run = client.get_run(tracked.run_id)
         assert run.info.status == "FINISHED"
         assert run.data.metrics["final/x"] == 0.5
@@ -51,7 +52,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(tmp_path: Path, mo
         assert [file.path for file in client.list_artifacts(tracked.run_id)] == ["summary.txt"]
         assert metric_history(tracked, "train/loss") == {step: 1.0 / step for step in range(1, 2001)}
     client.set_terminated(tracked.run_id, status="KILLED")
-    record_end(config, outcome)
+    record_end(config, outcome, record_models)
     assert client.get_run(tracked.run_id).info.status == "KILLED"
 
 
