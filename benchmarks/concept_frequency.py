@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
-from pipelines.image_manifest import ImageManifest, read_index
-from pipelines.pairs import PairSource
-from pipelines.tokenization import load_tokenizer
+from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.pairs import PairSource
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.dro import optimal_temperature
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 from tempnet.statistics import spearman

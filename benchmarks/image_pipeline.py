@@ -35,14 +35,14 @@ import webdataset
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.image_archives import list_image_archives
-from pipelines.image_decoding import MAX_PIXELS
-from pipelines.image_index import assemble, index_archive, index_name
-from pipelines.image_manifest import ImageManifest
-from pipelines.images import AugmentationConfig, random_crop
-from pipelines.pairs import PairSource
+from pipelines.images.archives import list_image_archives
+from pipelines.images.decoding import MAX_PIXELS
+from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.images.views import AugmentationConfig, random_crop
 from pipelines.plan import StreamPlan
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 
 TARGET = 0.95
 NUM_TEXT_TOKENS = 30
@@ -88,7 +88,7 @@ def generate(directory: Path, num_images: int, size: int) -> None:
 
 
 def prepare(source: str, directory: str) -> ImageManifest:
-    """As pipelines.prepare_images, without Ray."""
+    """As pipelines.images.prepare, without Ray."""
     entries = [
         index_archive(source, archive, None, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
         for number, archive in enumerate(list_image_archives(source))

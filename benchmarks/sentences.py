@@ -27,7 +27,7 @@ import tyro
 from pytorch_metric_learning.losses import NTXentLoss
 
 from benchmarks.memory import peak_growth_of
-from pipelines.spans import SpanConfig, gather_spans, sample_spans
+from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.unimodal import UnimodalLoss
 

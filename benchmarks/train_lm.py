@@ -85,9 +85,9 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     from jobs.tasks.language_model.models import build_model
     from jobs.tasks.language_model.task import language_model_groups
     from jobs.tasks.language_model.validation import to_tensors
-    from pipelines.blocks import read_range
-    from pipelines.manifest import Manifest
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.blocks import read_range
+    from pipelines.text.manifest import Manifest
+    from pipelines.text.tokenization import load_tokenizer
 
     torch.set_num_threads(config.workers.num_threads)
     prepared = next((Path(config.run.storage) / "prepared").glob("train-*"))

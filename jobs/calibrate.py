@@ -102,7 +102,7 @@ def calibrate_rho(job: Rho) -> None:
     from jobs.tasks.language_model.data import prepared
     from jobs.tasks.language_model.models import base_shapes
     from pipelines.archives import list_archives
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
 
     config = LanguageModelConfig(
         run=RunSection(name="calibration", storage=job.storage),
@@ -174,7 +174,7 @@ def calibrate_tau_max(job: TauMax) -> None:
     import torch
 
     from pipelines.sources import check_source
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
     from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
     from tempnet.inference import CachedFold, can_fold, generate
     from tempnet.loading import find_tempnet, load_causal_lm

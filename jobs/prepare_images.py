@@ -15,7 +15,7 @@ import tyro
 
 from jobs.engine.command_line import fail, run_job
 from jobs.engine.config import RunSection
-from pipelines.prepare_images import PrepareImagesConfig
+from pipelines.images.prepare import PrepareImagesConfig
 
 _NUM_EXAMPLES = 10
 
@@ -34,7 +34,7 @@ class PrepareImagesJob:
 def main(arguments: Sequence[str]) -> int:
     """Run the job."""
     from jobs.engine.cluster import start_ray
-    from pipelines.prepare_images import check_source, describe, prepare_images
+    from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError
 
     try:

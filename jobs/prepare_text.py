@@ -15,7 +15,7 @@ import tyro
 
 from jobs.engine.command_line import fail, run_job
 from jobs.engine.config import RunSection
-from pipelines.prepare import PrepareConfig
+from pipelines.text.prepare import PrepareConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> int:
         fail(str(error))
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
-    from pipelines.documents import DocumentConfig
-    from pipelines.manifest import Layout
-    from pipelines.packing import PackingConfig
-    from pipelines.prepare import describe, prepare_text
     from pipelines.problems import TooManyProblemsError
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.documents import DocumentConfig
+    from pipelines.text.manifest import Layout
+    from pipelines.text.packing import PackingConfig
+    from pipelines.text.prepare import describe, prepare_text
+    from pipelines.text.tokenization import load_tokenizer
 
     try:
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage

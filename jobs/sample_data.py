@@ -16,10 +16,10 @@ import tyro
 
 from jobs.engine.command_line import fail, run_job
 from pipelines.archives import list_archives
-from pipelines.sample_images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
-from pipelines.sample_text import NUM_BYTES_DEFAULT, write_corpus
-from pipelines.text import Document, read_documents
-from pipelines.tokenization import train_bpe, train_wordpiece
+from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
+from pipelines.sample.text import NUM_BYTES_DEFAULT, write_corpus
+from pipelines.text.reading import Document, read_documents
+from pipelines.text.tokenization import train_bpe, train_wordpiece
 
 _NUM_TOKENIZER_CHARACTERS = 6_000_000
 _TEXT_WORDPIECE_SIZE = 4096

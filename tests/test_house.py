@@ -20,7 +20,7 @@ SHELVES = ["engine", "tasks", "scoring", "studies"]
 @pytest.mark.parametrize(
     ("file", "statement", "allowed"),
     [
-        ("tempnet/x.py", "import pipelines.text", False),
+        ("tempnet/x.py", "import pipelines.plan", False),
         ("tempnet/x.py", "from jobs.engine import cluster", False),
         ("tempnet/models/x.py", "import ray", False),
         ("tempnet/models/x.py", "import mlflow", False),

@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSelector, FileType
-
 from pipelines.archives import relative, resolve
-from pipelines.manifest import read_json
+from pipelines.text.manifest import read_json
+from pyarrow.fs import FileSelector, FileType
 
 _NUM_READERS = 16
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
+from pipelines.text.manifest import read_json, write_json
 from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 

@@ -28,10 +28,9 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from pyarrow.fs import LocalFileSystem
-
 from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
+from pipelines.text.manifest import read_json, write_json
+from pyarrow.fs import LocalFileSystem
 
 LEASE_FILE = "lease.json"
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow.fs
 from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
+from pipelines.text.manifest import read_json, write_json
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipelines.archives import resolve
+from pipelines.text.manifest import read_json, write_json
 from pyarrow.fs import FileSelector, FileType
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME as SNAPSHOT_FILE
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
@@ -19,8 +21,6 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 
 from jobs.engine.checkpoint_files import find_damage
-from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+from pipelines.stream import Batch, RankStream
+from pipelines.text.manifest import write_json
 from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun
-from pipelines.manifest import write_json
-from pipelines.stream import Batch, RankStream
 
 if TYPE_CHECKING:  # the driver has no use for it
     from deepspeed import DeepSpeedEngine

@@ -13,7 +13,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
-from pipelines.tokenization import END_OF_TEXT, train_bpe
+from pipelines.text.tokenization import END_OF_TEXT, train_bpe
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
 from tempnet.models.towers import random_tower
 

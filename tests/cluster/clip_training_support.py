@@ -24,8 +24,8 @@ from jobs.tasks.dual_encoder.config import (
     RetrievalValidationSection,
 )
 from jobs.tasks.dual_encoder.plan import make_plan
-from pipelines.sample_images import read_captions, write_images
-from pipelines.tokenization import train_wordpiece
+from pipelines.sample.images import read_captions, write_images
+from pipelines.text.tokenization import train_wordpiece
 
 NUM_PAIRS = 100
 

@@ -28,8 +28,8 @@ from support import (
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.archives import list_archives
-from pipelines.text import Document, read_documents
-from pipelines.tokenization import train_bpe, train_wordpiece
+from pipelines.text.reading import Document, read_documents
+from pipelines.text.tokenization import train_bpe, train_wordpiece
 
 
 @pytest.fixture(scope="session")

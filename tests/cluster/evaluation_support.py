@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.tokenization import document_start_id, train_bpe
+from pipelines.text.tokenization import document_start_id, train_bpe
 from tempnet.network import TempNet, TempNetConfig
 
 MAX_LENGTH = 24

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, PreTrainedConfig
 
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
 
 CONTEXT_LENGTH = 16

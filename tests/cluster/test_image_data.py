@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from jobs.prepare_images import main
-from pipelines.image_manifest import ImageManifest, read_index
-from pipelines.prepare_images import PrepareImagesConfig, prepare_images
+from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.problems import TooManyProblemsError
 
 pytestmark = pytest.mark.cluster

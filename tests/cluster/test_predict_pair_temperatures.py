@@ -18,9 +18,9 @@ from jobs.scoring.temperatures.pairs.job import predict_pairs
 from jobs.scoring.temperatures.pairs.settings import resolve_settings
 from jobs.scoring.temperatures.texts.config import PredictionWorkers
 from jobs.scoring.temperatures.texts.settings import claim_output
-from pipelines.image_manifest import ImageManifest
-from pipelines.temperature_table import read_temperatures
-from pipelines.tokenization import load_tokenizer
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.temperature_table import read_temperatures
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.network import TempNet, TempNetConfig
 

@@ -18,7 +18,7 @@ from jobs.scoring.temperatures.texts.job import predict_archives
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
 from pipelines.problems import TooManyProblemsError
-from pipelines.tokenization import load_tokenizer
+from pipelines.text.tokenization import load_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

@@ -11,14 +11,14 @@ import pytest
 import zstandard
 from support import write_jsonl_zst
 
-from pipelines.blocks import BlockSource, read_range
-from pipelines.manifest import Manifest
-from pipelines.packing import PackingConfig
 from pipelines.plan import StreamPlan
-from pipelines.prepare import PrepareConfig, prepare_text
 from pipelines.problems import TooManyProblemsError
 from pipelines.stream import RankStream
-from pipelines.tokenization import load_tokenizer
+from pipelines.text.blocks import BlockSource, read_range
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.cluster
 

@@ -30,8 +30,8 @@ from jobs.studies.trials.run import Trial, one_round, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 from jobs.tasks.presets.classifiers import PRESETS
-from pipelines.manifest import read_json
-from pipelines.tokenization import train_wordpiece
+from pipelines.text.manifest import read_json
+from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster
 

@@ -110,9 +110,9 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
 
 
 def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, Any], images: Path) -> None:
-    from pipelines.image_manifest import ImageManifest
-    from pipelines.pairs import PairSource
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.images.manifest import ImageManifest
+    from pipelines.images.pairs import PairSource
+    from pipelines.text.tokenization import load_tokenizer
 
     export = Path(reference["export"])
     encoder = DualEncoder.from_pretrained(export)

@@ -32,7 +32,7 @@ from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
-from pipelines.manifest import write_json
+from pipelines.text.manifest import write_json
 from tempnet import TempNet
 from tempnet.loading import load_tempnet
 from tempnet.models.packing import document_mask
@@ -105,8 +105,8 @@ def test_the_export_loads_without_this_project_and_scores_the_same(
     tokenizer = AutoTokenizer.from_pretrained(reference["export"])
     network = TempNet.from_pretrained(Path(reference["export"]) / "tempnet")
     assert len(tokenizer) == network.config.input_size == 512
-    from pipelines.blocks import read_range
-    from pipelines.manifest import Manifest
+    from pipelines.text.blocks import read_range
+    from pipelines.text.manifest import Manifest
 
     (prepared,) = (home_directory / "runs" / "prepared").glob("validation-64-*")
     blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 32).items()}

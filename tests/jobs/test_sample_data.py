@@ -8,8 +8,8 @@ import pytest
 
 from jobs import sample_data
 from jobs.sample_data import SampleDataConfig, make_sample_data
-from pipelines.sample_images import write_images
-from pipelines.tokenization import load_tokenizer
+from pipelines.sample.images import write_images
+from pipelines.text.tokenization import load_tokenizer
 
 
 def make(directory: Path, *parts: sample_data.Part, num_images: int = 60) -> str:

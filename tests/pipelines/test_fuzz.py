@@ -27,13 +27,13 @@ import zstandard
 from PIL import Image
 
 from pipelines.archives import list_archives
-from pipelines.caption_files import CaptionFile
-from pipelines.image_archives import list_image_archives, read_samples
-from pipelines.image_decoding import ImageError, check_image
-from pipelines.image_samples import ImageSample, LeftOut
+from pipelines.images.archives import list_image_archives, read_samples
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.decoding import ImageError, check_image
+from pipelines.images.samples import ImageSample, LeftOut
 from pipelines.problems import Problem
-from pipelines.senteval import read_judgements, read_labelled, read_task
-from pipelines.text import read_documents
+from pipelines.sentences.senteval import read_judgements, read_labelled, read_task
+from pipelines.text.reading import read_documents
 
 SEED = 20_240_404
 MAX_MEMORY_BYTES = 10**9

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipelines.archives import list_archives
 from pipelines.problems import Problem
 from pipelines.tars import MAX_HEADER_BYTES, tar_members
-from pipelines.text import MAX_RECORD_BYTES, read_documents
+from pipelines.text.reading import MAX_RECORD_BYTES, read_documents
 
 MAX_MEMORY_BYTES = 10**9
 
@@ -28,10 +28,10 @@ _READ_IN_CHILD = """
 import json, re, sys
 from pathlib import Path
 from collections import Counter
-from pipelines.image_archives import list_image_archives, read_samples
+from pipelines.images.archives import list_image_archives, read_samples
 from pipelines.archives import list_archives
 from pipelines.problems import Problem
-from pipelines.text import read_documents
+from pipelines.text.reading import read_documents
 
 kind, path = sys.argv[1:]
 (archive,) = (list_archives if kind == "text" else list_image_archives)(path)

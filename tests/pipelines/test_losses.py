@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 from pipelines.archives import list_archives
-from pipelines.caption_files import CaptionFile
-from pipelines.image_archives import list_image_archives
-from pipelines.image_decoding import MAX_PIXELS
-from pipelines.image_index import ASSEMBLY, assemble, index_archive, index_name
+from pipelines.images.archives import list_image_archives
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.decoding import MAX_PIXELS
+from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
 from pipelines.losses import list_losses, losses_name
-from pipelines.packing import PackingConfig
-from pipelines.prepare import PrepareConfig, _prepare_archive, _shards
-from pipelines.tokenization import train_bpe
+from pipelines.text.packing import PackingConfig
+from pipelines.text.prepare import PrepareConfig, _prepare_archive, _shards
+from pipelines.text.tokenization import train_bpe
 
 BAD = [b"<html>", b'{"body": 1}', b'{"text": "caf\xe9"}', b'{"text": ""}']
 KINDS = ["invalid_json", "missing_text", "invalid_utf8", "empty_document"]

@@ -8,6 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
+from pipelines.problems import check_problems
+from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.cluster import start_ray
@@ -17,10 +21,6 @@ from jobs.scoring.dual_encoders.folders import ClassFolders
 from jobs.scoring.dual_encoders.images import FolderImages, ImageSet, PairImages
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
 from jobs.scoring.dual_encoders.units import Embeddings
-from pipelines.prepare_images import PrepareImagesConfig, check_source, prepare_images
-from pipelines.problems import check_problems
-from tempnet.contrastive.retrieval import recall
-from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 
 
 class DataSet(Protocol):

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from pipelines.archives import resolve
+from pipelines.text.manifest import read_json, write_json
 
 from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature
 from jobs.scoring.language_models.windows import Window
-from pipelines.archives import resolve
-from pipelines.manifest import read_json, write_json
 
 # Goes up whenever this program would compute something else from the same input.
 _VERSION = 1

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from pipelines.archives import resolve
+from pipelines.problems import TooManyProblemsError
+from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
+from pipelines.text.manifest import write_json
 from ray.exceptions import RayError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
@@ -21,10 +25,6 @@ from jobs.scoring.publishing import PublishedColumn, publish
 from jobs.scoring.sentence_encoders.cells import Cell, ModelSpec, cells, compute
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.table import Column, markdown
-from pipelines.archives import resolve
-from pipelines.manifest import write_json
-from pipelines.problems import TooManyProblemsError
-from pipelines.senteval import Judgements, SentenceTask, read_judgements, read_task
 
 
 def evaluate(config: EvaluateSentencesConfig) -> list[Column]:

@@ -109,7 +109,7 @@ def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     import dataclasses
 
     from jobs.tasks.language_model.models import build_model
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
 
     device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
     shape = (config.optimizer.batch_size, config.data.context_length)
@@ -128,7 +128,7 @@ def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
 def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Sampling some tokens for a batch of prompts, by form."""
     from jobs.tasks.language_model.models import build_base, build_tempnet, resolved_rho
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
     from tempnet.inference import CachedFold, attach
 
     device, tokenizer = _device(config), load_tokenizer(config.tokenizer)

@@ -32,7 +32,7 @@ from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin
 from jobs.engine.watch import Watch
 from jobs.scoring.mlflow_models.run import record_models
 from pipelines.archives import resolve
-from pipelines.manifest import read_json
+from pipelines.text.manifest import read_json
 
 # Of the process that drives a trial; its workers have their own.
 _DRIVER_CPUS = 0.01

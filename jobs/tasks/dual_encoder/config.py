@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipelines.images.views import AugmentationConfig
+from tempnet.contrastive.config import LOSS_KINDS
+from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
+
 from jobs.engine.config import (
     ValidationSection,
     check_not_negative,
@@ -15,9 +19,6 @@ from jobs.engine.config import (
     with_absolute_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from pipelines.images import AugmentationConfig
-from tempnet.contrastive.config import LOSS_KINDS
-from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
 
 MAX_IMAGE_SIZE = 4096
 """A view of this side takes .2 GiB as float32; the activations of any tower are many times as much."""

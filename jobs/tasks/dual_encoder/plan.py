@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from pipelines.images.captions import CaptionEncoder
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.prepare import check_source
+from pipelines.stream import READ_CPUS
+from pipelines.text.tokenization import load_tokenizer
 
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
@@ -21,11 +26,6 @@ from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
 from jobs.tasks.dual_encoder.report import summary_table, write_report
-from pipelines.captions import CaptionEncoder
-from pipelines.image_manifest import ImageManifest
-from pipelines.prepare_images import check_source
-from pipelines.stream import READ_CPUS
-from pipelines.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ def make_plan(config: ClipConfig) -> ClipPlan:
 def _given_tau(config: ClipConfig, train: ImageManifest) -> np.ndarray | None:
     if not config.temperature.table:
         return None
-    from pipelines.temperature_table import read_temperatures
+    from pipelines.images.temperature_table import read_temperatures
 
     try:
         return read_temperatures(config.temperature.table, train)

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from pipelines.stream import Batch
+from pipelines.text.blocks import read_range
+from pipelines.text.manifest import Manifest, read_json
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.calibration import Calibration, calibrate_rho
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
 from torch import Tensor
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.models import autocast_dtype, build_base
 from jobs.tasks.language_model.validation import to_tensors
-from pipelines.blocks import read_range
-from pipelines.manifest import Manifest, read_json
-from pipelines.packing import IGNORE_INDEX, PackingConfig
-from pipelines.stream import Batch
-from pipelines.tokenization import load_tokenizer
-from tempnet.calibration import Calibration, calibrate_rho
-from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.reference import TemperatureLossConfig
 
 CALIBRATION_FILE = "calibration.json"
 

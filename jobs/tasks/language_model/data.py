@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.prepare import PrepareConfig, describe, prepare_text
+from pipelines.text.tokenization import load_tokenizer
+
 from jobs.tasks.language_model.config import LanguageModelConfig
-from pipelines.manifest import Manifest
-from pipelines.packing import PackingConfig
-from pipelines.prepare import PrepareConfig, describe, prepare_text
-from pipelines.tokenization import load_tokenizer
 
 
 def prepared(config: LanguageModelConfig, split: str) -> Manifest:

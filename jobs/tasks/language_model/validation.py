@@ -14,16 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-
-from pipelines.blocks import read_range
-from pipelines.manifest import Manifest
-from pipelines.packing import IGNORE_INDEX
 from pipelines.stream import Batch
+from pipelines.text.blocks import read_range
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import IGNORE_INDEX
 from tempnet.dro import optimal_temperature, robust_loss
 from tempnet.rivals import compare_with_constants
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
+from torch import Tensor
 
 if TYPE_CHECKING:  # jobs that only prepare batches need no DeepSpeed
     from deepspeed import DeepSpeedEngine

@@ -21,7 +21,7 @@ from jobs.engine.resumption import write_snapshot
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 
 Change = Callable[..., LanguageModelConfig]
 

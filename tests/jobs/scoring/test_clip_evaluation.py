@@ -21,9 +21,9 @@ from jobs.scoring.dual_encoders.images import FolderImages, read_images
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
 from jobs.scoring.dual_encoders.table import Column, markdown
 from jobs.scoring.dual_encoders.units import Embeddings, EmbeddingStore, ModelSpec, image_units, text_units
-from pipelines.caption_files import CaptionFile
+from pipelines.images.caption_files import CaptionFile
 from pipelines.problems import TooManyProblemsError
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
 
 VOCABULARY = 300

@@ -19,7 +19,7 @@ from jobs.engine.checkpoint_files import write_file_list
 from jobs.engine.tracking import MetricLogger, TrackedRun, open_run
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, CaptionTemperatures, SentenceTemperatures, predictor_kind
 from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
-from pipelines.tokenization import load_tokenizer, train_wordpiece
+from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 from tempnet.loading import load_causal_lm
 from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, DualEncoderConfig
 from tempnet.models.sentence_encoder import SentenceEncoder

@@ -9,8 +9,8 @@ import pytest
 
 from jobs.predict_temperatures import main
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from pipelines.sample_images import write_images
-from pipelines.tokenization import train_wordpiece
+from pipelines.sample.images import write_images
+from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
 from tempnet.models.towers import random_tower
 from tempnet.network import TempNet, TempNetConfig

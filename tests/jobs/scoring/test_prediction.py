@@ -22,7 +22,7 @@ from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import claim_output, list_sources, resolve_settings
 from jobs.scoring.temperatures.texts.totals import Totals
 from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
-from pipelines.tokenization import load_tokenizer
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
 

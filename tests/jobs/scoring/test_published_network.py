@@ -22,7 +22,7 @@ from jobs.scoring.language_models.windows import Window
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
-from pipelines.tokenization import train_bpe
+from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet
 from tempnet.inference import TemperatureLogitsProcessor, can_fold, generate
 from tempnet.loading import load_causal_lm

@@ -23,8 +23,8 @@ from jobs.scoring.sentence_encoders.transfer import (
     transfer_accuracy,
 )
 from pipelines.problems import TooManyProblemsError
-from pipelines.senteval import read_judgements, read_task
-from pipelines.tokenization import train_wordpiece
+from pipelines.sentences.senteval import read_judgements, read_task
+from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.sentence_encoder import SentenceEncoder
 
 WORDS = ("good", "bad", "film", "plot", "dull", "fine", "slow", "sharp")
@@ -141,7 +141,7 @@ def test_judgements_are_read_in_both_forms(data: Path, tmp_path: Path) -> None:
 
 
 def test_encoding_does_not_depend_on_batches_and_cuts_long_sentences(model: str, data: Path) -> None:
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
 
     encoder, tokenizer = SentenceEncoder.from_pretrained(model), load_tokenizer(model, needs_eos=False)
     texts = read_task(data, "MR").parts["all"].first

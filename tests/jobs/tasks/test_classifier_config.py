@@ -22,7 +22,7 @@ from jobs.tasks.classifier.data import folds, read_data, read_fold
 from jobs.tasks.classifier.task import sentence_tensors
 from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.problems import TooManyProblemsError
-from pipelines.tokenization import load_tokenizer, train_bpe, train_wordpiece
+from pipelines.text.tokenization import load_tokenizer, train_bpe, train_wordpiece
 
 SMALL = ["--model.path", "", "--model.hidden-size", "16", "--model.num-layers", "1", "--model.num-heads", "2"]
 

@@ -21,8 +21,8 @@ from jobs.tasks.dual_encoder.data import preparation
 from jobs.tasks.dual_encoder.models import build_encoder
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.tasks.presets.clip import PRESETS
-from pipelines.prepare_images import check_source
-from pipelines.tokenization import train_wordpiece
+from pipelines.images.prepare import check_source
+from pipelines.text.tokenization import train_wordpiece
 from tempnet.contrastive.config import LOSS_KINDS, check_negatives
 from tempnet.models.towers import random_tower
 
@@ -206,7 +206,7 @@ def test_several_splits_and_none_are_read_by_training(change: Change, tmp_path: 
 
 
 def test_a_saved_encoder_must_have_the_sizes_that_the_configuration_says(change: Change, tmp_path: Path) -> None:
-    from pipelines.tokenization import load_tokenizer
+    from pipelines.text.tokenization import load_tokenizer
 
     config = change()
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)

@@ -18,7 +18,7 @@ from jobs.tasks.language_model.config import (
     with_rho,
 )
 from jobs.tasks.language_model.models import base_shapes, build_model
-from pipelines.tokenization import load_tokenizer, train_bpe
+from pipelines.text.tokenization import load_tokenizer, train_bpe
 
 WORDS = "a user brings a model of their own and asks which temperature suits every token of it"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -16,7 +16,7 @@ from jobs.tasks.presets.sentences import PRESETS
 from jobs.tasks.sentence_encoder.config import SentenceConfig, with_absolute_paths
 from jobs.tasks.sentence_encoder.models import build_encoder
 from jobs.tasks.sentence_encoder.plan import make_plan
-from pipelines.tokenization import load_tokenizer, train_bpe, train_wordpiece
+from pipelines.text.tokenization import load_tokenizer, train_bpe, train_wordpiece
 
 TEXT = " ".join(f"word{number}" for number in range(40))
 

@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.tasks.language_model.validation import ValidationDetails, ValidationPart, validate
-from pipelines.packing import IGNORE_INDEX
+from pipelines.text.packing import IGNORE_INDEX
 from tempnet import TempNet, TempNetConfig
 from tempnet.dro import robust_loss
 from tempnet.models.causal_lm import TemperatureCausalLM

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs.engine.fingerprints import tempnet_digest
-from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.dual_encoders.units import ModelSpec
-from jobs.scoring.labels import model_labels
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from pipelines.archives import relative, resolve
-from pipelines.prepare_images import PrepareImagesConfig, check_source
+from pipelines.images.prepare import PrepareImagesConfig, check_source
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,
@@ -20,6 +15,12 @@ from tempnet.models.dual_encoder import (
     load_pair_tempnets,
 )
 from tempnet.network import TempNet
+
+from jobs.engine.fingerprints import tempnet_digest
+from jobs.scoring.dual_encoders.encoder import caption_encoder
+from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.labels import model_labels
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 
 FORMAT_VERSION = 1
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pipelines.archives import Archive, resolve
+from pipelines.text.manifest import ArchiveEntry, read_json, write_json
+from pipelines.text.prepare import readable_documents
+from pipelines.text.reading import Document
+from pipelines.text.tokenization import load_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
-from pipelines.archives import Archive, resolve
-from pipelines.manifest import ArchiveEntry, read_json, write_json
-from pipelines.prepare import readable_documents
-from pipelines.text import Document
-from pipelines.tokenization import load_tokenizer
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
 

@@ -1,0 +1,1 @@
+"""Images and captions: an index of every archive, views, tokens, pairs."""

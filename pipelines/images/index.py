@@ -1,0 +1,237 @@
+"""Indexing: an archive becomes a table of its good pairs, and the tables of all archives become a manifest.
+
+The first half looks at one archive, so that many can be indexed at once; the second at all of them in their order, so that
+the result does not depend on how many were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.archives import relative, resolve
+from pipelines.images.archives import ImageArchive, read_samples
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.decoding import ImageError, check_image
+from pipelines.images.manifest import INDEX_SCHEMA, CaptionReading, ImageManifest, ImageShard, open_index
+from pipelines.images.samples import TAR_BLOCK_BYTES, LeftOut, SampleProblemKind, TruncatedArchive
+from pipelines.losses import Losses, losses_name
+from pipelines.problems import Problem
+
+ASSEMBLY = "assembly"
+"""The file name that the losses found by `assemble` lie beside."""
+
+# Kinds of members that are left out, counted apart; names are free, and a hostile tar has as many kinds as members.
+_NUM_KINDS_LEFT_OUT = 32
+
+
+def index_name(number: int) -> str:
+    """The file name of an archive's index."""
+    return f"index-{number:05d}.arrow"
+
+
+def index_archive(
+    source: str, archive: ImageArchive, captions: CaptionFile | None, *, max_pixels: int, index: str
+) -> dict[str, Any]:
+    """Read one archive, decode each of its images once, and write the index of what is good.
+
+    Args:
+        source: the URI that the archive was listed from.
+        index: URI of the file to write; everything that is lost is written beside it (`pipelines.losses`).
+
+    Returns:
+        The archive's ImageShard as JSON; `lost`, the keys of its bad images; and `num_bytes_read`, how far a tar that is
+        cut or corrupt could be read, else None.
+    """
+    problems: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    num_bytes_read: int | None = None
+    examples: list[str] = []
+    columns: dict[str, list[Any]] = {name: [] for name in INDEX_SCHEMA.names}
+    lost: list[str] = []
+    num_images = 0
+    digest = hashlib.blake2b(digest_size=8)
+    name = relative(archive.path, resolve(source)[1])
+    with Losses(losses_name(index)) as losses:
+        for item in read_samples(source, archive, captions):
+            if isinstance(item, LeftOut):
+                left_out[item.kind if item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else "other"] += 1
+                continue
+            if isinstance(item, Problem):
+                losses.add(archive.path, item, problems, examples)
+                num_bytes_read = item.num_bytes_read if isinstance(item, TruncatedArchive) else num_bytes_read
+                continue
+            try:
+                check_image(item.data, max_pixels)
+            except ImageError as error:
+                where = item.member if archive.files else f"{name}/{item.member}"
+                problem = Problem(kind=error.kind, where=where, detail=str(error))
+                losses.add(archive.path, problem, problems, examples)
+                lost.append(item.key)
+                continue
+            for caption in item.captions:
+                row = (item.key, num_images, caption, item.offset, len(item.data), item.member, zlib.crc32(item.data))
+                for column, value in zip(columns.values(), row, strict=True):
+                    column.append(value)
+            digest.update(json.dumps([item.key, item.captions, len(item.data)]).encode())
+            digest.update(item.data)
+            num_images += 1
+
+    table = pa.table(columns, schema=INDEX_SCHEMA)
+    filesystem, path = resolve(index)
+    with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    shard = ImageShard(
+        file=index.rsplit("/", 1)[-1],
+        archive=archive.path,
+        is_directory=bool(archive.files),
+        num_bytes=archive.num_bytes,
+        num_pairs=table.num_rows,
+        num_images=num_images,
+        digest=digest.hexdigest(),
+        problems=dict(problems),
+        examples=examples,
+        left_out=dict(left_out),
+        dropped=[],
+    )
+    return asdict(shard) | {"lost": lost, "num_bytes_read": num_bytes_read}
+
+
+def assemble(
+    entries: Sequence[dict[str, Any]],
+    captions: CaptionFile | None,
+    *,
+    directory: str,
+    source: str,
+    captions_uri: str,
+    max_pixels: int,
+) -> ImageManifest:
+    """The manifest of indexed archives, given in order.
+
+    Of images with one key the first stays, in the order of archives and in each archive; every other is a problem. So is
+    an image that the captions name and no archive holds. Samples behind the place where a tar cannot be read further are
+    estimated; with a json of captions they are known, for it names them.
+    """
+    lost = {key for entry in entries for key in entry["lost"]}
+    fields = set(ImageShard.__dataclass_fields__)
+    shards = [ImageShard(**{name: value for name, value in entry.items() if name in fields}) for entry in entries]
+    with Losses(losses_name(f"{directory}/{ASSEMBLY}")) as losses:
+        if captions is None:
+            shards = _with_unread(shards, [entry["num_bytes_read"] for entry in entries], losses)
+        tables = [_image_rows(open_index(directory, shard.file)) for shard in shards]
+        is_first, distinct = _first_occurrences(pa.concat_tables(tables).column("key"))
+        bounds = np.cumsum([0, *(table.num_rows for table in tables)])
+        kept = [
+            _without(shard, table, np.flatnonzero(~is_first[start:stop]), losses)
+            for shard, table, start, stop in zip(shards, tables, bounds[:-1], bounds[1:], strict=True)
+        ]
+        reading = None
+        if captions is not None:
+            reading = _absent(captions, captions_uri, lost.union(distinct.to_pylist()), losses)
+    return ImageManifest(
+        directory=directory,
+        source=source if "://" in source else resolve(source)[1],
+        max_pixels=max_pixels,
+        shards=kept,
+        captions=reading,
+    )
+
+
+def _with_unread(
+    shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], losses: Losses
+) -> list[ImageShard]:
+    """The shards, with the number of samples that were not reached in each estimated from bytes.
+
+    Of a tar that is corrupt before its end, the bytes that are left are known. Of one that ends early, those are taken to be
+    missing that it lacks of the median size of whole tars. Where there are none nothing is known, and as much is taken to be
+    missing as was read, which is what a cut at a random place costs on average.
+
+    Args:
+        num_bytes_read: of each tar that is cut or corrupt, else None.
+    """
+    whole = [
+        shard
+        for shard, read in zip(shards, num_bytes_read, strict=True)
+        if read is None and shard.num_images and shard.num_bytes
+    ]
+    median = float(np.median([shard.num_bytes for shard in whole])) if whole else 0.0
+    images_per_byte = sum(shard.num_images for shard in whole) / median / len(whole) if whole else 0.0
+    estimated = []
+    for shard, read in zip(shards, num_bytes_read, strict=True):
+        if read is None:
+            estimated.append(shard)
+            continue
+        num_bytes = shard.num_bytes or 0  # some filesystems do not say
+        if read + TAR_BLOCK_BYTES <= num_bytes:
+            missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
+        elif whole:
+            missing, basis = max(0, round(median) - read), f"the {median:.0f} bytes of a whole tar"
+        else:
+            missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
+        num_unread = round(missing * (shard.num_images / read if shard.num_images else images_per_byte))
+        estimated.append(
+            _with_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}", losses)
+        )
+    return estimated
+
+
+def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str, losses: Losses) -> ImageShard:
+    """The shard with so many more problems of a kind, in the whole archive, and an example that says how many."""
+    if number == 0:
+        return shard
+    problems, examples = Counter(shard.problems), list(shard.examples)
+    name = shard.archive.rsplit("/", 1)[-1]
+    problem = Problem(kind=kind, where=name, detail=f"about {number} samples, {detail}", count=number)
+    losses.add(shard.archive, problem, problems, examples)
+    return replace(shard, problems=dict(problems), examples=examples)
+
+
+def _image_rows(table: pa.Table) -> pa.Table:
+    """One row an image: its key and the number of its pairs."""
+    _, first, counts = np.unique(table.column("image").to_numpy(), return_index=True, return_counts=True)
+    return pa.table({"key": table.column("key").take(pa.array(first, pa.int64())), "num_pairs": counts})
+
+
+def _first_occurrences(keys: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
+    """(n,) whether a key occurs for the first time, and the distinct keys."""
+    encoded = pa.array(keys.combine_chunks(), pa.string()).dictionary_encode()
+    codes = encoded.indices.to_numpy()  # numbered in order of first occurrence
+    return codes > np.maximum.accumulate(np.concatenate([[-1], codes]))[:-1], encoded.dictionary
+
+
+def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: Losses) -> ImageShard:
+    """The shard without images whose keys have occurred before, which become problems."""
+    problems, examples = Counter(shard.problems), list(shard.examples)
+    for key in images.column("key").take(pa.array(repeated, pa.int64())).to_pylist():
+        where = f"{shard.archive.rsplit('/', 1)[-1]}/{key}"
+        detail = "the key has occurred before; the first in the order of archives stays"
+        problem = Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail)
+        losses.add(shard.archive, problem, problems, examples)
+    return replace(
+        shard,
+        num_pairs=shard.num_pairs - int(images.column("num_pairs").to_numpy()[repeated].sum()),
+        num_images=shard.num_images - len(repeated),
+        problems=dict(problems),
+        examples=examples,
+        dropped=repeated.tolist(),
+    )
+
+
+def _absent(captions: CaptionFile, uri: str, found: set[str], losses: Losses) -> CaptionReading:
+    """The images that the captions name and that are not among those found."""
+    problems: Counter[str] = Counter()
+    examples: list[str] = []
+    for name in captions.captions:
+        if name not in found:
+            detail = "named in the captions, but no archive holds it"
+            problem = Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail)
+            losses.add(uri, problem, problems, examples)
+    return CaptionReading(path=uri, problems=dict(problems), examples=examples)

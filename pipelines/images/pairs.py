@@ -1,0 +1,224 @@
+"""Image–text pairs as training arrays, and images and captions as evaluation arrays, from a prepared data set.
+
+Everything random is a pure function: a view of (seed, epoch, pair id), caption noise of (seed, pair id). Images are read
+from where they were when the data set was prepared, and held against the checksums taken then.
+
+Shapes: n pairs of a batch, S pixels a side, t tokens a caption, M images of the data set, N pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.images.captions import CaptionEncoder, CaptionNoise
+from pipelines.images.decoding import ImageError
+from pipelines.images.manifest import INDEX_SCHEMA, ImageManifest, read_index
+from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
+from pipelines.ranges import ByteRange, range_reader
+
+Batch = dict[str, np.ndarray]
+
+# Apart from the generators of the plan, which are keyed by (seed, epoch, window).
+_VIEW_STREAM = 0x76696577
+_NUM_OPEN_INDICES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSource:
+    """What a `RankStream` of pairs reads from. It can be pickled; files are opened where it is used."""
+
+    manifest: ImageManifest
+    tokenizer: PreTrainedTokenizerFast
+    image_size: int
+    """S."""
+    num_text_tokens: int = 30
+    """t."""
+    seed: int = 0
+    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
+    caption_noise: float = 0.0
+    """Share of the captions that noise is put into (`CaptionNoise`)."""
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1:
+            raise ValueError(f"image_size = {self.image_size} must be at least 1")
+        assert self.encoder  # made here, so that what is wrong with their values is said here
+        assert self.noise
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @cached_property
+    def encoder(self) -> CaptionEncoder:
+        """Tokenises captions."""
+        return CaptionEncoder(tokenizer=self.tokenizer, num_text_tokens=self.num_text_tokens)
+
+    @cached_property
+    def noise(self) -> CaptionNoise:
+        """Puts noise into captions."""
+        return CaptionNoise(share=self.caption_noise, seed=self.seed)
+
+    @cached_property
+    def _index(self) -> Callable[[int], pa.Table]:
+        return lru_cache(maxsize=_NUM_OPEN_INDICES)(partial(read_index, self.manifest))
+
+    # ---- training ----
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        """The training arrays of pairs.
+
+        Args:
+            shards, rows: (n,) which pair: the shard's number in the manifest, and the row in its index.
+            epoch: which views of the images.
+
+        Returns:
+            `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64, dense
+            numbers of pair and image; `is_noisy` (n,) bool; `digest` (n,) int64, 48 bits over pixels and tokens.
+
+        Raises:
+            OSError: if an archive is not what it was when the data set was prepared.
+        """
+        shards, rows = np.asarray(shards), np.asarray(rows)
+        ids = self.manifest.first_pairs[shards] + rows
+        entries = self._entries(shards, rows)
+        noised = [self.noise.apply(text, int(i)) for text, i in zip(entries["caption"].to_pylist(), ids, strict=True)]
+        tokens = self.encoder.encode([text for text, _ in noised])
+
+        images = np.empty((len(ids), self.image_size, self.image_size, 3), dtype=np.uint8)
+        digests = np.empty(len(ids), dtype=np.int64)
+        for place, data in enumerate(self._image_files(shards, entries)):
+            rng = np.random.default_rng([self.seed, _VIEW_STREAM, epoch, int(ids[place])])
+            images[place] = self._view(shards[place], rows[place], training_view, data, self.augmentation, rng)
+            digests[place] = _digest(images[place], tokens["input_ids"][place])
+        return {
+            "images": images,
+            **tokens,
+            "ids": ids,
+            "image_ids": entries["image"].to_numpy(),
+            "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
+            "digest": digests,
+        }
+
+    def name(self, shard: int, row: int) -> str:
+        """What a person finds the pair by."""
+        key = self._index(int(shard)).column("key")[int(row)].as_py()
+        pair = int(self.manifest.first_pairs[shard]) + int(row)
+        return f"{key!r} of {self.manifest.shards[shard].archive} (pair {pair})"
+
+    # ---- evaluation ----
+
+    def read_images(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The images of these numbers (0 … M−1), resized and centre-cropped: (n, S, S, 3) uint8.
+
+        Raises:
+            IndexError: if there is no image of such a number.
+            OSError: as `read`.
+        """
+        numbers = np.asarray(numbers, dtype=np.int64)
+        shards = number_in(numbers, self.manifest.first_images, "image")
+        rows = np.empty_like(numbers)
+        for shard in np.unique(shards):
+            chosen = shards == shard
+            rows[chosen] = np.searchsorted(self._index(int(shard)).column("image").to_numpy(), numbers[chosen])
+        entries = self._entries(shards, rows)
+        views = [
+            self._view(shards[place], rows[place], evaluation_view, data)
+            for place, data in enumerate(self._image_files(shards, entries))
+        ]
+        return np.stack(views) if views else np.empty((0, self.image_size, self.image_size, 3), dtype=np.uint8)
+
+    def captions(self) -> tuple[list[str], np.ndarray]:
+        """All captions as they were written, in the order of pair ids, and (N,) the number of the image of each."""
+        tables = [self._index(number) for number in range(len(self.manifest.shards))]
+        texts = [text for table in tables for text in table.column("caption").to_pylist()]
+        return texts, np.concatenate([table.column("image").to_numpy() for table in tables])
+
+    def share_of_captions_cut(self, max_captions: int = 20_000, max_shards: int = 32) -> float:
+        """Share of the captions that have more than t tokens, in [0, 1].
+
+        Of all captions if there are no more than `max_captions` in `max_shards`; else of so many, from shards that are
+        evenly spaced, so that a data set of millions costs no more than a second.
+        """
+        num_shards = min(len(self.manifest.shards), max_shards)
+        chosen = np.unique(np.linspace(0, len(self.manifest.shards) - 1, num_shards).round().astype(int))
+        texts = [
+            text
+            for number in chosen
+            for text in self._index(int(number)).column("caption")[: -(-max_captions // num_shards)].to_pylist()
+        ]
+        return float(self.encoder.are_cut(texts).mean()) if texts else 0.0
+
+    def locate(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shards, rows), each (n,), of the pairs of these ids (0 … N−1), as `read` takes them.
+
+        Raises:
+            IndexError: if there is no pair of such an id.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        shards = number_in(ids, self.manifest.first_pairs, "pair")
+        return shards, ids - self.manifest.first_pairs[shards]
+
+    # ---- reading ----
+
+    def _entries(self, shards: np.ndarray, rows: np.ndarray) -> dict[str, pa.ChunkedArray]:
+        """Index columns at these places."""
+        tables, order = [], []
+        for shard in np.unique(shards):
+            chosen = np.flatnonzero(shards == shard)
+            tables.append(self._index(int(shard)).take(pa.array(rows[chosen], pa.int64())))
+            order.append(chosen)
+        table = pa.concat_tables(tables) if tables else INDEX_SCHEMA.empty_table()
+        if len(tables) > 1:
+            table = table.take(pa.array(np.argsort(np.concatenate(order))))
+        return dict(zip(table.column_names, table.columns, strict=True))
+
+    def _image_files(self, shards: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Iterator[bytes]:
+        """The stored bytes of the images of index entries, as they were when they were prepared."""
+        ranges = []
+        columns = (entries[name].to_pylist() for name in ("member", "offset", "size"))
+        for shard, member, offset, size in zip(shards, *columns, strict=True):
+            entry = self.manifest.shards[shard]
+            path = f"{entry.archive}/{member}" if entry.is_directory else entry.archive
+            ranges.append(ByteRange(path, offset, size))
+        files = range_reader(self.manifest.source).stream(ranges)
+        for place, (data, checksum) in enumerate(zip(files, entries["checksum"].to_pylist(), strict=True)):
+            if zlib.crc32(data) != checksum:
+                member = entries["member"][place].as_py()
+                raise OSError(
+                    f"{ranges[place].path} has changed since it was prepared: {member!r} is no longer "
+                    f"{ranges[place].size} bytes at byte {ranges[place].offset}; prepare it again"
+                )
+            yield data
+
+    def _view(
+        self, shard: int, row: int, view: Callable[..., np.ndarray], data: bytes, *arguments: object
+    ) -> np.ndarray:
+        try:
+            return view(data, self.image_size, *arguments, max_pixels=self.manifest.max_pixels)
+        except ImageError as error:  # it could be decoded when it was prepared
+            raise OSError(f"{self.name(shard, row)} cannot be decoded: {error}; prepare it again") from error
+
+
+def number_in(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
+    """Which shard each number lies in, given every shard's first number and the end.
+
+    Raises:
+        IndexError: if a number lies in none.
+    """
+    beyond = numbers[(numbers < 0) | (numbers >= firsts[-1])]
+    if len(beyond):
+        raise IndexError(f"{noun} {beyond[0]} does not exist: the data set has {noun}s 0 … {firsts[-1] - 1}")
+    return np.searchsorted(firsts, numbers, side="right") - 1
+
+
+def _digest(image: np.ndarray, input_ids: np.ndarray) -> int:
+    """32 bits of the pixels, by CRC as the fastest, and 16 of the tokens."""
+    tokens = hashlib.blake2b(input_ids.tobytes(), digest_size=2).digest()
+    return zlib.crc32(image.data) << 16 | int.from_bytes(tokens, "little")

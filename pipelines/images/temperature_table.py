@@ -1,0 +1,96 @@
+"""The table of temperatures of image-text pairs: what its columns are, and reading it in the order of a prepared data set.
+
+A directory of Parquet files `part-*.parquet`, one row a pair. A pair is known by its key and its caption, not by its id,
+which depends on what else was prepared with it.
+
+Shapes: N pairs, d size of the embedding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileType
+
+from pipelines.archives import resolve
+from pipelines.images.manifest import ImageManifest, read_index
+
+_TAU = ("tau_image", "tau_text")
+_NUM_EXAMPLES = 3
+_UNIT = "temperature, dimensionless"
+
+
+def table_schema(embedding_size: int | None = None) -> pa.Schema:
+    """The columns; every field says its unit and meaning. With embeddings of that size, if any."""
+    columns: list[tuple[str, pa.DataType, str, str]] = [
+        ("id", pa.int64(), "number", "of the pair in the data set that was predicted, from 0"),
+        ("key", pa.string(), "name", "of the image, in its archive or in the captions' json"),
+        ("caption", pa.string(), "text", "as it was written"),
+        ("tau_image", pa.float32(), _UNIT, "of the image against all texts"),
+        ("tau_text", pa.float32(), _UNIT, "of the caption against all images"),
+    ]
+    if embedding_size is not None:
+        vector = pa.list_(pa.float32(), embedding_size)
+        columns += [
+            ("image_embedding", vector, "unit vector", "of the image"),
+            ("text_embedding", vector, "unit vector", "of the caption"),
+        ]
+    return pa.schema(
+        [pa.field(name, kind, metadata={"unit": unit, "meaning": meaning}) for name, kind, unit, meaning in columns]
+    )
+
+
+def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
+    """τ of every pair of a data set, by key and caption: (2, N) float32, image and text, in the order of pair ids.
+
+    Args:
+        directory: of the table; path or pyarrow URI. Rows of other pairs are left out.
+
+    Raises:
+        FileNotFoundError: if there is no table.
+        ValueError: if it is another kind of table, or lacks pairs of the data set; their number is named.
+    """
+    table = read_table(directory, ["key", "caption", *_TAU])
+    wanted = pa.concat_tables(
+        read_index(manifest, number).select(["key", "caption"]) for number in range(len(manifest.shards))
+    )
+    places = pc.index_in(_names(wanted), value_set=_names(table))
+    if places.null_count:
+        lacking = wanted.filter(pc.is_null(places)).slice(0, _NUM_EXAMPLES).to_pylist()
+        examples = ", ".join(f"{row['key']!r} ({row['caption']!r})" for row in lacking)
+        raise ValueError(
+            f"{directory} lacks {places.null_count} of the {manifest.num_pairs} pairs of {manifest.source}, for example "
+            f"{examples}: predict the temperatures of exactly this data set, to the end"
+        )
+    rows = places.to_numpy()
+    return np.stack([table[name].to_numpy()[rows] for name in _TAU])
+
+
+def read_table(directory: str, columns: list[str]) -> pa.Table:
+    """Columns of all parts of a table, in order.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_temperatures`.
+    """
+    filesystem, root = resolve(directory)
+    files = (
+        filesystem.get_file_info(FileSelector(root)) if filesystem.get_file_info(root).type != FileType.NotFound else []
+    )
+    parts = sorted(file.path for file in files if file.base_name.startswith("part-"))
+    if not parts:
+        raise FileNotFoundError(f"{directory} holds no table of temperatures: there is no part-*.parquet in it")
+    names = pq.read_schema(parts[0], filesystem=filesystem).names
+    if lacking := [name for name in columns if name not in names]:
+        raise ValueError(
+            f"{directory} is no table of temperatures of image-text pairs: it has the columns {', '.join(names)}, and not "
+            f"{', '.join(lacking)}"
+        )
+    return pa.concat_tables(pq.read_table(part, columns=columns, filesystem=filesystem) for part in parts)
+
+
+def _names(table: pa.Table) -> pa.Array:
+    """(rows,) key and caption as one string; no key holds a line break."""
+    columns = (table[name].combine_chunks().cast(pa.large_string()) for name in ("key", "caption"))
+    return pc.binary_join_element_wise(*columns, pa.scalar("\n", pa.large_string()))

@@ -1,0 +1,127 @@
+"""Training and evaluation views of an image: random-resized crop, flip, RandAugment; resize and centre crop.
+
+Shapes: S pixels a side of the view, which is uint8 (S, S, 3); scaling and normalisation happen in the model, on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from pipelines.images.decoding import MAX_PIXELS, open_image, shrink_on_load, to_rgb, upright_size
+from pipelines.images.rand_augment import MAX_MAGNITUDE, rand_augment
+
+Box = tuple[float, float, float, float]
+
+_NUM_CROP_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AugmentationConfig:
+    """How training views are drawn."""
+
+    min_scale: float = 0.5
+    """Least share of the image's area that a crop covers; 1 with max_scale = 1 and equal ratios is no cropping at all."""
+    max_scale: float = 1.0
+    min_ratio: float = 3 / 4
+    """Least width / height of a crop."""
+    max_ratio: float = 4 / 3
+    flip_probability: float = 0.5
+    """0 where captions speak of left and right."""
+    num_operations: int = 0
+    """RandAugment operations an image; 0 leaves RandAugment out."""
+    magnitude: float = 7.0
+    """Strength of the operations, 0 … 10."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_scale <= self.max_scale <= 1.0:
+            raise ValueError(
+                f"min_scale = {self.min_scale:g} and max_scale = {self.max_scale:g} must satisfy "
+                "0 < min_scale ≤ max_scale ≤ 1"
+            )
+        if not 0.0 < self.min_ratio <= self.max_ratio:
+            raise ValueError(
+                f"min_ratio = {self.min_ratio:g} and max_ratio = {self.max_ratio:g} must satisfy "
+                "0 < min_ratio ≤ max_ratio"
+            )
+        if not 0.0 <= self.flip_probability <= 1.0:
+            raise ValueError(f"flip_probability = {self.flip_probability:g} must lie in [0, 1]")
+        if self.num_operations < 0:
+            raise ValueError(f"num_operations = {self.num_operations} must be at least 0")
+        if not 0.0 <= self.magnitude <= MAX_MAGNITUDE:
+            raise ValueError(f"magnitude = {self.magnitude:g} must lie in [0, {MAX_MAGNITUDE}]")
+
+
+def training_view(
+    data: bytes,
+    size: int,
+    augmentation: AugmentationConfig,
+    rng: np.random.Generator,
+    *,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """A random view (S, S, 3) of an image file's bytes; a function of the bytes and the generator's state.
+
+    The crop is drawn before decoding, so that a JPEG is decoded no larger than the crop needs, and is resized by a
+    bicubic filter that averages when it shrinks.
+
+    Raises:
+        ImageError: if the bytes are no usable image.
+    """
+    image = open_image(data, max_pixels)
+    width, height = upright_size(image)
+    left, top, right, bottom = random_crop(width, height, augmentation, rng)
+    is_flipped = rng.random() < augmentation.flip_probability
+    # What of the image is left when the crop is exactly S × S.
+    shrink_on_load(image, (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))))
+    upright = to_rgb(image)
+    x, y = upright.width / width, upright.height / height
+    box = (left * x, top * y, right * x, bottom * y)
+    view = upright.resize((size, size), Image.Resampling.BICUBIC, box=box)
+    if is_flipped:
+        view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if augmentation.num_operations:
+        view = rand_augment(view, augmentation.num_operations, augmentation.magnitude, rng)
+    return np.asarray(view)
+
+
+def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: np.random.Generator) -> Box:
+    """(left, top, right, bottom) of a random crop, in whole pixels.
+
+    A share of the area, uniform in [min_scale, max_scale], and a ratio, log-uniform in [min_ratio, max_ratio], are
+    drawn until the rectangle fits, up to ten times; then it is the largest central crop of a legal ratio. (Szegedy
+    et al., arXiv 1409.4842, §6, as every framework has it since.)
+    """
+    low, high = math.log(augmentation.min_ratio), math.log(augmentation.max_ratio)
+    for _ in range(_NUM_CROP_ATTEMPTS):
+        share, log_ratio, across, down = rng.random(4).tolist()
+        area = width * height * (augmentation.min_scale + share * (augmentation.max_scale - augmentation.min_scale))
+        ratio = math.exp(low + log_ratio * (high - low))
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left, top = int(across * (width - crop_width + 1)), int(down * (height - crop_height + 1))
+            return left, top, left + crop_width, top + crop_height
+    ratio = min(max(width / height, augmentation.min_ratio), augmentation.max_ratio)
+    crop_width = min(width, max(1, round(height * ratio)))
+    crop_height = min(height, max(1, round(width / ratio)))
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, top, left + crop_width, top + crop_height
+
+
+def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """The centre (S, S, 3) of an image whose shorter side has been resized to S, bicubic, from the full decoding.
+
+    Raises:
+        ImageError: if the bytes are no usable image.
+    """
+    image = to_rgb(open_image(data, max_pixels))
+    shorter = min(image.size)
+    width, height = (max(size, round(side * size / shorter)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    # Only what lies in the centre is resized: a strip one pixel wide would become `size` times as long.
+    x, y = image.width / width, image.height / height
+    box = (left * x, top * y, (left + size) * x, (top + size) * y)
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))

@@ -1,0 +1,223 @@
+"""Rendered scenes with captions, as a data set of image-text pairs: training, retrieval and zero-shot splits.
+
+    train/00000.tar …           as img2dataset writes: KEY.jpg, KEY.txt (the caption) and KEY.json, 1 000 pairs a tar;
+                                keys are sparse, as where a download failed
+    validation/, test/          the same, with five captions an image: KEY.txt is the first, KEY.json has all as "captions"
+    zero_shot/test.tar          <class name>/0000.jpg …, a class being one of the most frequent concepts
+    zero_shot/templates.txt     prompts with {} for the class name, one a line
+    concepts.json               the Zipf law and, for every concept, its rank, probability and count in each split
+
+A pair's json has its "concept", the concept's "concept_rank" (1 is the most frequent), "concept_frequency" (the pairs of
+`train` that have it, whichever split the json belongs to) and "concept_share" (that over all pairs), and the whole "scene".
+
+An image is a pure function of the seed, the split and its number, so that any number of processes writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipelines.sample.drawing import render
+from pipelines.sample.scene_captions import captions
+from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
+
+NUM_IMAGES_DEFAULT = 20_000
+IMAGE_SIZE_DEFAULT = 64
+ZIPF_EXPONENT = 1.0
+NUM_RETRIEVAL_CAPTIONS = 5
+NUM_PAIRS_PER_SHARD = 1_000
+TEMPLATES = (
+    "a picture of one {}",
+    "a drawing of a {}",
+    "an image of a single {}",
+    "there is one {}",
+    "this shows a large {}",
+    "one {} in the middle",
+    "a {}",
+)
+
+_NUM_KEYS_PER_SHARD = 10_000
+_NUM_GAPS_PER_SHARD = 30
+_JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesSummary:
+    """What `write_images` wrote."""
+
+    num_images_train: int
+    num_images_validation: int
+    num_images_test: int
+    num_images_zero_shot: int
+    num_classes_zero_shot: int
+    num_bytes: int
+    """Of all files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Archive:
+    """One tar to write: what a process needs to know for it."""
+
+    path: Path
+    split: str
+    number: int
+    """Of the tar within its split."""
+    first: int
+    """The number of its first image within its split."""
+    concepts: tuple[int, ...]
+    """Index into CONCEPTS of every image."""
+    frequencies: tuple[int, ...]
+    """Of every concept, in `train`."""
+    image_size: int
+    seed: int
+
+
+def write_images(
+    directory: Path,
+    *,
+    num_images: int = NUM_IMAGES_DEFAULT,
+    num_retrieval_images: int = 1_000,
+    num_classes: int = 50,
+    num_images_per_class: int = 20,
+    image_size: int = IMAGE_SIZE_DEFAULT,
+    seed: int = 0,
+    num_processes: int | None = None,
+) -> ImagesSummary:
+    """Write the splits above, in `num_processes` processes (all cores if None), which changes nothing in the files.
+
+    `num_images` is the number of training pairs, `num_retrieval_images` that of each retrieval split. `directory`
+    appears when it is complete, by a rename.
+
+    Raises FileExistsError if `directory` is already there and not an empty directory.
+    """
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise FileExistsError(f"directory {str(directory)!r} is not empty; remove it or choose another")
+    numbers = {"train": num_images, "validation": num_retrieval_images, "test": num_retrieval_images}
+    concepts = {
+        split: draw_concepts(number, ZIPF_EXPONENT, random.Random(f"{seed}:{split}"))
+        for split, number in numbers.items()
+    }
+    concepts["zero_shot"] = [concept for concept in range(num_classes) for _ in range(num_images_per_class)]
+    frequencies = {split: _frequencies(drawn) for split, drawn in concepts.items()}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
+        # A directory inside the temporary one, because that one is readable by its owner only.
+        staging = Path(temporary, "images")
+        archives = []
+        for split, drawn in concepts.items():
+            (staging / split).mkdir(parents=True)
+            step = len(drawn) if split == "zero_shot" else NUM_PAIRS_PER_SHARD
+            for number, first in enumerate(range(0, len(drawn), step)):
+                archives.append(
+                    _Archive(
+                        path=staging / split / ("test.tar" if split == "zero_shot" else f"{number:05d}.tar"),
+                        split=split,
+                        number=number,
+                        first=first,
+                        concepts=tuple(drawn[first : first + step]),
+                        frequencies=frequencies["train"],
+                        image_size=image_size,
+                        seed=seed,
+                    )
+                )
+        # Forked, as starting an interpreter anew would import all that the calling job has imported, for seconds.
+        with multiprocessing.get_context("fork").Pool(num_processes or os.cpu_count()) as pool:
+            pool.map(_write_archive, archives, chunksize=1)
+            # Leaving the block ends the processes by SIGTERM, for which a job that has started Ray has a handler: a process
+            # that waits for a lock would not run it, and be waited for without end.
+            pool.close()
+            pool.join()
+        (staging / "zero_shot" / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
+        (staging / "concepts.json").write_text(json.dumps(_concept_table(frequencies), indent=1) + "\n")
+        num_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+        staging.rename(directory)
+    return ImagesSummary(
+        num_images_train=num_images,
+        num_images_validation=num_retrieval_images,
+        num_images_test=num_retrieval_images,
+        num_images_zero_shot=len(concepts["zero_shot"]),
+        num_classes_zero_shot=num_classes,
+        num_bytes=num_bytes,
+    )
+
+
+def read_captions(directory: Path) -> Iterator[str]:
+    """The captions of a split in img2dataset's layout, in order; for an image of several, the first."""
+    for path in sorted(directory.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.name.endswith(".txt") and (file := archive.extractfile(member)) is not None:
+                    yield file.read().decode()
+
+
+def _frequencies(drawn: list[int]) -> tuple[int, ...]:
+    return tuple(drawn.count(concept) for concept in range(len(CONCEPTS)))
+
+
+def _concept_table(frequencies: dict[str, tuple[int, ...]]) -> dict[str, object]:
+    probabilities = zipf_probabilities(ZIPF_EXPONENT)
+    return {
+        "law": "P(rank r) = r^-exponent / sum over q of q^-exponent, in train, validation and test; zero_shot is balanced",
+        "exponent": ZIPF_EXPONENT,
+        "concepts": [
+            {
+                "concept": concept.name,
+                "concept_rank": index + 1,
+                "probability": probabilities[index],
+                "frequency": {split: counts[index] for split, counts in frequencies.items()},
+            }
+            for index, concept in enumerate(CONCEPTS)
+        ],
+    }
+
+
+def _write_archive(archive: _Archive) -> None:
+    size = len(archive.concepts)
+    keys = random.Random(f"{archive.seed}:{archive.split}:keys:{archive.number}").sample(
+        range(size + _NUM_GAPS_PER_SHARD), size
+    )
+    in_class: dict[int, int] = {}
+    with tarfile.open(archive.path, mode="w") as tar:
+        for offset, (key, concept) in enumerate(zip(sorted(keys), archive.concepts, strict=True)):
+            generator = random.Random(f"{archive.seed}:{archive.split}:{archive.first + offset}")
+            scene = draw_scene(CONCEPTS[concept], generator)
+            image = io.BytesIO()
+            render(scene, archive.image_size, generator).save(image, "JPEG", quality=_JPEG_QUALITY)
+            if archive.split == "zero_shot":
+                number = in_class[concept] = in_class.get(concept, -1) + 1
+                _add(tar, f"{CONCEPTS[concept].name}/{number:04d}.jpg", image.getvalue())
+                continue
+            texts = captions(scene, 1 if archive.split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
+            name = f"{archive.number * _NUM_KEYS_PER_SHARD + key:09d}"
+            record = {
+                "caption": texts[0],
+                **({"captions": texts} if len(texts) > 1 else {}),
+                "key": name,
+                "status": "success",
+                "error_message": None,
+                "width": archive.image_size,
+                "height": archive.image_size,
+                "concept": CONCEPTS[concept].name,
+                "concept_rank": concept + 1,
+                "concept_frequency": archive.frequencies[concept],
+                "concept_share": archive.frequencies[concept] / sum(archive.frequencies),
+                "scene": asdict(scene),
+            }
+            _add(tar, f"{name}.jpg", image.getvalue())
+            _add(tar, f"{name}.txt", texts[0].encode())
+            _add(tar, f"{name}.json", json.dumps(record).encode())
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)  # Its mtime and owner are 0.
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

@@ -1,0 +1,1 @@
+"""Sentences: DeCLUTR's spans of documents, and labelled sentences."""

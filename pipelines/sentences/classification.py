@@ -1,0 +1,97 @@
+"""Labelled sentences as training arrays: tokenised once, held whole.
+
+Shapes: N sentences in all, n of a batch, t tokens of the longest of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipelines.sentences.senteval import Examples
+from pipelines.stream import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledSource:
+    """Sentences, or pairs of them, with a class each, in one shard; see `pipelines.stream.Source`. It can be pickled."""
+
+    token_ids: np.ndarray
+    """(N, t) int32, special tokens included, padded."""
+    token_types: np.ndarray | None
+    """(N, t) int8, 1 in the second sentence of a pair; None where the model does not tell them apart."""
+    lengths: np.ndarray
+    """(N,) int64."""
+    labels: np.ndarray
+    """(N,) int64."""
+    num_cut: int
+    """Sentences that were cut to t."""
+
+    @classmethod
+    def of(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, num_tokens: int) -> LabelledSource:
+        """Tokenise.
+
+        Args:
+            num_tokens: longer sentences are cut to these; of a pair the longer one.
+        """
+        pairs = [examples.first] if examples.second is None else [examples.first, examples.second]
+        whole = tokenizer(*pairs, verbose=False)
+        found = tokenizer(*pairs, truncation=True, max_length=num_tokens, return_token_type_ids=True)
+        rows, types = found["input_ids"], found["token_type_ids"]
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        token_ids = np.full((len(rows), lengths.max()), tokenizer.pad_token_id, dtype=np.int32)
+        has_types = "token_type_ids" in tokenizer.model_input_names
+        token_types = np.zeros_like(token_ids, dtype=np.int8)
+        for place, (row, kinds) in enumerate(zip(rows, types, strict=True)):
+            token_ids[place, : len(row)] = row
+            token_types[place, : len(row)] = kinds
+        return cls(
+            token_ids=token_ids,
+            token_types=token_types if has_types else None,
+            lengths=lengths,
+            labels=examples.labels,
+            num_cut=sum(len(long) > len(row) for long, row in zip(whole["input_ids"], rows, strict=True)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: np.ndarray) -> LabelledSource:
+        """Some of the sentences."""
+        return LabelledSource(
+            token_ids=self.token_ids[rows],
+            token_types=None if self.token_types is None else self.token_types[rows],
+            lengths=self.lengths[rows],
+            labels=self.labels[rows],
+            num_cut=self.num_cut,
+        )
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        """Sentences by number, the same in every epoch.
+
+        Returns:
+            `input_ids` (n, t) and, where there are any, `token_type_ids`; `lengths`, `labels`, `ids`, `digest` (n,).
+        """
+        rows = np.asarray(rows)
+        digest = [
+            int.from_bytes(hashlib.blake2b(tokens.tobytes() + bytes([label]), digest_size=6).digest(), "little")
+            for tokens, label in zip(self.token_ids[rows], self.labels[rows] % 256, strict=True)
+        ]
+        types = {} if self.token_types is None else {"token_type_ids": self.token_types[rows]}
+        return types | {
+            "input_ids": self.token_ids[rows],
+            "lengths": self.lengths[rows],
+            "labels": self.labels[rows],
+            "ids": rows.astype(np.int64),
+            "digest": np.array(digest, dtype=np.int64),
+        }
+
+    def name(self, shard: int, row: int) -> str:
+        """What a person finds the sentence by."""
+        return f"training sentence {row} of class {self.labels[row]}"

@@ -1,0 +1,1 @@
+"""Text: archives become documents, documents blocks of tokens."""

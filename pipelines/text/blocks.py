@@ -1,0 +1,58 @@
+"""Packed blocks as a source of the stream: rows of Arrow shards become training arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.stream import Batch
+from pipelines.text.manifest import Manifest, read_rows
+from pipelines.text.packing import PackingConfig, unpack_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSource:
+    """The blocks of a prepared text; see `pipelines.stream.Source`."""
+
+    manifest: Manifest
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        """`input_ids`, `position_ids`, `targets` (n, T), `digest` (n,); nothing about a block depends on the epoch."""
+        tables, order = [], []
+        for shard in np.unique(shards):
+            chosen = np.flatnonzero(shards == shard)
+            tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen]))
+            order.append(chosen)
+        table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
+        return block_arrays(self.manifest, table)
+
+    def name(self, shard: int, row: int) -> str:
+        """Shard file, row, archive and first document of a block."""
+        entry = self.manifest.shards[shard]
+        document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
+        return f"{entry.file}:{row} (document {document} of {entry.archive})"
+
+
+def block_arrays(manifest: Manifest, table: pa.Table) -> Batch:
+    """Training arrays of stored blocks, with a digest of each block's tokens: (n,) int64, non-negative, below 2^48."""
+    assert isinstance(manifest.layout, PackingConfig)
+    arrays: dict[str, Any] = unpack_blocks(table, manifest.layout)
+    digests = [
+        int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=6).digest(), "little") for row in arrays["input_ids"]
+    ]
+    return arrays | {"digest": np.array(digests, dtype=np.int64)}
+
+
+def read_range(manifest: Manifest, start: int, stop: int) -> Batch:
+    """Blocks start … stop−1 in the stored order, without Ray: for validation."""
+    tables, first = [], 0
+    for shard in manifest.shards:
+        low, high = max(start - first, 0), min(stop - first, shard.num_rows)
+        if low < high:
+            tables.append(read_rows(manifest, shard, range(low, high)))
+        first += shard.num_rows
+    return block_arrays(manifest, pa.concat_tables(tables))

@@ -1,0 +1,175 @@
+"""Packing: documents become fixed blocks of tokens, and blocks become input, position and target arrays.
+
+Every document is `[bos] t1 … tn` with the targets `t1 … tn [eos]`, so that each of its tokens, and its end, is a target
+exactly once. Documents are laid end to end and cut every T tokens; only the last block of an archive is padded. A block
+is stored as its T tokens, the one that follows, and the places where documents start; what is needed for training is
+computed from these on reading.
+
+Shapes: n blocks, T tokens a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.text.tokenization import document_start_id
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingConfig:
+    """How documents are packed; a layout of `pipelines.text.manifest`."""
+
+    kind: ClassVar[str] = "blocks"
+
+    context_length: int
+    """T, tokens a block."""
+    bos_id: int
+    """The token that opens a document."""
+    eos_id: int
+    """The token that closes a document, as a target."""
+    vocab_size: int
+    """Decides the width in which tokens are stored."""
+
+    def __post_init__(self) -> None:
+        if self.context_length < 2:
+            raise ValueError(f"data.context_length = {self.context_length} must be at least 2")
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:
+        """Blocks of `context_length` tokens of this tokenizer, which has an end-of-text token."""
+        return cls(
+            context_length=context_length,
+            bos_id=document_start_id(tokenizer),
+            eos_id=int(tokenizer.eos_token_id),
+            vocab_size=len(tokenizer),
+        )
+
+    @property
+    def label(self) -> str:
+        """Part of a prepared directory's name."""
+        return str(self.context_length)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """One row a block."""
+        token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
+        return pa.schema(
+            {
+                "tokens": pa.list_(token, self.context_length + 1),
+                "starts": pa.list_(pa.int32()),  # where documents start, 0 … T; T, or num_tokens, closes the one before
+                "num_tokens": pa.int32(),  # less than T only in the last block of an archive
+                "document": pa.int64(),  # the ordinal, in its archive, of the document of the first token
+            }
+        )
+
+    def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
+        """See :func:`pack_documents`."""
+        return pack_documents(documents, self)
+
+    def describe(self, num_rows: int, num_documents: int) -> str:
+        """What is stored of so many documents, for a person."""
+        return f"all in {num_rows} blocks of {self.context_length}"
+
+
+def pack_documents(
+    documents: Iterable[np.ndarray], config: PackingConfig, *, num_blocks_per_batch: int = 256
+) -> Iterator[pa.RecordBatch]:
+    """Token arrays of documents, in order → record batches of blocks, in order; nothing is dropped."""
+    size = config.context_length
+    rows: list[tuple[np.ndarray, list[int], int, int]] = []
+    buffer = np.empty(0, dtype=np.int64)
+    starts: list[tuple[int, int]] = []  # (offset in the buffer, ordinal of the document that starts there)
+    document_before = 0  # the document that the buffer's first token belongs to, if none starts there
+    dtype = config.schema.field("tokens").type.value_type.to_pandas_dtype()
+
+    def cut(last: bool) -> Iterator[tuple[np.ndarray, list[int], int, int]]:
+        nonlocal buffer, starts, document_before
+        position = 0
+        # A block needs the token after it, unless nothing comes after it.
+        while len(buffer) - position > size or (last and len(buffer) > position):
+            num_tokens = min(size, len(buffer) - position)
+            tokens = np.full(size + 1, config.eos_id, dtype=dtype)
+            taken = buffer[position : position + size + 1]
+            tokens[: len(taken)] = taken
+            inside = [(at - position, ordinal) for at, ordinal in starts if at <= position + size]
+            first = inside[0][1] if inside and inside[0][0] == 0 else document_before
+            block_starts = [at for at, _ in inside]
+            if last and position + num_tokens == len(buffer):
+                block_starts.append(num_tokens)  # the archive's last document ends here
+            yield tokens, block_starts, num_tokens, first
+            document_before = max([first] + [ordinal for at, ordinal in inside if at < size])
+            position += num_tokens
+            starts = [entry for entry in starts if entry[0] >= position]
+        buffer = buffer[position:]
+        starts = [(at - position, ordinal) for at, ordinal in starts]
+
+    def record_batch(chunk: list[tuple[np.ndarray, list[int], int, int]]) -> pa.RecordBatch:
+        tokens = pa.array(np.concatenate([row[0] for row in chunk]))
+        return pa.RecordBatch.from_arrays(
+            [
+                pa.FixedSizeListArray.from_arrays(tokens, size + 1),
+                pa.array([row[1] for row in chunk], pa.list_(pa.int32())),
+                pa.array([row[2] for row in chunk], pa.int32()),
+                pa.array([row[3] for row in chunk], pa.int64()),
+            ],
+            schema=config.schema,
+        )
+
+    pending: list[np.ndarray] = []
+    num_pending = 0
+    for ordinal, tokens in enumerate(documents):
+        starts.append((len(buffer) + num_pending, ordinal))
+        pending += [np.array([config.bos_id]), tokens]
+        num_pending += 1 + len(tokens)
+        if num_pending > 64 * size:
+            buffer = np.concatenate([buffer, *pending])
+            pending, num_pending = [], 0
+            rows += cut(last=False)
+            while len(rows) >= num_blocks_per_batch:
+                yield record_batch(rows[:num_blocks_per_batch])
+                rows = rows[num_blocks_per_batch:]
+    buffer = np.concatenate([buffer, *pending])
+    rows += cut(last=True)
+    for at in range(0, len(rows), num_blocks_per_batch):
+        yield record_batch(rows[at : at + num_blocks_per_batch])
+
+
+def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> dict[str, np.ndarray]:
+    """Blocks as stored → `input_ids`, `position_ids`, `targets`, each (n, T) int64.
+
+    Positions restart at 0 with every document (and with every block); targets are IGNORE_INDEX on padding.
+    """
+    size, num_blocks = config.context_length, blocks.num_rows
+    tokens = _flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
+    lists = blocks.column("starts")
+    lists = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+    num_starts = lists.value_lengths().to_numpy(zero_copy_only=False)
+    start_block = np.repeat(np.arange(num_blocks), num_starts)
+    start = lists.flatten().to_numpy(zero_copy_only=False)
+
+    input_ids, targets = tokens[:, :size].copy(), tokens[:, 1:].copy()
+    ends = start > 0
+    targets[start_block[ends], start[ends] - 1] = config.eos_id
+    column = np.arange(size)
+    num_tokens = np.asarray(blocks.column("num_tokens").to_numpy(), dtype=np.int64)
+    targets[column >= num_tokens[:, None]] = IGNORE_INDEX
+
+    last_start = np.zeros((num_blocks, size), dtype=np.int64)
+    inside = start < size
+    last_start[start_block[inside], start[inside]] = start[inside]
+    position_ids = column - np.maximum.accumulate(last_start, axis=1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "targets": targets}
+
+
+def _flat_values(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The values of a fixed-size-list column, slices respected."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return array.flatten().to_numpy(zero_copy_only=False)

@@ -1,0 +1,140 @@
+"""The memory of a process that decodes images: hostile ones are refused, and the largest legal ones fit."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pipelines.images.decoding import MAX_DECODING_BYTES, MAX_PIXELS, ImageProblemKind
+
+# Everything that reads an image, one after the other; says what came of each and the peak of the memory.
+_READ = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import pipelines.images.pairs  # all that a reader imports
+from pipelines.images.decoding import ImageError, check_image
+from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
+
+data = Path(sys.argv[1]).read_bytes()
+outcomes = []
+for read in (
+    check_image,
+    lambda data: training_view(data, 224, AugmentationConfig(), np.random.default_rng(0)),
+    lambda data: evaluation_view(data, 224),
+):
+    try:
+        read(data)
+        outcomes.append("")
+    except ImageError as error:
+        outcomes.append(error.kind)
+(peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(json.dumps([outcomes, int(peak) * 1024]))
+"""
+_ROWS_AT_A_TIME = 64
+
+
+def read_in_a_child(path: Path, data: bytes) -> tuple[set[str], int]:
+    """The outcomes of all ways of reading, and the child's peak resident memory in bytes."""
+    path.write_bytes(data)
+    child = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
+    outcomes, peak = json.loads(child.stdout)
+    return set(outcomes), peak
+
+
+def deflated_zeros(num_bytes: int) -> bytes:
+    compressor = zlib.compressobj(1)
+    block = bytes(2**20)
+    parts = [compressor.compress(block[: min(2**20, num_bytes - at)]) for at in range(0, num_bytes, 2**20)]
+    return b"".join([*parts, compressor.flush()])
+
+
+def png(width: int, height: int, *, depth: int, colour: int, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """All zeros, of any size and depth (bits a channel)."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+    rows = deflated_zeros(height * (1 + (width * channels * depth + 7) // 8))
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    chunks = [(b"IHDR", header), *extra, (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, data) for kind, data in chunks)
+
+
+def tiff(width: int, height: int, *, tile: int = 0) -> bytes:
+    """RGBA of 16 bits, deflated, in one strip, or in tiles as wide and as long."""
+    data = deflated_zeros((tile * tile or width * height) * 8)
+    bits = 8 + len(data)
+    tags = [(256, width), (257, height), (259, 8), (262, 2), (277, 4), (338, 2)]
+    tags += (
+        [(322, tile), (323, tile), (324, 8), (325, len(data))] if tile else [(273, 8), (278, height), (279, len(data))]
+    )
+    entries = [(tag, 4, 1, value) for tag, value in tags] + [(258, 3, 4, bits)]
+    directory = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in sorted(entries))
+    return struct.pack("<2sHI", b"II", 42, bits + 8) + data + struct.pack("<4H", 16, 16, 16, 16) + directory + bytes(4)
+
+
+def saved(mode: str, side: int, form: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (side, side)).save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def gif(side: int, *, num_frames: int) -> bytes:
+    """A canvas on which every frame is one pixel."""
+    header = b"GIF89a" + struct.pack("<HHBBB", side, side, 0x80, 0, 0) + bytes(3) + b"\xff" * 3
+    frame = b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
+    return header + frame * num_frames + b";"
+
+
+def side(bytes_per_pixel: int) -> int:
+    """Of the largest legal square."""
+    return int(min(MAX_PIXELS, 0.999 * MAX_DECODING_BYTES / bytes_per_pixel) ** 0.5)
+
+
+LARGEST: dict[str, Callable[[], bytes]] = {
+    "PNG, RGBA of 16 bits": lambda: png(side(8), side(8), depth=16, colour=6),
+    "PNG, grey of 16 bits": lambda: png(side(8), side(8), depth=16, colour=0),
+    "PNG, a line of pixels": lambda: png(1, 2**24, depth=8, colour=6),
+    "JPEG, progressive CMYK": lambda: saved("CMYK", side(12), "JPEG", progressive=True),
+    "WebP, animated": lambda: saved(
+        "RGBA", side(20), "WEBP", save_all=True, append_images=[Image.new("RGBA", (side(20),) * 2, "red")], method=0
+    ),
+    "TIFF, RGBA of 16 bits": lambda: tiff(side(16), side(16)),
+    "GIF of 5000 frames": lambda: gif(4096, num_frames=5000),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_legal_images_are_read_within_a_gigabyte(name: str, tmp_path: Path) -> None:
+    outcomes, peak = read_in_a_child(tmp_path / "image", LARGEST[name]())
+    assert outcomes == {""}
+    assert peak < 1e9
+
+
+BOMBS: dict[str, tuple[Callable[[], bytes], ImageProblemKind]] = {
+    "PNG, RGBA of 16 bits": (lambda: png(9000, 9000, depth=16, colour=6), ImageProblemKind.TOO_MANY_PIXELS),
+    "PNG, a line of pixels": (lambda: png(1, 2**26, depth=8, colour=0), ImageProblemKind.TOO_MUCH_MEMORY),
+    "JPEG, CMYK": (lambda: saved("CMYK", 8000, "JPEG"), ImageProblemKind.TOO_MUCH_MEMORY),
+    "WebP": (lambda: saved("RGB", 6000, "WEBP", lossless=True, method=0), ImageProblemKind.TOO_MUCH_MEMORY),
+    "GIF with a huge canvas": (lambda: gif(65_535, num_frames=3), ImageProblemKind.TOO_MANY_PIXELS),
+    "TIFF with a huge tile": (lambda: tiff(16, 16, tile=8192), ImageProblemKind.TOO_MUCH_MEMORY),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_before_they_are_decoded(name: str, tmp_path: Path) -> None:
+    make, kind = BOMBS[name]
+    outcomes, peak = read_in_a_child(tmp_path / "image", make())
+    assert outcomes == {kind}
+    assert peak < 4e8

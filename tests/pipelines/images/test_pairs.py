@@ -1,0 +1,316 @@
+"""Tests of indexing and of PairSource: which pairs there are, and that what is read depends on nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
+from pyarrow import fs
+
+from pipelines.images.archives import list_image_archives
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.decoding import MAX_PIXELS
+from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.pairs import PairSource
+from pipelines.images.views import AugmentationConfig, evaluation_view
+from pipelines.problems import TooManyProblemsError, check_problems
+from pipelines.ranges import ByteRange, RangeReader
+from pipelines.text.manifest import write_json
+from pipelines.text.tokenization import train_bpe
+
+TOKENIZER = train_bpe(["caption of number one two three four five six"] * 10, 280)
+
+
+def jpeg(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, samples: dict[str, tuple[bytes, list[str]]] | list[tuple[str, bytes, list[str]]]) -> None:
+    listed = samples if isinstance(samples, list) else [(key, *rest) for key, rest in samples.items()]
+    with tarfile.open(path, "w") as file:
+        for key, image, captions in listed:
+            for suffix, data in (("jpg", image), ("json", json.dumps({"caption": captions}).encode())):
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+
+
+def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) -> ImageManifest:
+    """What pipelines.images.prepare does, without Ray."""
+    directory.mkdir()
+    entries = [
+        index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
+        for number, archive in enumerate(list_image_archives(str(source)))
+    ]
+    return assemble(
+        entries, captions, directory=str(directory), source=str(source), captions_uri="c.json", max_pixels=MAX_PIXELS
+    )
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three tars: 6 images with 2 captions each, none, and 5 images with one, of which two are bad."""
+    (tmp_path / "data").mkdir()
+    texts = ["one two three", "four five six"]
+    write_tar(tmp_path / "data" / "0.tar", {f"a{n}": (jpeg(n), [f"{t} {n}" for t in texts]) for n in range(6)})
+    write_tar(tmp_path / "data" / "1.tar", {})
+    more = [(f"b{n}", jpeg(10 + n, (64, 80)), [f"number {n}"]) for n in range(3)]
+    write_tar(tmp_path / "data" / "2.tar", [("bad", b"no image", ["x"]), *more, ("a3", jpeg(3), ["again"])])
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def manifest(data: Path, tmp_path: Path) -> ImageManifest:
+    return prepare(data, tmp_path / "prepared")
+
+
+def source(manifest: ImageManifest, **options: object) -> PairSource:
+    return PairSource(**{"manifest": manifest, "tokenizer": TOKENIZER, "image_size": 16, **options})
+
+
+def everything(pairs: PairSource, epoch: int = 0) -> dict[str, np.ndarray]:
+    return pairs.read(*pairs.locate(np.arange(pairs.manifest.num_pairs)), epoch)
+
+
+def test_pairs_and_images_are_numbered_densely_and_bad_ones_counted(manifest: ImageManifest) -> None:
+    assert manifest.shard_sizes == (12, 0, 3)
+    assert (manifest.num_pairs, manifest.num_images) == (15, 9)
+    assert manifest.problems == {"empty_archive": 1, "corrupt_image": 1, "duplicated_key": 1}
+    assert manifest.shards[2].examples[0].startswith("2.tar/bad.jpg (corrupt_image")
+    assert manifest.shards[2].examples[1].startswith("2.tar/a3 (duplicated_key")
+    images = np.concatenate([read_index(manifest, number).column("image").to_numpy() for number in range(3)])
+    assert images.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]
+    texts, numbers = source(manifest).captions()
+    assert texts[:2] == ["one two three 0", "four five six 0"]
+    assert texts[-1] == "number 2"
+    assert numbers.tolist() == images.tolist()
+
+
+def test_the_share_of_captions_that_are_cut_is_that_of_all_or_of_a_spread_sample(manifest: ImageManifest) -> None:
+    lengths = [len(row) for row in TOKENIZER(source(manifest).captions()[0])["input_ids"]]
+    for num_text_tokens in range(min(lengths), max(lengths) + 1):
+        expected = sum(length > num_text_tokens for length in lengths) / len(lengths)
+        assert source(manifest, num_text_tokens=num_text_tokens).share_of_captions_cut() == pytest.approx(expected)
+    # Of 4 captions from shards 0 and 2, two come from each.
+    few = [*lengths[:2], *lengths[12:14]]
+    shortest = source(manifest, num_text_tokens=min(few))
+    assert shortest.share_of_captions_cut(max_captions=4, max_shards=2) == sum(n > min(few) for n in few) / 4
+
+
+def test_a_key_that_occurs_again_is_dropped_wherever_it_is(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_tar(
+        tmp_path / "data" / "0.tar",
+        [("a", jpeg(0), ["1"]), ("b", b"bad", ["2"]), ("a", jpeg(1), ["3", "4"]), ("c", jpeg(2), ["5"])],
+    )
+    write_tar(tmp_path / "data" / "1.tar", [("c", jpeg(3), ["6"]), ("b", jpeg(4), ["7"]), ("d", jpeg(5), ["8"])])
+    manifest = prepare(tmp_path / "data", tmp_path / "prepared")
+    texts, numbers = source(manifest).captions()
+    # "b" of the first tar was bad, so the second tar's is the first that there is.
+    assert texts == ["1", "5", "7", "8"]
+    assert numbers.tolist() == [0, 1, 2, 3]
+    assert manifest.problems == {"corrupt_image": 1, "duplicated_key": 2}
+    views = source(manifest).read_images([0, 1, 2, 3])
+    for number, seed in enumerate([0, 2, 4, 5]):
+        assert np.array_equal(views[number], evaluation_view(jpeg(seed), 16))
+
+
+@pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (1, 0.5), (3, 0.5), (3, 0.9), (3, 0.02)])
+def test_the_rest_of_a_tar_that_is_cut_is_estimated_from_bytes(
+    num_whole: int, cut_share: float, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(num_whole + 1):
+        samples = [(f"{number}-{n}", jpeg(n), [f"text {n}"]) for n in range(200)]
+        write_tar(tmp_path / "data" / f"{number}.tar", samples)
+    path = tmp_path / "data" / "0.tar"
+    path.write_bytes(path.read_bytes()[: int(cut_share * path.stat().st_size)])
+    manifest = prepare(tmp_path / "data", tmp_path / "prepared")
+    lost = 200 - manifest.shards[0].num_images
+    assert abs(sum(manifest.problems.values()) - lost) <= 5
+    assert manifest.problems["truncated_archive"] == 1
+    total = 200 * (num_whole + 1)
+    with pytest.raises(TooManyProblemsError, match=r"records of data are unreadable .*unread_sample"):
+        check_problems("data", manifest.readings, 0.9 * lost / total)
+    check_problems("data", manifest.readings, 1.1 * lost / total + 0.01)
+
+
+def test_what_lies_behind_a_broken_header_is_estimated_from_the_bytes_that_are_left(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [(f"{n:03}", jpeg(n), ["text"]) for n in range(100)])
+    with tarfile.open(tmp_path / "0.tar") as file:
+        broken = file.getmember("030.jpg").offset
+    data = bytearray((tmp_path / "0.tar").read_bytes())
+    data[broken : broken + 512] = b"\xff" * 512
+    (tmp_path / "0.tar").write_bytes(data)
+    manifest = prepare(tmp_path / "0.tar", tmp_path / "prepared")
+    assert manifest.num_images == 30
+    assert manifest.problems["truncated_archive"] == 1
+    assert abs(manifest.problems["unread_sample"] - 70) <= 3
+
+
+def test_the_manifest_is_saved_and_loaded_and_other_directories_are_refused(
+    manifest: ImageManifest, tmp_path: Path
+) -> None:
+    manifest.save()
+    loaded = ImageManifest.load(manifest.directory)
+    assert loaded == manifest
+    assert loaded.digest == manifest.digest
+    (tmp_path / "other").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"other holds no manifest\.json"):
+        ImageManifest.load(str(tmp_path / "other"))
+    write_json(f"{tmp_path}/other/manifest.json", {"archives": [], "version": 1})
+    with pytest.raises(ValueError, match=r"jobs\.prepare_images"):
+        ImageManifest.load(str(tmp_path / "other"))
+
+
+def test_digests_speak_of_content_and_order_only(data: Path, manifest: ImageManifest, tmp_path: Path) -> None:
+    data.rename(tmp_path / "moved")
+    assert prepare(tmp_path / "moved", tmp_path / "again").digest == manifest.digest
+    write_tar(tmp_path / "moved" / "1.tar", [("late", jpeg(50), ["new"])])
+    assert prepare(tmp_path / "moved", tmp_path / "more").digest != manifest.digest
+    digests = set()
+    for number, (key, seed, caption) in enumerate([("k", 1, "c"), ("l", 1, "c"), ("k", 2, "c"), ("k", 1, "d")]):
+        write_tar(tmp_path / f"{number}.tar", [(key, jpeg(seed), [caption])])
+        digests.add(prepare(tmp_path / f"{number}.tar", tmp_path / f"of{number}").digest)
+    assert len(digests) == 4
+
+
+def test_a_batch_holds_what_the_contract_says(manifest: ImageManifest) -> None:
+    batch = everything(source(manifest))
+    assert {name: (value.shape, value.dtype.name) for name, value in batch.items()} == {
+        "images": ((15, 16, 16, 3), "uint8"),
+        "input_ids": ((15, 30), "int64"),
+        "attention_mask": ((15, 30), "int64"),
+        "ids": ((15,), "int64"),
+        "image_ids": ((15,), "int64"),
+        "is_noisy": ((15,), "bool"),
+        "digest": ((15,), "int64"),
+    }
+    assert batch["ids"].tolist() == list(range(15))
+    assert batch["image_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8]
+    assert not batch["is_noisy"].any()
+    assert TOKENIZER.decode(batch["input_ids"][14][batch["attention_mask"][14] == 1]) == "number 2"
+    assert len(set(batch["digest"].tolist())) == 15
+    assert (batch["digest"] >= 0).all()
+    assert (batch["digest"] < 2**48).all()
+
+
+def test_what_is_read_is_a_function_of_seed_epoch_and_pair(manifest: ImageManifest) -> None:
+    options = {"augmentation": AugmentationConfig(num_operations=2), "caption_noise": 0.5, "seed": 5}
+    pairs = source(manifest, **options)
+    whole = everything(pairs, epoch=3)
+    order = np.random.default_rng(0).permutation(15)
+    shuffled = pairs.read(*pairs.locate(order), 3)
+    copy = pickle.loads(pickle.dumps(pairs))  # noqa: S301 — our own bytes; Ray sends it so
+    one = [copy.read(*copy.locate([number]), 3) for number in order]
+    for name, value in whole.items():
+        assert np.array_equal(value[order], shuffled[name])
+        assert np.array_equal(np.concatenate([batch[name] for batch in one]), shuffled[name])
+
+    next_epoch, other_seed = everything(pairs, epoch=4), everything(source(manifest, **options | {"seed": 6}), epoch=3)
+    for other in (next_epoch, other_seed):
+        assert all(not np.array_equal(a, b) for a, b in zip(whole["images"], other["images"], strict=True))
+        assert not (whole["digest"] == other["digest"]).any()
+    # Noise stays as it is from epoch to epoch.
+    for name in ("input_ids", "attention_mask", "is_noisy"):
+        assert np.array_equal(whole[name], next_epoch[name])
+    assert 0 < whole["is_noisy"].sum() < 15
+    assert not np.array_equal(whole["is_noisy"], other_seed["is_noisy"])
+    quiet = everything(source(manifest, **options | {"caption_noise": 0.0}), epoch=3)
+    assert np.array_equal((whole["input_ids"] != quiet["input_ids"]).any(axis=1), whole["is_noisy"])
+    assert np.array_equal(whole["images"], quiet["images"])
+
+
+def test_evaluation_images_are_read_by_number_in_any_order(data: Path, manifest: ImageManifest) -> None:
+    numbers = [8, 0, 3, 3, 6]
+    stored = [jpeg(12, (64, 80)), jpeg(0), jpeg(3), jpeg(3), jpeg(10, (64, 80))]
+    views = source(manifest).read_images(numbers)
+    assert np.array_equal(views, np.stack([evaluation_view(image, 16) for image in stored]))
+    assert source(manifest).read_images([]).shape == (0, 16, 16, 3)
+
+
+def test_numbers_beyond_the_manifest_are_refused(manifest: ImageManifest) -> None:
+    with pytest.raises(IndexError, match=r"image 9 does not exist: the data set has images 0 … 8"):
+        source(manifest).read_images([0, 9])
+    for pair in (15, -1):
+        with pytest.raises(IndexError, match=rf"pair {pair} does not exist: the data set has pairs 0 … 14"):
+            source(manifest).locate([pair])
+    assert source(manifest).name(2, 1) == f"'b1' of {manifest.source}/2.tar (pair 13)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("cut", r"0\.tar has changed since it was prepared: 'a1\.jpg' is no longer \d+ bytes at byte \d+"),
+        ("other bytes", r"0\.tar has changed since it was prepared: 'a0\.jpg'"),
+        ("gone", r"0\.tar"),
+    ],
+)
+def test_an_archive_that_has_changed_is_named(data: Path, manifest: ImageManifest, change: str, message: str) -> None:
+    path = data / "0.tar"
+    stored = path.read_bytes()
+    if change == "cut":
+        path.write_bytes(stored[:3000])
+    elif change == "other bytes":
+        path.write_bytes(stored[:1000] + bytes([stored[1000] ^ 1]) + stored[1001:])
+    else:
+        path.unlink()
+    with pytest.raises(OSError, match=message):
+        everything(source(manifest))
+
+
+def test_a_directory_of_images_with_a_json_of_captions(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    for number in range(4):
+        (tmp_path / "val" / f"{number}.jpg").write_bytes(jpeg(number) if number else b"")
+    content = [{"image": f"val/{n}.jpg", "caption": [f"one {n}", f"two {n}"]} for n in (3, 0, 1, 9)]
+    (tmp_path / "captions.json").write_text(json.dumps(content))
+    captions = CaptionFile.load(str(tmp_path / "captions.json"))
+    manifest = prepare(tmp_path / "val", tmp_path / "prepared", captions)
+    assert (manifest.num_pairs, manifest.num_images) == (4, 2)
+    assert manifest.problems == {"empty_image": 1, "absent_image": 1}
+    pairs = source(manifest)
+    assert pairs.captions()[0] == ["one 1", "two 1", "one 3", "two 3"]
+    views = pairs.read_images([0, 1])
+    assert np.array_equal(views, np.stack([evaluation_view(jpeg(number), 16) for number in (1, 3)]))
+    assert everything(pairs)["image_ids"].tolist() == [0, 0, 1, 1]
+
+
+def test_ranges_of_a_filesystem_that_is_not_local_are_read_in_order() -> None:
+    memory = MemoryFileSystem()
+    contents = {f"/bucket/{number}": np.random.default_rng(number).bytes(1000) for number in range(3)}
+    for path, content in contents.items():
+        memory.pipe(path, content)
+    reader = RangeReader(fs.PyFileSystem(fs.FSSpecHandler(memory)))
+    rng = np.random.default_rng(0)
+    ranges = [ByteRange(f"/bucket/{rng.integers(3)}", int(rng.integers(1000)), 50) for _ in range(200)]
+    assert (
+        list(reader.stream(ranges))
+        == reader.read(ranges)
+        == [contents[path][at : at + size] for path, at, size in ranges]
+    )
+    with pytest.raises(FileNotFoundError):
+        reader.read([ByteRange("/bucket/9", 0, 1)])
+    # As a stream they are read 64 MiB at a time: a file that is gone is not noticed before its turn.
+    memory.pipe("/bucket/large", bytes(2**26))
+    stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
+    assert len(next(stream)) == 2**26
+    with pytest.raises(FileNotFoundError):
+        next(stream)
+
+
+def test_impossible_options_are_refused_by_name(manifest: ImageManifest) -> None:
+    for options in ({"image_size": 0}, {"num_text_tokens": 0}, {"caption_noise": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            source(manifest, **options)

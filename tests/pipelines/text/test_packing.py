@@ -1,0 +1,70 @@
+"""Packing loses nothing, adds nothing, and every token is a target exactly once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.text.packing import IGNORE_INDEX, PackingConfig, pack_documents, unpack_blocks
+
+BOS, EOS = 0, 1
+documents_strategy = st.lists(
+    st.lists(st.integers(2, 90), max_size=25).map(lambda ids: np.array(ids, dtype=np.int64)), min_size=1, max_size=40
+)
+
+
+def config(context_length: int, vocab_size: int = 100) -> PackingConfig:
+    return PackingConfig(context_length=context_length, bos_id=BOS, eos_id=EOS, vocab_size=vocab_size)
+
+
+@settings(max_examples=200)
+@given(documents=documents_strategy, context_length=st.integers(2, 12), batch=st.integers(1, 7))
+def test_blocks_hold_every_document_once_in_order(documents: list[np.ndarray], context_length: int, batch: int) -> None:
+    batches = list(pack_documents(documents, config(context_length), num_blocks_per_batch=batch))
+    table = pa.Table.from_batches(batches)
+    arrays = unpack_blocks(table, config(context_length))
+    is_target = arrays["targets"] != IGNORE_INDEX
+    inputs = np.concatenate([np.r_[BOS, ids] for ids in documents])
+    targets = np.concatenate([np.r_[ids, EOS] for ids in documents])
+    assert np.array_equal(arrays["input_ids"][is_target], inputs)
+    assert np.array_equal(arrays["targets"][is_target], targets)
+    # Positions restart with the document and with the block.
+    in_document = np.concatenate([np.arange(len(ids) + 1) for ids in documents])
+    in_block = np.arange(len(inputs)) % context_length
+    assert np.array_equal(arrays["position_ids"][is_target], np.minimum(in_document, in_block))
+    # Only the last block is padded, and its padding is a document of its own.
+    assert is_target[:-1].all()
+    assert is_target[-1].sum() == (len(inputs) - 1) % context_length + 1
+    owner = np.repeat(np.arange(len(documents)), [len(ids) + 1 for ids in documents])
+    assert table.column("document").to_pylist() == owner[::context_length].tolist()
+    assert sum(table.column("num_tokens").to_pylist()) == len(inputs)
+
+
+def test_a_batch_of_blocks_can_be_sliced_and_taken() -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(2, 90, size=size) for size in rng.integers(0, 60, size=200)]
+    table = pa.Table.from_batches(list(pack_documents(documents, config(16), num_blocks_per_batch=10)))
+    whole = unpack_blocks(table, config(16))
+    rows = rng.permutation(table.num_rows)[:50]
+    for name, value in unpack_blocks(table.take(pa.array(rows)), config(16)).items():
+        assert np.array_equal(value, whole[name][rows]), name
+    for name, value in unpack_blocks(table.slice(7, 20), config(16)).items():
+        assert np.array_equal(value, whole[name][7:27]), name
+
+
+def test_large_vocabularies_keep_their_token_ids() -> None:
+    ids = np.array([65_535, 65_536, 128_000])
+    arrays = unpack_blocks(
+        pa.Table.from_batches(list(pack_documents([ids], config(4, vocab_size=128_256)))), config(4, 128_256)
+    )
+    assert arrays["targets"][0].tolist() == [65_535, 65_536, 128_000, EOS]
+    assert config(4, vocab_size=65_536).schema.field("tokens").type.value_type == pa.uint16()
+
+
+def test_no_documents_make_no_blocks() -> None:
+    assert list(pack_documents([], config(4))) == []
+    with pytest.raises(ValueError, match="context_length = 1"):
+        config(1)

@@ -1,0 +1,390 @@
+"""Tests of pipelines.text.reading: what is intact is read exactly, and what is damaged costs one problem and no exception."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, resolve
+from pipelines.text import reading as text
+from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
+
+TEXTS = [f"document {i}: " + "all work and no play \u2603 " * (i + 1) for i in range(8)]
+
+
+def lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
+
+
+def zst(data: bytes, *, num_frames: int = 1, flush_lines: bool = False) -> bytes:
+    """`num_frames` frames; with `flush_lines` a line can be decompressed as soon as its bytes are there."""
+    records = data.splitlines(keepends=True)
+    size = max(1, -(-len(records) // num_frames))
+    frames = b""
+    for start in range(0, max(1, len(records)), size):
+        compressor = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+        for record in records[start : start + size]:
+            frames += compressor.compress(record)
+            if flush_lines:
+                frames += compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        frames += compressor.flush()
+    return frames
+
+
+def tar(members: dict[str, bytes] | list[tuple[str, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for name, data in members.items() if isinstance(members, dict) else members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def parquet(columns: dict[str, object]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, row_group_size=3)
+    return buffer.getvalue()
+
+
+def read_file(path: Path, **options: str) -> tuple[list[Document], list[Problem]]:
+    (archive,) = list_archives(str(path))
+    items = list(read_documents(str(path), archive, **options))
+    return [i for i in items if isinstance(i, Document)], [i for i in items if isinstance(i, Problem)]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., tuple[list[str], list[Problem]]]:
+    def read(name: str, data: bytes, **options: str) -> tuple[list[str], list[Problem]]:
+        (tmp_path / name).write_bytes(data)
+        documents, problems = read_file(tmp_path / name, **options)
+        return [document.text for document in documents], problems
+
+    return read
+
+
+WRITERS: dict[str, Callable[[list[str]], bytes]] = {
+    "a.jsonl": lines,
+    "a.jsonl.gz": lambda texts: gzip.compress(lines(texts)),
+    "a.jsonl.zst": lambda texts: zst(lines(texts)),
+    "frames.jsonl.zst": lambda texts: zst(lines(texts), num_frames=3),
+    "a.jsonl.zst.tar": lambda texts: tar({"d/1.jsonl.zst": zst(lines(texts[:2])), "2.zst": zst(lines(texts[2:]))}),
+    "b.tar": lambda texts: tar(
+        {"1.jsonl": lines(texts[:1]), "readme": b"?", "2.jsonl.gz": gzip.compress(lines(texts[1:]))}
+    ),
+    "same_names.tar": lambda texts: tar([("1.jsonl", lines(texts[:1])), ("1.jsonl", lines(texts[1:]))]),
+    "a.parquet": lambda texts: parquet({"id": list(range(len(texts))), "text": texts}),
+}
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8))
+def test_every_format_gives_back_the_same_texts_under_distinct_keys(texts: list[str]) -> None:
+    with TemporaryDirectory() as directory:
+        for name, write in WRITERS.items():
+            Path(directory, name).write_bytes(write(texts))
+        archives = list_archives(directory)
+        assert [Path(a.path).name for a in archives] == sorted(WRITERS)
+        keys = []
+        for archive in archives:
+            assert archive.num_bytes == Path(archive.path).stat().st_size
+            documents = list(read_documents(directory, archive))
+            assert [d.text for d in documents if isinstance(d, Document)] == texts == [d.text for d in documents]
+            keys += [d.key for d in documents]
+        assert len(set(keys)) == len(keys) == len(texts) * len(WRITERS)
+
+
+def test_a_plain_text_file_is_one_document_and_is_listed_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes("one\n\ntwo \u2603\n".encode())
+    (tmp_path / "b.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "c.rst").write_bytes(b" \n")
+    with pytest.raises(FileNotFoundError):
+        list_archives(str(tmp_path))
+    archives = list_archives(str(tmp_path), PLAIN_SUFFIXES)
+    document, *problems = (item for archive in archives for item in read_documents(str(tmp_path), archive))
+    assert document == Document(key="a.md:0", text="one\n\ntwo \u2603\n")
+    assert [(p.where, p.kind) for p in problems if isinstance(p, Problem)] == [
+        ("b.txt:0", ProblemKind.INVALID_UTF8),
+        ("c.rst:0", ProblemKind.EMPTY_DOCUMENT),
+    ]
+
+
+def test_keys_name_archive_member_and_record(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / "a.tar"
+    path.write_bytes(tar({"m/1.jsonl": b'not json\n\n"a"\n', "2.jsonl": b'"b"'}))
+    (archive,) = list_archives(str(tmp_path))
+    items = list(read_documents(str(tmp_path), archive))
+    assert [i.key if isinstance(i, Document) else i.where for i in items] == [
+        "sub/a.tar/m/1.jsonl:0",
+        "sub/a.tar/m/1.jsonl:1",
+        "sub/a.tar/2.jsonl:0",
+    ]
+    assert [d.key for d in read_file(path)[0]] == ["a.tar/m/1.jsonl:1", "a.tar/2.jsonl:0"]
+
+
+@pytest.mark.parametrize("spell", [str, lambda p: p.as_uri(), lambda p: f"{p}/"])
+def test_a_directory_may_be_spelled_as_path_or_uri(tmp_path: Path, spell: Callable[[Path], str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
+    (archive,) = list_archives(spell(tmp_path))
+    assert [d.key for d in read_documents(spell(tmp_path), archive)] == [f"a.jsonl:{i}" for i in range(len(TEXTS))]
+
+
+def test_a_relative_path_is_below_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve("data/a.jsonl")[1] == str(tmp_path / "data" / "a.jsonl")
+
+
+@pytest.mark.parametrize("uri", ["", "nonsense://host/a.jsonl"])
+def test_a_uri_that_names_no_filesystem_is_refused(uri: str) -> None:
+    with pytest.raises(ValueError, match="s3://"):
+        resolve(uri)
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+def test_listing_passes_over_hidden_underscored_and_unknown_files(tmp_path: Path) -> None:
+    for name in ["b.jsonl", "a/z.parquet", ".hidden.jsonl", "_part.jsonl", "_tmp/c.jsonl", ".git/d.jsonl", "x.zip"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    archives = list_archives(str(tmp_path))
+    assert [a.path for a in archives] == [f"{tmp_path}/a/z.parquet", f"{tmp_path}/b.jsonl"]
+    assert [a.format for a in archives] == [ArchiveFormat.PARQUET, ArchiveFormat.JSONL]
+
+
+def test_a_directory_without_archives_says_what_it_expected_and_saw(tmp_path: Path) -> None:
+    (tmp_path / "corpus.zip").touch()
+    with pytest.raises(FileNotFoundError, match=r"\.jsonl\.zst, \.tar, \.parquet; seen: corpus\.zip"):
+        list_archives(str(tmp_path))
+
+
+def test_a_file_with_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "corpus.zip").touch()
+    with pytest.raises(ValueError, match=r"corpus\.zip.*\.jsonl\.zst"):
+        list_archives(str(tmp_path / "corpus.zip"))
+
+
+def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        list_archives(str(tmp_path / "nowhere.jsonl"))
+    for suffix, archive_format in SUFFIXES.items():
+        archive = Archive(path=str(tmp_path / f"gone{suffix}"), format=archive_format, num_bytes=1)
+        with pytest.raises(FileNotFoundError):
+            next(read_documents(str(tmp_path), archive))
+
+
+# ---- one bad record --------------------------------------------------------------------------------------------------
+
+BAD_RECORDS = {
+    b'{"text": "caf\xe9"}': ProblemKind.INVALID_UTF8,
+    b'{"text": "half a pair \\ud83d"}': ProblemKind.INVALID_UTF8,
+    b"<html>": ProblemKind.INVALID_JSON,
+    b'{"text": "cut': ProblemKind.INVALID_JSON,
+    b"[" * 100_000: ProblemKind.INVALID_JSON,
+    b"9" * 10_000: ProblemKind.INVALID_JSON,
+    b'{"body": "a"}': ProblemKind.MISSING_TEXT,
+    b'{"text": null}': ProblemKind.MISSING_TEXT,
+    b'{"text": 3}': ProblemKind.MISSING_TEXT,
+    b'{"text": ["a", 3]}': ProblemKind.MISSING_TEXT,
+    b'["a"]': ProblemKind.MISSING_TEXT,
+    b'{"text": ""}': ProblemKind.EMPTY_DOCUMENT,
+    b'{"text": []}': ProblemKind.EMPTY_DOCUMENT,
+    b'" \\n\\u00a0"': ProblemKind.EMPTY_DOCUMENT,
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.tar"])
+def test_a_bad_record_costs_itself_only(name: str, tmp_path: Path) -> None:
+    data = b"".join(b'"good"\n' + bad + b"\n" for bad in BAD_RECORDS) + b'"good"'
+    encode = {"a.jsonl.gz": gzip.compress, "a.jsonl.zst": zst, "a.tar": lambda d: tar({"1.jsonl": d})}.get(name, bytes)
+    (tmp_path / name).write_bytes(encode(data))
+    documents, problems = read_file(tmp_path / name)
+    where = name + "/1.jsonl" * (name == "a.tar")
+    assert [d.key for d in documents] == [f"{where}:{i}" for i in range(0, 2 * len(BAD_RECORDS) + 1, 2)]
+    assert [p.kind for p in problems] == list(BAD_RECORDS.values())
+    assert [p.where for p in problems] == [f"{where}:{i}" for i in range(1, 2 * len(BAD_RECORDS), 2)]
+
+
+def test_lists_are_joined_strings_are_text_and_the_field_can_be_chosen(read: Callable) -> None:
+    assert read("a.jsonl", b'{"text": ["a", "b"]}\r\n"c"\r\n\r\n \n{"text": "d"}') == (["a\n\nb", "c", "d"], [])
+    assert read("b.jsonl", b'{"text": "a", "body": "b"}', text_field="body") == (["b"], [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_an_oversized_record_costs_itself_only(name: str, read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "MAX_RECORD_BYTES", 100_000)
+    texts = ["first", "x" * 1_000_000, "fits " * 10_000, "y" * 100_001, "last"]
+    data = {"a.jsonl": lines(texts), "a.jsonl.zst": zst(lines(texts)), "a.parquet": parquet({"text": texts})}[name]
+    found, problems = read(name, data)
+    assert found == [texts[0], texts[2], texts[4]]
+    assert [(p.kind, p.where) for p in problems] == [
+        ("oversized_record", f"{name}:1"),
+        ("oversized_record", f"{name}:3"),
+    ]
+
+
+# ---- damaged streams -------------------------------------------------------------------------------------------------
+
+
+def assert_prefix_and_one_problem(texts: list[str], problems: list[Problem]) -> None:
+    assert texts == TEXTS[: len(texts)]
+    assert [p.kind for p in problems] == [ProblemKind.TRUNCATED_ARCHIVE]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz"])
+def test_truncation_at_any_byte_gives_a_prefix_and_one_problem(name: str, read: Callable) -> None:
+    data = zst(lines(TEXTS), flush_lines=True) if name.endswith("zst") else gzip.compress(lines(TEXTS))
+    num_documents = []
+    for num_bytes in range(len(data)):
+        texts, problems = read(name, data[:num_bytes])
+        assert_prefix_and_one_problem(texts, problems)
+        num_documents.append(len(texts))
+    assert num_documents == sorted(num_documents)
+    assert num_documents[-1] == len(TEXTS)
+    if name.endswith("zst"):
+        assert set(num_documents) == set(range(len(TEXTS) + 1)), "a document is given as soon as its block is there"
+    assert read(name, data) == (TEXTS, [])
+
+
+def test_truncation_of_a_tar_gives_a_prefix_and_one_problem(read: Callable) -> None:
+    members = {f"{i}.jsonl": lines([t]) for i, t in enumerate(TEXTS[:3])}
+    members |= {f"{i}.zst": zst(lines([t])) for i, t in enumerate(TEXTS[3:])}
+    data = tar(members)
+    end = 512 * sum(1 + -(-len(member) // 512) for member in members.values())
+    for num_bytes in {*range(0, end, 37), *range(0, end, 512), end}:
+        texts, problems = read("a.tar", data[:num_bytes])
+        assert_prefix_and_one_problem(texts, problems)
+        assert len(texts) >= num_bytes // 512 // 2 - 1, "documents before the damage are kept"
+    assert read("a.tar", data) == (TEXTS, [])
+
+
+def test_a_cut_line_of_a_plain_file_that_shrank_is_not_taken_for_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'"one"\n12')
+    archive = Archive(path=str(path), format=ArchiveFormat.JSONL, num_bytes=100)
+    items = list(read_documents(str(path), archive))
+    assert [type(i) for i in items] == [Document, Problem]
+    assert items[1].kind == ProblemKind.TRUNCATED_ARCHIVE
+
+
+def test_frames_after_a_skippable_one_are_read_and_the_last_may_not_be_cut(read: Callable) -> None:
+    skippable = (0x184D2A53).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"hello"
+    frames = zst(lines(TEXTS), num_frames=4)
+    assert read("a.jsonl.zst", skippable + frames + skippable) == (TEXTS, [])
+    for cut in range(1, len(skippable)):
+        texts, problems = read("a.jsonl.zst", frames + skippable[:cut])
+        assert (texts, [p.kind for p in problems]) == (TEXTS, ["truncated_archive"])
+
+
+@pytest.mark.parametrize("options", [{}, {"write_content_size": False}, {"write_checksum": True}, {"level": 19}])
+@pytest.mark.parametrize("num_records", [1, 40, 400, 20_000])
+def test_the_end_of_a_frame_is_recognised_whatever_its_header(options: dict, num_records: int, read: Callable) -> None:
+    data = b'"the same words again"\n' * num_records
+    frame = zstandard.ZstdCompressor(**options).compress(data)
+    texts, problems = read("a.jsonl.zst", frame + frame)
+    assert (len(texts), problems) == (2 * num_records, [])
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_overwritten_bytes_never_raise(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(WRITERS)))
+    content = bytearray(WRITERS[name](TEXTS))
+    start = data.draw(st.integers(0, len(content) - 1))
+    noise = data.draw(st.binary(min_size=1, max_size=8))
+    content[start : start + len(noise)] = noise
+    with TemporaryDirectory() as directory:
+        Path(directory, name).write_bytes(content)
+        read_file(Path(directory, name))
+
+
+def test_a_damaged_member_does_not_stop_the_next(read: Callable) -> None:
+    damaged = bytearray(zst(lines(TEXTS[2:4])))
+    damaged[len(damaged) // 2] ^= 0xFF
+    short = gzip.compress(lines(TEXTS[4:5]))[:-1]
+    members = {
+        "0.zst": zst(lines(TEXTS[:2])),
+        "1.zst": bytes(damaged),
+        "2.jsonl.gz": short,
+        "3.jsonl": lines(TEXTS[5:]),
+    }
+    texts, problems = read("a.tar", tar(members))
+    assert [t for t in texts if t not in TEXTS[2:5]] == TEXTS[:2] + TEXTS[5:]
+    assert [(p.kind, p.where) for p in problems] == [
+        ("truncated_archive", "a.tar/1.zst"),
+        ("truncated_archive", "a.tar/2.jsonl.gz"),
+    ]
+
+
+def test_a_broken_header_inside_a_tar_is_not_taken_for_its_end(read: Callable) -> None:
+    data = bytearray(tar({"1.jsonl": b'"a"', "2.jsonl": b'"b"'}))
+    data[1024:1034] = b"\xff" * 10
+    texts, problems = read("a.tar", bytes(data))
+    assert (texts, [p.kind for p in problems]) == (["a"], ["truncated_archive"])
+
+
+# ---- archives without records ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b""),
+        ("a.jsonl", b"\n \r\n"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0)),
+        ("a.jsonl.zst", zst(b"")),
+        ("a.tar", tar({})),
+        ("a.tar", tar({"1.jsonl": b"", "2.zst": zst(b"")})),
+        ("a.tar", tar({"readme.md": b"?"})),
+        ("a.parquet", parquet({"text": pa.array([], pa.string())})),
+    ],
+)
+def test_an_archive_without_records_is_reported_once(name: str, data: bytes, read: Callable) -> None:
+    texts, problems = read(name, data)
+    assert (texts, [(p.kind, p.where) for p in problems]) == ([], [("empty_archive", name)])
+    assert "readme" not in str(data) or "readme.md" in problems[0].detail
+
+
+# ---- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_without_the_column_names_those_it_has(read: Callable) -> None:
+    texts, problems = read("a.parquet", parquet({"id": [1], "body": ["a"]}))
+    assert (texts, [p.kind for p in problems]) == ([], ["unreadable_archive"])
+    assert "'text'" in problems[0].detail
+    assert "'id', 'body'" in problems[0].detail
+    assert read("a.parquet", parquet({"id": [1], "body": ["a"]}), text_field="body") == (["a"], [])
+
+
+def test_parquet_without_a_footer_is_unreadable(read: Callable) -> None:
+    texts, problems = read("a.parquet", parquet({"text": TEXTS})[:-1])
+    assert (texts, [p.kind for p in problems]) == ([], ["unreadable_archive"])
+
+
+def rows() -> Iterator[tuple[pa.Array, list[str], list[str]]]:
+    yield pa.array(["a", None, " ", "b"]), ["a", "b"], ["missing_text", "empty_document"]
+    yield pa.array([b"a", b"\xff", b"b"], pa.large_binary()), ["a", "b"], ["invalid_utf8"]
+    yield pa.array([["a", "b"], [], None]), ["a\n\nb"], ["empty_document", "missing_text"]
+    yield pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"], []
+    yield pa.array([1, 2]), [], ["missing_text", "missing_text"]
+
+
+@pytest.mark.parametrize(("column", "texts", "kinds"), list(rows()))
+def test_a_parquet_row_is_judged_as_a_json_record_is(
+    column: pa.Array, texts: list[str], kinds: list[str], read: Callable
+) -> None:
+    found, problems = read("a.parquet", parquet({"text": column}))
+    assert (found, [p.kind for p in problems]) == (texts, kinds)
