@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     config = _parse(PredictTemperaturesConfig, arguments)
     from jobs.scoring.temperatures.texts.page import check_page, first_documents, write_page
     from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
-    from pipelines.archives import resolve
     from pipelines.problems import TooManyProblemsError
+    from pipelines.storage import resolve
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
     try:
@@ -66,8 +66,8 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
     from jobs.scoring.temperatures.pairs.job import PairPredictionFailedError, predict_pairs
     from jobs.scoring.temperatures.pairs.settings import resolve_settings
     from jobs.scoring.temperatures.texts.settings import claim_output
-    from pipelines.archives import resolve
     from pipelines.problems import TooManyProblemsError
+    from pipelines.storage import resolve
 
     try:
         settings = resolve_settings(config)

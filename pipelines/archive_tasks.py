@@ -9,7 +9,7 @@ from typing import Any
 
 import ray.data
 
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, write_json
 
 
 def run_archive_tasks(

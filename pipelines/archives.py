@@ -1,14 +1,14 @@
-"""Text archives: which files are archives, in which format, and where a URI leads."""
+"""Text archives: which files are archives, and in which format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
 
-import pyarrow as pa
 from pyarrow import fs
+
+from pipelines.storage import relative, resolve
 
 NUM_NAMES_SHOWN = 5
 
@@ -49,24 +49,6 @@ class Archive:
     """Size of the file as stored."""
 
 
-def resolve(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
-
-    Raises ValueError for an empty URI, or a scheme that pyarrow does not know.
-    """
-    if not uri:
-        raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
-    if "://" not in uri:
-        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
-    try:
-        filesystem, path = fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"uri {uri!r} is not understood ({error}); expected a local path or file://, s3://, gs://, hdfs://"
-        ) from error
-    return filesystem, path.rstrip("/") or path
-
-
 def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
     """The archives at a URI, by path: the file itself, or all below a directory that end in one of the suffixes.
 
@@ -105,12 +87,6 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
 def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
     """The format that the name's suffix stands for, or None."""
     return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
-
-
-def relative(path: str, root: str) -> str:
-    """`path` below the directory `root`, or the name of the file when `root` is the file itself."""
-    below = PurePosixPath(path)
-    return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
 
 
 def seen(names: list[str], num_names: int) -> str:

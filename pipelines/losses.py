@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 
-from pipelines.archives import resolve
 from pipelines.problems import Problem, note
+from pipelines.storage import resolve
 
 _COPY_BYTES = 2**20
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.archives import resolve
+from pipelines.storage import resolve
 
 _NUM_OPEN_FILES = 64
 _NUM_THREADS = 16

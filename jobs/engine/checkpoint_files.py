@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipelines.archives import relative, resolve
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json, relative, resolve
 from pyarrow.fs import FileSelector, FileType
 
 _NUM_READERS = 16

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.fs
-
-from pipelines.archives import resolve
+from pipelines.storage import resolve
 
 
 @contextmanager

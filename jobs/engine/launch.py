@@ -15,8 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 

@@ -28,8 +28,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import LocalFileSystem
 
 LEASE_FILE = "lease.json"

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow.fs
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig

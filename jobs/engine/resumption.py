@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import FileSelector, FileType
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME as SNAPSHOT_FILE
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+from pipelines.storage import write_json
 from pipelines.stream import Batch, RankStream
-from pipelines.text.manifest import write_json
 from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig

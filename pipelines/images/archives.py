@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from pyarrow import fs
 
-from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
+from pipelines.archives import ArchiveFormat, list_archives
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.samples import (
     IMAGE_SUFFIXES,
@@ -31,6 +31,7 @@ from pipelines.images.samples import (
     webdataset_samples,
 )
 from pipelines.problems import Problem
+from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
 
 _SUFFIXES = {".tar": ArchiveFormat.TAR} | {

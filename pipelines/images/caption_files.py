@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from pipelines.archives import resolve
+from pipelines.storage import resolve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.archives import relative, resolve
 from pipelines.images.archives import ImageArchive, read_samples
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import ImageError, check_image
@@ -25,6 +24,7 @@ from pipelines.images.manifest import INDEX_SCHEMA, CaptionReading, ImageManifes
 from pipelines.images.samples import TAR_BLOCK_BYTES, LeftOut, SampleProblemKind, TruncatedArchive
 from pipelines.losses import Losses, losses_name
 from pipelines.problems import Problem
+from pipelines.storage import relative, resolve
 
 ASSEMBLY = "assembly"
 """The file name that the losses found by `assemble` lie beside."""

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from pipelines.archives import resolve
 from pipelines.problems import Reading
-from pipelines.text.manifest import MANIFEST_FILE, read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
+from pipelines.text.manifest import MANIFEST_FILE
 
 FORMAT_VERSION = 3
 

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType
 
-from pipelines.archives import resolve
 from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.storage import resolve
 
 _TAU = ("tau_image", "tau_text")
 _NUM_EXAMPLES = 3

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow.fs import FileType
 
-from pipelines.archives import resolve
+from pipelines.storage import read_json, resolve, write_json
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 
@@ -157,43 +153,3 @@ def read_rows(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.nd
         if table.num_rows != shard.num_rows:
             raise OSError(f"{path} holds {table.num_rows} rows, its manifest says {shard.num_rows}: prepare it again")
         return table.take(pa.array(rows, pa.int64()))
-
-
-def read_json(uri: str) -> dict[str, Any] | None:
-    """The JSON object at a URI, or None if there is no such file.
-
-    Raises:
-        ValueError: if the file holds something else, naming it.
-    """
-    filesystem, path = resolve(uri)
-    if filesystem.get_file_info(path).type != FileType.File:
-        return None
-    with filesystem.open_input_stream(path) as stream:
-        content = stream.read()
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{uri} is damaged, it is no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{uri} is damaged: it holds no JSON object")
-    return values
-
-
-def write_json(uri: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON object; a reader sees all of it or none, and a disk that is full leaves what was there before.
-
-    Raises:
-        OSError: naming the file, where the operating system says what the matter is.
-    """
-    filesystem, path = resolve(uri)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"  # others may write the same file
-    try:
-        with filesystem.open_output_stream(partial) as stream:
-            stream.write(json.dumps(content, indent=1).encode())
-        filesystem.move(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            filesystem.delete_file(partial)
-        if error.errno is None:  # an object store's
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), path) from error

@@ -20,17 +20,11 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from pipelines.archive_tasks import run_archive_tasks
-from pipelines.archives import Archive, list_archives, resolve
+from pipelines.archives import Archive, list_archives
 from pipelines.losses import Losses, list_losses, losses_name
 from pipelines.problems import Problem, check_problems, note
-from pipelines.text.manifest import (
-    FORMAT_VERSION,
-    ArchiveEntry,
-    Layout,
-    Manifest,
-    ShardEntry,
-    archive_from_json,
-)
+from pipelines.storage import resolve
+from pipelines.text.manifest import FORMAT_VERSION, ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json
 from pipelines.text.reading import Document, read_documents
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 

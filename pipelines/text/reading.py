@@ -22,9 +22,10 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, format_of, relative, resolve, seen
+from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, format_of, seen
 from pipelines.decompression import DamagedError, Readable, decoded
 from pipelines.problems import Problem
+from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
 
 MAX_RECORD_BYTES = 16 * 2**20

@@ -30,7 +30,7 @@ from jobs.studies.trials.run import Trial, one_round, run_trials
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 from jobs.tasks.presets.classifiers import PRESETS
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json
 from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster

@@ -32,7 +32,7 @@ from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
-from pipelines.text.manifest import write_json
+from pipelines.storage import write_json
 from tempnet import TempNet
 from tempnet.loading import load_tempnet
 from tempnet.models.packing import document_mask

@@ -14,9 +14,10 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
-from pipelines.archives import ArchiveFormat, list_archives, relative, resolve
+from pipelines.archives import ArchiveFormat, list_archives
 from pipelines.images.samples import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.ranges import ByteRange, range_reader
+from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
 from pyarrow import fs
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
+from pipelines.storage import resolve
 from pyarrow.fs import FileType
+from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 from jobs.engine.fingerprints import files_digest
-from pipelines.archives import resolve
-from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 # Goes up whenever this program would compute other embeddings from the same input.
 _VERSION = 2

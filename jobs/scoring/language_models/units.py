@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, resolve, write_json
 
 from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
 from pipelines.sources import check_source
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
 

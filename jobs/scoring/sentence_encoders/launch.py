@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from pipelines.archives import resolve
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
-from pipelines.text.manifest import write_json
+from pipelines.storage import resolve, write_json
 from ray.exceptions import RayError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray

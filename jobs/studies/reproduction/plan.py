@@ -18,7 +18,7 @@ from jobs.studies.reproduction.cost import cost_of
 from jobs.studies.reproduction.experiment import Experiment, Study
 from jobs.studies.reproduction.experiments.registry import find
 from jobs.studies.reproduction.runs import Run, needed_paths, preset_of, runs_of, test_share
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jobs.studies.sweeps.search import Point
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, write_json
 
 
 class Course:

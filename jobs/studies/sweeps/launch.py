@@ -30,7 +30,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

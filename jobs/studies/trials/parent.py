@@ -14,7 +14,7 @@ from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tracking import TrackedRun, finish_run, open_run, run_tags, survive_outage
 from jobs.studies.trials.command import Results
-from pipelines.archives import resolve
+from pipelines.storage import resolve
 
 Row = TypeVar("Row")
 

@@ -31,8 +31,7 @@ from jobs.engine.task import Plan
 from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
 from jobs.engine.watch import Watch
 from jobs.scoring.mlflow_models.run import record_models
-from pipelines.archives import resolve
-from pipelines.text.manifest import read_json
+from pipelines.storage import read_json, resolve
 
 # Of the process that drives a trial; its workers have their own.
 _DRIVER_CPUS = 0.01

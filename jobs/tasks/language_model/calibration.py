@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from pipelines.storage import read_json
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
-from pipelines.text.manifest import Manifest, read_json
+from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho

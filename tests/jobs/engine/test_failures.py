@@ -22,7 +22,7 @@ from jobs.engine import failures
 from jobs.engine.checkpoint import SafeCheckpointEngine
 from jobs.engine.failures import DiskFullError, RestartPolicy, describe_failure, explain_end, naming_full_disk
 from jobs.engine.resumption import write_snapshot
-from pipelines.text.manifest import read_json, write_json
+from pipelines.storage import read_json, write_json
 
 # As Ray 2.60 says them.
 KILLED = """The actor died unexpectedly before finishing this task.

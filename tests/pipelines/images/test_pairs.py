@@ -23,7 +23,7 @@ from pipelines.images.pairs import PairSource
 from pipelines.images.views import AugmentationConfig, evaluation_view
 from pipelines.problems import TooManyProblemsError, check_problems
 from pipelines.ranges import ByteRange, RangeReader
-from pipelines.text.manifest import write_json
+from pipelines.storage import write_json
 from pipelines.text.tokenization import train_bpe
 
 TOKENIZER = train_bpe(["caption of number one two three four five six"] * 10, 280)

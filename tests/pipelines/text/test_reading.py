@@ -17,7 +17,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, resolve
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives
+from pipelines.storage import resolve
 from pipelines.text import reading as text
 from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
 

@@ -22,12 +22,11 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 import torch
-from pipelines.archives import resolve
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import describe, prepare_images
 from pipelines.images.temperature_table import read_table, table_schema
-from pipelines.text.manifest import write_json
+from pipelines.storage import resolve, write_json
 from pyarrow.fs import FileType
 from ray.exceptions import RayError
 from tempnet.models.dual_encoder import load_pair_tempnets

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.archives import relative, resolve
 from pipelines.images.prepare import PrepareImagesConfig, check_source
+from pipelines.storage import relative, resolve
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
-from pipelines.archives import Archive, relative, resolve
+from pipelines.archives import Archive
 from pipelines.problems import check_problems
-from pipelines.text.manifest import write_json
+from pipelines.storage import relative, resolve, write_json
 from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pipelines.archives import Archive, resolve
-from pipelines.text.manifest import ArchiveEntry, read_json, write_json
+from pipelines.archives import Archive
+from pipelines.storage import read_json, resolve, write_json
+from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.prepare import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives, relative, resolve
-from pipelines.text.manifest import read_json, write_json
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives
+from pipelines.storage import read_json, relative, resolve, write_json
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from pyarrow.fs import FileType
 from tempnet.loading import load_tempnet

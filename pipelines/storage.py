@@ -1,0 +1,78 @@
+"""Files at a path or URI: where it leads, and small JSON files that a reader sees whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+
+def resolve(uri: str) -> tuple[fs.FileSystem, str]:
+    """The filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
+
+    Raises ValueError for an empty URI, or a scheme that pyarrow does not know.
+    """
+    if not uri:
+        raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
+    if "://" not in uri:
+        return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"uri {uri!r} is not understood ({error}); expected a local path or file://, s3://, gs://, hdfs://"
+        ) from error
+    return filesystem, path.rstrip("/") or path
+
+
+def relative(path: str, root: str) -> str:
+    """`path` below the directory `root`, or the name of the file when `root` is the file itself."""
+    below = PurePosixPath(path)
+    return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
+
+
+def read_json(uri: str) -> dict[str, Any] | None:
+    """The JSON object at a URI, or None if there is no such file.
+
+    Raises:
+        ValueError: if the file holds something else, naming it.
+    """
+    filesystem, path = resolve(uri)
+    if filesystem.get_file_info(path).type != fs.FileType.File:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        content = stream.read()
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{uri} is damaged, it is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{uri} is damaged: it holds no JSON object")
+    return values
+
+
+def write_json(uri: str, content: Mapping[str, Any]) -> None:
+    """Write a JSON object; a reader sees all of it or none, and a disk that is full leaves what was there before.
+
+    Raises:
+        OSError: naming the file, where the operating system says what the matter is.
+    """
+    filesystem, path = resolve(uri)
+    partial = f"{path}.{uuid.uuid4().hex}.partial"  # others may write the same file
+    try:
+        with filesystem.open_output_stream(partial) as stream:
+            stream.write(json.dumps(content, indent=1).encode())
+        filesystem.move(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            filesystem.delete_file(partial)
+        if error.errno is None:  # an object store's
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), path) from error
