@@ -1,1 +1,1 @@
-"""Ratios against peers, measured side by side in one run."""
+"""Benchmarks that compare this project with other implementations, measured side by side in one run."""

@@ -1,13 +1,14 @@
-"""Does a frequent meaning get a high or a low temperature? Rank correlations of τ with the true concept frequency over ρ.
+"""Does a frequent concept get a high or a low temperature? Rank correlations of τ with true concept frequency over ρ.
 
     .venv/bin/python -m benchmarks.concept_frequency --base runs/clip-cc3m-clip-small/export \\
         [--tempnets 7=runs/a/export 4=runs/b/export] [--figure frequency.png]
 
-The sample images know how often their concept occurs. For every ρ the oracle's τ* of an anchor is exact: the minimum of the
-robust loss over all other samples of the training set as contrasts, on the embeddings of `--base`; beside it stand the
-temperatures that TempNets trained at that ρ predict for the same samples from their own encoders' embeddings, and those
-that iSogCLR has learned (`--states ρ=checkpoint`). TempNet §4 and arXiv 2305.11965 say: frequent → high. That can hold only
-while ρ is small against log(K/n), n the contrasts that tie with the best.
+The sample images are labelled with the frequency of their concept. For every ρ, the oracle's τ* of an anchor is exact:
+the minimum of the robust loss with all other samples of the training set as contrasts, on the embeddings of `--base`.
+It is compared with the temperatures that TempNets trained at that ρ predict for the same samples from their own
+encoders' embeddings, and with those that iSogCLR has learned (`--states ρ=checkpoint`). TempNet §4 and arXiv 2305.11965
+claim that frequent concepts have a high τ. That can hold only while ρ is small compared with log(K/n), where K is the
+number of samples and n the number of contrasts that tie with the best.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ class Arguments:
     """What to measure."""
 
     base: str
-    """A trained dual encoder: the oracle is computed on its embeddings."""
+    """Directory of a trained dual encoder, on whose embeddings the oracle is computed."""
     manifest: str
-    """The prepared training pairs, as `jobs.prepare_images` prints their directory."""
+    """Directory of the prepared training pairs, as `jobs.prepare_images` prints it."""
     train: str = f"{SAMPLE_IMAGES}/train"
-    """The tars, whose json hold `concept_frequency`."""
+    """Directory of the tars, whose JSON files contain `concept_frequency`."""
     rho: tuple[float, ...] = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
     tempnets: tuple[str, ...] = ()
-    """ρ=export of models with TempNets, or NAME:ρ=export for a curve of another name."""
+    """Models with TempNets as ρ=export, or NAME:ρ=export for a curve with its own name."""
     states: tuple[str, ...] = ()
-    """ρ=checkpoint directory of iSogCLR runs."""
+    """Checkpoint directories of iSogCLR runs as ρ=checkpoint."""
     num_anchors: int = 2000
-    """Samples that temperatures are computed for."""
+    """Number of samples that temperatures are computed for."""
     tau_max: float = 1.0
-    """Wide enough for small ρ."""
+    """Upper bound of the oracle's τ; the default is high enough for small ρ."""
     num_negatives: int = 0
-    """Of a sample in a training batch: its logarithm is marked in the figure. 0: not."""
+    """Number of negatives of a sample in a training batch, whose logarithm is marked in the figure. 0: no mark."""
     figure: str = ""
-    """A PNG file."""
+    """PNG file to write the figure to. Empty: no figure."""
 
 
 def concept_frequencies(directory: str, keys: list[str]) -> Tensor:
-    """(N,) how often the concept of each key occurs in the training set."""
+    """Returns how often the concept of each of N keys occurs in the training set, as a tensor (N,)."""
     found: dict[str, int] = {}
     for path in sorted(Path(directory).glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -81,7 +82,7 @@ def concept_frequencies(directory: str, keys: list[str]) -> Tensor:
 
 @torch.no_grad()
 def embed(model: str, source: PairSource, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, d) of the images with these numbers, and of their captions."""
+    """Returns the embeddings (n, d) of the images with these numbers, and those of their captions."""
     encoder = DualEncoder.from_pretrained(model)
     captions, _ = source.captions()
     images, texts = [], []
@@ -96,7 +97,7 @@ def embed(model: str, source: PairSource, numbers: Tensor) -> tuple[Tensor, Tens
 
 
 def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_max: float) -> Tensor:
-    """τ* of the anchors' rows against all contrasts but their own, (n,)."""
+    """Returns τ* (n,) of the anchors, whose contrasts are all rows of `contrasts` except their own."""
     parts = []
     for part in anchors.split(_NUM_AT_A_TIME):
         scores = queries[part] @ contrasts.T
@@ -106,7 +107,7 @@ def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_
 
 
 def by_rho(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
-    """`ρ=path` and `NAME:ρ=path` arguments, as name, ρ and path."""
+    """Parses arguments of the form `ρ=path` or `NAME:ρ=path` into name, ρ and path; `name` is the default."""
     found = []
     for value in values:
         if not (match := re.fullmatch(r"(?:(.+):)?([\d.]+)=(.+)", value)):
@@ -116,7 +117,7 @@ def by_rho(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure, print a table, draw."""
+    """Measure, print a table, and draw the figure."""
     manifest = ImageManifest.load(arguments.manifest)
     encoder = DualEncoder.from_pretrained(arguments.base).config
     tokenizer = load_tokenizer(f"{arguments.base}/text_encoder", needs_eos=False)
@@ -137,7 +138,8 @@ def main(arguments: Arguments) -> None:
         curves.setdefault(name, {})[rho] = float(spearman(tau, frequency[anchors]))
         print(f"| {name} | {rho:g} | {float(tau.mean()):.4f} | {curves[name][rho]:+.3f} |", flush=True)
 
-    # §1: τ falls to the floor once ρ nears log(K/n), n the contrasts that tie with the best: those of the anchor's concept.
+    # §1: τ falls to its lower bound when ρ approaches log(K/n), where n counts the contrasts that tie with the best:
+    # those of the anchor's own concept.
     nears = (len(keys) / frequency[anchors]).log()
     low, middle, high = (float(nears.quantile(share)) for share in (0.05, 0.5, 0.95))
     print(f"log(K/n) of the anchors' concepts: 5 % {low:.2f}, median {middle:.2f}, 95 % {high:.2f}")
@@ -163,7 +165,7 @@ def main(arguments: Arguments) -> None:
 
 
 def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives: int) -> None:
-    """One line a kind of temperature: the kind is its stroke, the modality its colour."""
+    """Draws a line per curve: the line style shows the kind of temperature, the colour the modality."""
     kinds = dict.fromkeys(name.split(", ")[0] for name in curves)
     strokes = dict(zip(kinds, itertools.cycle(("-", "--", "-.", ":")), strict=False))
     colours = {"images": "tab:blue", "captions": "tab:orange"}

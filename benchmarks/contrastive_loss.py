@@ -1,11 +1,12 @@
-"""Time and memory of the contrastive losses, forward and backward, from embeddings, beside dense implementations.
+"""Time and memory of the contrastive losses, forward and backward from embeddings, beside dense implementations.
 
     .venv/bin/python -m benchmarks.contrastive_loss [--batch-size 512 8192] [--loss tempnet clip] [--num-rounds 5]
 
-`dense` forms hold matrices of B × B and let autograd differentiate, as the public implementations do; they mask only the
-diagonal. `ours` are `tempnet.contrastive.losses`, masks and state included. Every round times each form once, in turn; ratios
-are medians over rounds. Memory is the growth of the peak resident size over the start of the step, each form in a process
-of its own. Last, what the state of the global losses takes on every rank.
+The `dense` forms hold matrices of B × B and let autograd differentiate, as the public implementations do; they mask
+only the diagonal. The form `ours` is `tempnet.contrastive.losses`, masks and state included. Every round times each
+form once, in turn; ratios are medians over rounds. Memory is the growth of the peak resident size over that at the
+start of the step, with each form in its own process. Finally, it prints the size of the global losses' state on every
+rank.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ GAMMA = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and what to measure."""
 
     batch_size: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """B; one table each."""
+    """Batch sizes B; one table is printed for each."""
     embedding_size: int = 256
     loss: tuple[str, ...] = NAMES
     tile_size: int = 512
     num_threads: int = 2
     num_rounds: int = 5
     time: bool = True
-    """Off: memory only."""
+    """Whether to measure time; off: memory only."""
     memory_of: tuple[str, str] | None = None
     """Internal: measure the memory of one loss and form in this process."""
 
 
 class DenseLoss:
-    """One loss on whole matrices. The mask is the diagonal; ids are taken to be different."""
+    """One loss computed on whole matrices. Only the diagonal is masked, since all ids are assumed to be different."""
 
     def __init__(self, config: ContrastiveLossConfig, networks: list[TempNet], num_samples: int) -> None:
         self.config, self.networks = config, networks
@@ -79,7 +80,7 @@ class DenseLoss:
         return loss
 
     def robust(self, modality: int, similarity: Tensor, anchors: Tensor, ids: Tensor) -> Tensor:
-        """One side of the global losses."""
+        """Returns one side of the global losses: images against texts for modality 0, texts against images for 1."""
         name, num_negatives = self.config.name, len(ids) - 1
         rho = self.config.rho if self.config.kind.uses_rho else 0.0
         tau = self.networks[modality](anchors) if name == "tempnet" else self.tau[modality, ids]
@@ -104,7 +105,7 @@ class DenseLoss:
 
 
 def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Callable[[], None]:
-    """One forward and backward pass from unit rows."""
+    """Returns a function that does one forward and backward pass from unit rows."""
     torch.manual_seed(0)
     size = arguments.embedding_size
     image = F.normalize(torch.randn(batch_size, size), dim=-1)
@@ -139,19 +140,20 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
 
 
 def measure_memory(name: str, form: str, arguments: Arguments, batch_size: int) -> float:
-    """MiB, from a process of its own."""
+    """Returns the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.contrastive_loss", "--memory-of", name, form]
     command += ["--batch-size", str(batch_size)]
     for field in ("embedding_size", "tile_size", "num_threads"):
         command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
-    # Tensors, not what malloc keeps of those that are gone: with a fixed threshold they go back to the system at once.
+    # This measures tensors only, not freed memory that malloc keeps: with a fixed threshold, it is returned to the
+    # system at once.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout) / 1024
 
 
 def print_table(arguments: Arguments, batch_size: int) -> None:
-    """One batch size."""
+    """Measure one batch size and print its table."""
     print(
         f"\nB = {batch_size}\n{'':<18}{'dense s':>9}{'ours s':>9}{'ratio':>7}{'dense MiB':>11}{'ours MiB':>10}{'ratio':>7}"
     )
@@ -180,7 +182,7 @@ def print_table(arguments: Arguments, batch_size: int) -> None:
 
 
 def print_state() -> None:
-    """What the losses that keep something of every sample keep on every rank."""
+    """Print the size of the per-sample state on every rank, for the losses that have one."""
     print(f"\nState per rank, MB\n{'':<18}{'samples':>12}{'W = 1':>9}{'W = 8':>9}")
     for name in ("sogclr", "tempnet", "isogclr", "sogclr_given"):
         columns = ContrastiveLossConfig.for_name(name).state_columns
@@ -191,10 +193,10 @@ def print_state() -> None:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
     if arguments.memory_of:
-        # A small step first: what torch and its libraries set up once is not the loss's.
+        # A small step runs first, so that the one-time initialisation of torch and its libraries is not measured.
         make_step(*arguments.memory_of, arguments, 64)()
         print(json.dumps(peak_growth_of(make_step(*arguments.memory_of, arguments, arguments.batch_size[0]))))
         return

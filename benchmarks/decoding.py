@@ -1,10 +1,10 @@
-"""Time per token of generation with a TempNet, against the same model sampling without one.
+"""Time per token of generation with a TempNet, compared with sampling from the same model without one.
 
     .venv/bin/python -m benchmarks.decoding [--batch-size 8] [--num-new-tokens 32] [--num-rounds 7]
 
-The model has the shape of GPT-2 (125 M parameters) and random weights. Every round times each form once, in turn; ratios
-are medians over rounds. `plain` reads the logits (V·d1 products a token), `fold` the hidden state ((d + d1)·d products); the
-fold's own W1·W and WᵀW are made once, before.
+The model has the shape of GPT-2 (125 M parameters) and random weights. Every round times each form once, in turn;
+ratios are medians over rounds. The form `plain` computes τ from the logits (V·d1 products per token), `fold` from the
+hidden state ((d + d1)·d products); the fold's own W1·W and WᵀW are computed once, beforehand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and the number of rounds."""
 
     num_layers: int = 12
     num_hidden: int = 768
@@ -38,7 +38,7 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
-    """Form → one generation."""
+    """Returns form → function that does one generation."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=arguments.vocab_size,
@@ -76,7 +76,7 @@ def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
     forms = make_forms(arguments)
     print(
@@ -87,7 +87,7 @@ def main(arguments: Arguments) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     order = list(forms)
     for number in range(arguments.num_rounds + 1):
-        for name in order[number % 3 :] + order[: number % 3]:  # none is always the first
+        for name in order[number % 3 :] + order[: number % 3]:  # rotated, so that no form always comes first
             started = time.perf_counter()
             forms[name]()
             if number:  # the first round warms up

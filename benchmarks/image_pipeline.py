@@ -1,13 +1,14 @@
-"""Images a second per core: `PairSource` beside a plain webdataset + torch DataLoader pipeline with the same transforms.
+"""Images per second and core: `PairSource` beside webdataset + torch DataLoader, with the same transforms.
 
     .venv/bin/python -m benchmarks.image_pipeline [--data DIR] [--image-size 224] [--num-rounds 5]
 
-Each gives batches of uint8 views (random-resized crop .5–1, bicubic, flip) and 30 tokens a caption; scaling and
-normalisation happen on the device. Ours is read through the source itself, in this process, in a training plan's order,
-and checks every image against its checksum and takes every pair's digest, which the peers do not. The plain pipeline is
-what one writes by hand: a shuffle buffer of 1000, Pillow, no DataLoader workers; the second peer also lets Pillow decode a
-JPEG no larger than its crop needs (`draft`), as ours does. One process and one thread, so that CPU seconds are core
-seconds; each round times every pipeline once, in turn, over the same number of images; ratios are medians over rounds.
+Every pipeline yields batches of uint8 views (random-resized crop .5–1, bicubic, flip) and 30 tokens per caption;
+scaling and normalisation happen on the device. Our pipeline reads through the source itself, in this process, in the
+order of a training plan. It also checks every image against its checksum and computes every pair's digest, which the
+other pipelines do not. The plain webdataset pipeline is what one would write by hand: a shuffle buffer of 1000, Pillow,
+no DataLoader workers. The second one also lets Pillow decode a JPEG at no more than the size that its crop needs
+(`draft`), as ours does. One process and one thread are used, so that CPU seconds are core seconds. Each round times
+every pipeline once, in turn, over the same number of images; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before tokenizers starts threads, whose seconds would be counted too.
+# This must be set before tokenizers starts threads, whose CPU time would be counted, too.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import numpy as np
@@ -55,19 +56,19 @@ class Arguments:
     """What to measure."""
 
     data: str = ""
-    """A local directory of img2dataset tars. Default: generated ones of `num_images` photograph-like JPEGs."""
+    """A local directory of img2dataset tars. Default: generated tars of `num_images` photograph-like JPEGs."""
     num_images: int = 2048
     stored_size: int = 384
-    """Shorter side of the generated images."""
+    """Shorter side of the generated images, in pixels."""
     image_size: int = 224
     batch_size: int = 64
     num_batches: int = 16
-    """Of one pipeline in one round."""
+    """Number of batches that every pipeline yields in a round."""
     num_rounds: int = 7
 
 
 def generate(directory: Path, num_images: int, size: int) -> None:
-    """Tars of 512 samples: noise with the spectrum of photographs, 3 : 4 or 4 : 3, JPEG quality 90."""
+    """Write tars of 512 samples: noise with the spectrum of photographs, 3 : 4 or 4 : 3, JPEG quality 90."""
     rng = np.random.default_rng(0)
     for first in range(0, num_images, 512):
         with tarfile.open(directory / f"{first // 512:05d}.tar", "w") as file:
@@ -88,7 +89,7 @@ def generate(directory: Path, num_images: int, size: int) -> None:
 
 
 def prepare(source: str, directory: str) -> ImageManifest:
-    """As pipelines.images.prepare, without Ray."""
+    """Prepare the images as pipelines.images.prepare does, but without Ray."""
     entries = [
         index_archive(source, archive, None, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
         for number, archive in enumerate(list_image_archives(source))
@@ -97,7 +98,7 @@ def prepare(source: str, directory: str) -> ImageManifest:
 
 
 def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments: Arguments) -> Iterator[Any]:
-    """Batches of a training plan."""
+    """Yields the batches of a training plan from our pipeline."""
     source = PairSource(
         manifest=manifest, tokenizer=tokenizer, image_size=arguments.image_size, num_text_tokens=NUM_TEXT_TOKENS
     )
@@ -113,7 +114,7 @@ def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments:
 def webdataset_loader(
     tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
 ) -> Iterator[Any]:
-    """What one writes by hand."""
+    """Returns an iterator over the batches of a handwritten webdataset pipeline."""
     rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), arguments.image_size
 
     def transform(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, str]:
@@ -147,7 +148,7 @@ def webdataset_loader(
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(arguments.data or f"{scratch}/data")

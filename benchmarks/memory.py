@@ -1,4 +1,4 @@
-"""The memory of one step, read from Linux."""
+"""Measuring the memory of one step, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def peak_growth_of(step: Callable[[], None]) -> int:
-    """KiB by which the peak resident size during a step lies above the resident size at its start."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Run a step, and return by how many KiB its peak resident size exceeds the resident size at its start."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _kib("VmRSS")
     step()
     return _kib("VmHWM") - before
 
 
 def _kib(field: str) -> int:
-    """A field of /proc/self/status: VmRSS, the resident size, or VmHWM, its peak."""
+    """Returns a field of /proc/self/status in KiB: VmRSS is the resident size, VmHWM its peak."""
     status = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))

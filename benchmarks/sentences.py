@@ -1,11 +1,11 @@
-"""Span sampling and NT-Xent, the two parts of sentence training that are easily slow.
+"""Speed of span sampling and of NT-Xent, the two parts of sentence training that can easily be slow.
 
     .venv/bin/python -m benchmarks.sentences [--num-pairs 512] [--library-pairs 64 128]
 
-Spans: documents a second on one core, as numbers alone and with the tokens gathered in batches. NT-Xent: forward and backward
-from embeddings by `UnimodalLoss` and by pytorch-metric-learning, which holds a row for every (anchor, positive) pair, hence
-its own, smaller numbers of pairs by default: at 512 it takes many GB. Memory is the growth of the peak resident size over the
-start of the step, each form in a process of its own.
+Spans are measured in documents per second on one core, with and without gathering their tokens in batches. NT-Xent is
+measured forward and backward from embeddings, for `UnimodalLoss` and for pytorch-metric-learning. The library holds a
+row for every (anchor, positive) pair, so it is run with smaller numbers of pairs by default: at 512 it takes many GB.
+Memory is the growth of the peak resident size over that at the start of the step, with each form in its own process.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ TAU = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and the number of rounds."""
 
     num_tokens: int = 4096
-    """Of a document."""
+    """Number of tokens per document."""
     num_documents: int = 16_384
     batch_size: int = 16
-    """Documents whose spans are gathered at a time."""
+    """Number of documents whose spans are gathered at a time."""
     num_pairs: int = 512
-    """Of the NT-Xent loss by ours."""
+    """Number of pairs for our NT-Xent loss alone."""
     library_pairs: tuple[int, ...] = (64, 128)
-    """Of both forms side by side."""
+    """Numbers of pairs with which both forms are compared."""
     embedding_size: int = 768
     num_threads: int = 1
     num_rounds: int = 5
@@ -55,7 +55,7 @@ class Arguments:
 
 
 def span_rates(arguments: Arguments) -> tuple[float, float]:
-    """Documents a second: spans alone, and with their tokens gathered."""
+    """Returns documents per second: for the spans alone, and with their tokens gathered."""
     config = SpanConfig()
     lengths = np.full(arguments.num_documents, arguments.num_tokens)
     keys = np.arange(arguments.num_documents)
@@ -76,7 +76,7 @@ def span_rates(arguments: Arguments) -> tuple[float, float]:
 
 
 def make_step(form: str, num_pairs: int, arguments: Arguments) -> Callable[[], None]:
-    """One forward and backward pass from unit rows."""
+    """Returns a function that does one forward and backward pass from unit rows."""
     torch.manual_seed(0)
     anchors = F.normalize(torch.randn(num_pairs, arguments.embedding_size), dim=-1).requires_grad_()
     positives = F.normalize(torch.randn(num_pairs, arguments.embedding_size), dim=-1).requires_grad_()
@@ -95,7 +95,7 @@ def make_step(form: str, num_pairs: int, arguments: Arguments) -> Callable[[], N
 
 
 def memory_in_mib(form: str, num_pairs: int, arguments: Arguments) -> float:
-    """From a process of its own."""
+    """Returns the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.sentences", "--memory-of", form, str(num_pairs)]
     command += ["--embedding-size", str(arguments.embedding_size), "--num-threads", str(arguments.num_threads)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -104,7 +104,7 @@ def memory_in_mib(form: str, num_pairs: int, arguments: Arguments) -> float:
 
 
 def print_loss(num_pairs: int, forms: tuple[str, ...], arguments: Arguments) -> None:
-    """A row for every form; ratios within a round."""
+    """Measure and print a row for every form; ratios are taken within a round."""
     seconds: dict[str, list[float]] = {form: [] for form in forms}
     steps = {form: make_step(form, num_pairs, arguments) for form in forms}
     for number in range(arguments.num_rounds + 1):
@@ -124,11 +124,12 @@ def print_loss(num_pairs: int, forms: tuple[str, ...], arguments: Arguments) -> 
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
     if arguments.memory_of:
         form, num_pairs = arguments.memory_of
-        make_step(form, 8, arguments)()  # what torch and its libraries set up once is not the loss's
+        # so that the one-time initialisation of torch and its libraries is not measured
+        make_step(form, 8, arguments)()
         print(json.dumps(peak_growth_of(make_step(form, num_pairs, arguments))))
         return
     print(

@@ -1,11 +1,11 @@
-"""Time and memory of the loss on a GPU, forward and backward from hidden states: the kernels against what is public.
+"""Time and memory of the loss on a GPU, forward and backward from hidden states: our kernels beside public ones.
 
     .venv/bin/python -m benchmarks.softmax_kernels [--num-tokens 8192] [--hidden-size 2048] [--vocab-size 128256]
 
-All forms give the gradients of the mean loss for hidden states and weight, in bfloat16. The kernels do so for a temperature
-of every token (and with the statistics at τ = 1); the others know τ = 1 only. `liger` and `cut-cross-entropy` are measured
-where they can be imported. Every round times each form once, in turn; ratios are medians over rounds. Memory is the growth
-of the allocator's peak over the start of the step, gradients included.
+All forms compute the gradients of the mean loss for hidden states and weight, in bfloat16. Our kernels support a
+temperature for every token (and optionally the statistics at τ = 1); the others support τ = 1 only. `liger` and
+`cut-cross-entropy` are measured if they can be imported. Every round times each form once, in turn; ratios are medians
+over rounds. Memory is the growth of the allocator's peak over its value at the start of the step, gradients included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and the number of rounds."""
 
     num_tokens: int = 8192
     hidden_size: int = 2048
@@ -36,7 +36,10 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Form → one forward and backward pass, which returns the loss and the gradients of hidden states and weight."""
+    """Returns form → function of one forward and backward pass, which returns the loss and the two gradients.
+
+    The gradients are those of the hidden states and the weight.
+    """
     generator = torch.Generator(device).manual_seed(0)
     n, d, v = arguments.num_tokens, arguments.hidden_size, arguments.vocab_size
     hidden = torch.randn(n, d, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
@@ -83,7 +86,7 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
 
 
 def check(forms: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
-    """Compile and warm up every form, and see that all compute the same thing: the first one's."""
+    """Compile and warm up every form, and check that all compute the same as the first one."""
     expected = [value.float() for value in next(iter(forms.values()))()]
     for name, run in forms.items():
         for value, reference in zip(run(), expected, strict=True):
@@ -93,7 +96,7 @@ def check(forms: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
 
 
 def measure(run: Callable[[], tuple[Tensor, ...]]) -> tuple[float, float]:
-    """Milliseconds, and MiB of peak memory."""
+    """Returns the time in milliseconds, and the growth of the peak memory in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -106,7 +109,7 @@ def measure(run: Callable[[], tuple[Tensor, ...]]) -> tuple[float, float]:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     if not torch.cuda.is_available():
         fail("this benchmark needs an NVIDIA GPU, and torch finds none")
     if not is_available(torch.zeros(1, device="cuda")):

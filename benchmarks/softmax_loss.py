@@ -1,12 +1,12 @@
-"""Time and memory of the language-model losses, forward and backward, from hidden states, beside their peers.
+"""Time and memory of the language-model losses, forward and backward from hidden states, beside other implementations.
 
     .venv/bin/python -m benchmarks.softmax_loss [--num-tokens 2048 16384] [--num-hidden 384] [--vocab-size 32000]
 
-`eager` forms materialise the logits (N, V) and let autograd differentiate; `chunked` ones are `tempnet.softmax.linear`.
-Peers have no temperature: torch's `linear_cross_entropy`, and Cut Cross-Entropy's torch path where it is installed
-(`make bench` does it; Liger runs on CUDA only: `benchmarks.softmax_kernels`). Every round times each form once, in turn;
-ratios are medians over rounds. Memory is the growth of the peak resident size over the start of the step, each form in a
-process of its own.
+The `eager` forms materialise the logits (N, V) and let autograd differentiate; the `chunked` ones are
+`tempnet.softmax.linear`. The peers, which have no temperature, are torch's `linear_cross_entropy` and, if it is
+installed, Cut Cross-Entropy's torch path (`make bench` installs it; Liger runs on CUDA only:
+`benchmarks.softmax_kernels`). Every round times each form once, in turn; ratios are medians over rounds. Memory is the
+growth of the peak resident size over that at the start of the step, with each form in its own process.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ EAGER, CHUNKED = "eager cross-entropy", "chunked cross-entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and what to measure."""
 
     num_tokens: tuple[int, ...] = (2048,)
-    """One table each."""
+    """Numbers of tokens N; one table is printed for each."""
     num_hidden: int = 384
     vocab_size: int = 32_000
     num_threads: int = 2
     num_rounds: int = 7
     peers: bool = True
-    """Also time and measure the peers."""
+    """Whether to measure the peers, too."""
     time: bool = True
-    """Off: memory only."""
+    """Whether to measure time; off: memory only."""
     memory_of: str = ""
     """Internal: measure the memory of one form in this process."""
 
 
 def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], None]]:
-    """Form → one forward and backward pass."""
+    """Returns form → function that does one forward and backward pass."""
     torch.manual_seed(0)
     d, v = arguments.num_hidden, arguments.vocab_size
     hidden = torch.randn(num_tokens, d, requires_grad=True)
@@ -92,7 +92,7 @@ def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], 
 
 
 def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
-    """MiB, from a process of its own."""
+    """Returns the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name, "--num-tokens", str(num_tokens)]
     for field in ("num_hidden", "vocab_size", "num_threads"):
         command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
@@ -100,7 +100,7 @@ def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
 
 
 def print_table(arguments: Arguments, num_tokens: int) -> None:
-    """One size."""
+    """Measure one number of tokens and print its table."""
     forms = make_forms(arguments, num_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(arguments.num_rounds + 1 if arguments.time else 0):
@@ -110,7 +110,7 @@ def print_table(arguments: Arguments, num_tokens: int) -> None:
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - started)
     names = list(forms)
-    forms.clear()  # their tensors need not be there while others are measured
+    forms.clear()  # free their tensors before the memory of others is measured
     memory = {name: measure_memory(name, arguments, num_tokens) for name in names}
 
     def ratio(name: str, base: str) -> str:
@@ -129,12 +129,12 @@ def print_table(arguments: Arguments, num_tokens: int) -> None:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
     if arguments.memory_of:
         run = make_forms(arguments, arguments.num_tokens[0])[arguments.memory_of]
         if arguments.memory_of.startswith("Cut"):
-            run()  # compiles, which is not what is measured
+            run()  # the first call compiles, which is not to be measured
         print(json.dumps(peak_growth_of(run)))
         return
     versions = [f"torch {torch.__version__}"]

@@ -1,10 +1,11 @@
-"""Training throughput of the main job with one worker against a bare PyTorch loop: same model, batch, dtype, threads.
+"""Training throughput of the main job with one worker, compared with a bare PyTorch loop.
 
     .venv/bin/python -m benchmarks.train_lm [--num-steps 100] [--num-rounds 3]
 
-Every round runs, one after the other, (a) a bare single-process loop, (b) the same loop with the job's statistics at the
-same steps, (c) the same with DeepSpeed instead of a bare optimizer, (d) the job: Ray Data, Ray Train, DeepSpeed, MLflow.
-Speeds are medians over intervals of `log_every` steps, the first interval left out; ratios are taken within a round.
+All variants have the same model, batch, dtype and number of threads. Every round runs, one after the other, (a) a bare
+single-process loop, (b) the same loop with the job's statistics at the same steps, (c) the same with DeepSpeed instead
+of a bare optimizer, (d) the job: Ray Data, Ray Train, DeepSpeed, MLflow. Speeds are medians over intervals of
+`log_every` steps, without the first interval; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Arguments:
     variant: str = ""
     """Internal: run one variant in this process and print its speed as JSON."""
     storage: str = ""
-    """Internal."""
+    """Internal: storage directory of one variant."""
 
 
 def configuration(arguments: Arguments) -> LanguageModelConfig:
-    """gpt2-scratch-small with one worker and all threads."""
+    """Returns the configuration of gpt2-scratch-small with one worker and all threads."""
     config = PRESETS["gpt2-scratch-small"]()
     return replace(
         config,
@@ -62,7 +63,7 @@ def configuration(arguments: Arguments) -> LanguageModelConfig:
 
 
 def run_job(config: LanguageModelConfig) -> dict[str, float]:
-    """The job itself; its own log gives the speeds."""
+    """Run the job itself, and return the speed from its own log."""
     from jobs.engine.launch import train
     from jobs.engine.tracking import TrackedRun, metric_history
     from jobs.tasks.language_model.plan import make_plan
@@ -76,7 +77,7 @@ def run_job(config: LanguageModelConfig) -> dict[str, float]:
 
 
 def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
-    """A single process; the blocks are read into memory beforehand."""
+    """Run a loop in a single process; the blocks are read into memory beforehand."""
     import torch.distributed as dist
 
     from jobs.engine.deepspeed_engine import start_engine
@@ -127,7 +128,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
 
 
 def main(arguments: Arguments) -> None:
-    """Run all rounds, or one variant of one round."""
+    """Run all rounds and print the results, or run one variant in this process."""
     if arguments.variant:
         config = configuration(arguments)
         result = run_job(config) if arguments.variant == "job" else run_loop(config, arguments.variant)
@@ -144,7 +145,7 @@ def main(arguments: Arguments) -> None:
         )
         _measure(
             "job", replace(arguments, num_steps=40), storage
-        )  # prepares the data and compiles what is compiled once
+        )  # prepares the data and compiles what is compiled only once
         rounds: list[dict[str, dict[str, float]]] = []
         for number in range(arguments.num_rounds):
             rounds.append({variant: _measure(variant, arguments, storage) for variant in variants})
@@ -159,7 +160,7 @@ def main(arguments: Arguments) -> None:
 
 
 def _measure(variant: str, arguments: Arguments, storage: str) -> dict[str, float]:
-    """One variant in a process of its own."""
+    """Run one variant in its own process, and return its speed."""
     command = [sys.executable, "-m", "benchmarks.train_lm", "--variant", variant, "--storage", storage]
     command += ["--num-steps", str(arguments.num_steps), "--num-threads", str(arguments.num_threads)]
     environment = os.environ | {

@@ -1,10 +1,10 @@
-"""A training step of GPT-2 125M with TempNet against the same step with plain cross-entropy, one process.
+"""Time of a training step of GPT-2 125M with a TempNet, compared with plain cross-entropy, in one process.
 
     .venv/bin/python -m benchmarks.train_step [--batch-size 8] [--sequence-length 256] [--precision bf16]
 
-The shape is that of `train_lm gpt2-scratch` (12 layers, 768, 50 257 tokens padded to 50 304, d1 = d2 = 256) with random
-weights and tokens; a step is forward, backward, clipping and AdamW. `materialized` forms compute all logits, as the
-papers' code does. Every round times each form once, in turn; ratios are medians over rounds.
+The shape is that of `train_lm gpt2-scratch` (12 layers, width 768, 50 257 tokens padded to 50 304, d1 = d2 = 256), with
+random weights and tokens. A step is forward, backward, clipping and AdamW. The `materialized` forms compute all logits,
+as the papers' code does. Every round times each form once, in turn; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Sizes."""
+    """The sizes, and what to measure."""
 
     batch_size: int = 8
     sequence_length: int = 256
@@ -46,11 +46,11 @@ class Arguments:
     num_rounds: int = 5
     rho: float = 7.0
     forms: tuple[str, ...] = ("ce", "dro + TempNet")
-    """Of: ce; dro + TempNet; and either with `, materialized`."""
+    """Forms to measure: ce; dro + TempNet; and either with `, materialized`."""
 
 
 def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
-    """One optimizer step of a form."""
+    """Returns a function that does one optimizer step of a form."""
     torch.manual_seed(0)
     loss, materialize = FORMS[name]
     config = AutoConfig.for_model(
@@ -72,7 +72,7 @@ def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
 
 
 def main(arguments: Arguments) -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
     print(
         f"GPT-2, {arguments.num_layers} layers, width 768, V {VOCAB_SIZE}, {arguments.batch_size} × "

@@ -1,1 +1,1 @@
-"""What a person submits: training, evaluation, prediction, data preparation."""
+"""The commands of the project: training, evaluation, prediction and data preparation."""

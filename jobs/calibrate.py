@@ -1,4 +1,4 @@
-"""Choose ρ for a model before training, or τ_max of a trained TempNet for generation.
+"""Choose ρ for a base model before training, or τ_max of a trained TempNet for generation.
 
 python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train
 python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompts prompts.txt --mean-tau 0.7
@@ -22,64 +22,64 @@ _DEFAULT_CONTEXT_LENGTH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rho:
-    """Mean τ*(ρ) of a base model over a sample of text, and the ρ for a wanted mean."""
+    """Compute the mean optimal temperature τ* of a base model over a range of ρ, and find the ρ for a wanted mean."""
 
     model: str
-    """A Transformers causal LM: directory or hub name."""
+    """Directory or hub name of a Transformers causal LM."""
     text: str
-    """Text archives, as `train_lm` reads them."""
+    """Path or URI of the text: a file or a directory of files, in the formats that `train_lm` reads."""
     tokenizer: str = ""
-    """Default: the model's own."""
+    """Directory, tokenizer.json file or hub name of the tokenizer. If empty: the model's own tokenizer."""
     tau: float = 0.85
-    """The wanted mean temperature: the centre of the papers' band [0.7, 1.0]."""
+    """The wanted mean temperature. The default is the centre of the papers' band [0.7, 1.0]."""
     tau_min: float = 0.001
-    """τ₀."""
+    """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
-    """τ_max."""
+    """τ_max, the upper bound of the temperature."""
     num_tokens: int = 4096
-    """Contexts in the sample."""
+    """Number of tokens in the sample of text."""
     context_length: int = 0
-    """Tokens a block. 0: 256, or as many as the model has positions."""
+    """Number of tokens per block. 0: 256, or the number of the model's positions if that is smaller."""
     attend_across_documents: bool = False
-    """Whether packed documents see the documents before them in their block."""
+    """Whether a document attends to the documents before it in the same block."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the model."""
+    """Precision in which the model is run."""
     use_gpu: bool = False
     """Run the model on a GPU of the cluster."""
     storage: str = ""
-    """Where prepared text is kept. Default: $TEMPNET_HOME, else ./runs."""
+    """Directory or URI for the prepared text. If empty: $TEMPNET_HOME, else ./runs."""
     output: str = "calibration"
     """Directory for calibration.json and curve.png."""
     trust_remote_code: bool = False
-    """Let Transformers run code that comes with the model."""
+    """Allow Transformers to run code that comes with the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TauMax:
-    """The τ_max that gives a trained TempNet a wanted mean τ over what it generates; it is saved with the network."""
+    """Find the τ_max with which a trained TempNet has a wanted mean τ over generated text, and save it with the TempNet."""
 
     model: str
-    """An exported directory, or any Transformers causal LM together with --tempnet."""
+    """Directory of an export, or any Transformers causal LM (directory or hub name) together with --tempnet."""
     prompts: str
-    """A text file with a prompt a line."""
+    """Text file with one prompt per line."""
     tempnet: str = ""
-    """A TempNet of its own directory. Default: beside the model."""
+    """Directory or hub name of the TempNet. If empty: the TempNet in the model's directory."""
     mean_tau: float = 0.7
-    """The wanted mean temperature (TempNet §6.4: 0.7 for chat)."""
+    """The wanted mean temperature (TempNet §6.4 uses 0.7 for chat)."""
     num_prompts: int = 32
-    """Prompts that are used, from the first."""
+    """Number of prompts to use, counted from the first."""
     num_new_tokens: int = 32
-    """Tokens generated for each; the mean is over these."""
+    """Number of tokens to generate for each prompt; the mean is taken over these tokens."""
     tolerance: float = 0.01
-    """The standard error of the mean that is small enough."""
+    """Standard error of the mean at which the search stops."""
     max_rounds: int = 20
-    """Generations over all prompts, at most."""
+    """Maximum number of rounds, each of which generates a text for every prompt."""
     batch_size: int = 8
-    """Prompts generated together."""
+    """Number of prompts to generate from at the same time."""
     seed: int = 0
-    """Of the sampling."""
+    """Random seed of the sampling of tokens."""
     dry_run: bool = False
-    """Do not save."""
+    """Print the result without saving it with the TempNet."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "num_new_tokens", "max_rounds", "batch_size", "tolerance", "mean_tau"):
@@ -88,7 +88,7 @@ class TauMax:
 
 
 def calibrate_rho(job: Rho) -> None:
-    """Run `rho`: prepare the text, calibrate as a Ray task, print and plot."""
+    """Run the subcommand `rho`: prepare the text, calibrate in a Ray task, print and plot the result."""
     from jobs.engine.cluster import start_ray
     from jobs.engine.config import RunSection, WorkersSection
     from jobs.tasks.language_model.calibration import calibration_of
@@ -110,7 +110,7 @@ def calibrate_rho(job: Rho) -> None:
             train=job.text,
             validation=job.text,
             tokenizer=job.tokenizer,
-            context_length=job.context_length or 2,  # until the model's is known
+            context_length=job.context_length or 2,  # a placeholder until the model's is known
             attend_across_documents=job.attend_across_documents,
         ),
         model=ModelSection(path=job.model, trust_remote_code=job.trust_remote_code),
@@ -149,7 +149,7 @@ def calibrate_rho(job: Rho) -> None:
 
 
 def plot(values: dict[str, Any], path: Path, *, wanted: float) -> None:
-    """Mean τ*(ρ) with its spread, the wanted mean and the ρ that has it."""
+    """Plot the mean optimal temperature τ* over ρ with its standard deviation, the wanted mean and the ρ that gives it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -170,7 +170,14 @@ def plot(values: dict[str, Any], path: Path, *, wanted: float) -> None:
 
 
 def calibrate_tau_max(job: TauMax) -> None:
-    """Run `tau-max`: generate, take the step that is exact for fixed contexts, and repeat until the mean is known."""
+    """Run the subcommand `tau-max`.
+
+    Every round generates texts and updates τ_max by a step that would be exact if the contexts stayed the same. Rounds
+    are repeated until the standard error of the mean τ is small enough.
+
+    Raises:
+        CalibrationError: if it is not small enough after `max_rounds` rounds.
+    """
     import torch
 
     from pipelines.sources import check_source
@@ -200,7 +207,7 @@ def calibrate_tau_max(job: TauMax) -> None:
     tokenizer = load_tokenizer(job.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.eos_token_id
-    # What does not fit the context leaves room for what is generated; τ of the rest is what is wanted anyway.
+    # Prompts are truncated to leave room for the generated tokens, which are all that the mean τ is taken over.
     room = base.config.max_position_embeddings - job.num_new_tokens
     if room < 1:
         raise ValueError(f"num_new_tokens = {job.num_new_tokens} leaves no room in the model's context")
@@ -212,7 +219,7 @@ def calibrate_tau_max(job: TauMax) -> None:
     fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
     def generated(seed: int) -> list[torch.Tensor]:
-        """τ of every token of every generated text."""
+        """Generate a text for every prompt, and return the τ of its tokens for each text."""
         texts = []
         torch.manual_seed(seed)
         for batch in batches:
@@ -229,7 +236,7 @@ def calibrate_tau_max(job: TauMax) -> None:
         now = network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval
         texts = generated(job.seed + number)
         found = [share_of_range(text, network.config) for text in texts]
-        # The first round drew its texts at a τ_max that may be far off: it only gives the first step.
+        # The texts of the first round are not pooled: they were generated with a τ_max that may be far from the result.
         shares = found if number <= 2 else shares + found
         share = Share.of(shares)
         network.set_tau_max_eval(tau_max_for_mean(network.config, share.mean, wanted=job.mean_tau))
@@ -253,7 +260,7 @@ def calibrate_tau_max(job: TauMax) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     try:
         job = tyro.extras.subcommand_cli_from_dict(
             {"rho": Rho, "tau-max": TauMax}, args=arguments, prog="python -m jobs.calibrate", description=__doc__

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         config = tyro.cli(EvaluateClipConfig, args=arguments, prog="python -m jobs.evaluate_clip", description=__doc__)
     except ValueError as error:
         fail(str(error))
-    # Imported late: a misspelt field should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar
 
     from jobs.scoring.dual_encoders.launch import evaluate

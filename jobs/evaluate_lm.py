@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a task failed."""
     try:
         config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m jobs.evaluate_lm", description=__doc__)
-        # Imported late: a misspelt field should not wait for Ray and the harness.
+        # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
         from jobs.scoring.language_models.errors import EvaluationFailedError
         from jobs.scoring.language_models.launch import evaluate
         from jobs.scoring.language_models.table import markdown

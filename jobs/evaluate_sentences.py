@@ -1,4 +1,4 @@
-"""Evaluate sentence encoders side by side: transfer to SentEval's classification tasks, and correlation with judgements.
+"""Evaluate sentence encoders side by side: SentEval's classification tasks, and correlation with human judgements.
 
 python -m jobs.evaluate_sentences --models runs/declutr-small-small/export --data senteval/data/downstream
 """
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     except ValueError as error:
         fail(str(error))
-    # Imported late: a misspelt field should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.scoring.language_models.errors import EvaluationFailedError

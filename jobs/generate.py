@@ -1,6 +1,7 @@
-"""Generate texts with a model and its TempNet (or at a fixed temperature, or greedily), for prompts in a file.
+"""Generate texts for the prompts in a file with a model and its TempNet (or at a fixed temperature, or greedily).
 
-python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts.txt --output texts.jsonl --max-new-tokens 64
+python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts.txt --output texts.jsonl
+--max-new-tokens 64
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 from jobs.scoring.generation.job import Outcome, run
 
-# A page of more texts is slow to open.
+# Maximum number of texts on the HTML page; a page of more texts is slow to open.
 MAX_SECTIONS = 200
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     try:
         config = tyro.cli(GenerateConfig, args=arguments, prog="python -m jobs.generate", description=__doc__)
         outcome = run(config)
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def describe(outcome: Outcome, config: GenerateConfig) -> str:
-    """What was generated, what was lost, and the scores, for a person."""
+    """Return text for the terminal: what was generated, which prompts were too long, and the scores."""
     records = [outcome.file.records[key] for key in _keys(outcome, config)]
     lines = [f"{len(records)} texts in {outcome.file.path}, {outcome.num_kept} of them from before"]
     if outcome.seconds:
@@ -59,7 +60,7 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
 
 
 def _keys(outcome: Outcome, config: GenerateConfig) -> list[tuple[int | str, int, int]]:
-    """The keys of all records that this call asks for, as far as they are there."""
+    """Return the keys (prompt ID, sample, turn) of all requested records that exist."""
     return [
         (prompt.id, sample, turn)
         for prompt in outcome.prompts
@@ -70,7 +71,7 @@ def _keys(outcome: Outcome, config: GenerateConfig) -> list[tuple[int | str, int
 
 
 def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
-    """maj@k over the questions that were not lost."""
+    """Return maj@k (accuracy of the majority of k answers) over the questions that were not too long."""
     records, lines = outcome.file.records, []
     answered = [prompt for prompt in outcome.prompts if outcome.texts(prompt, config.num_samples) is not None]
     for k in divisors(config.num_samples):
@@ -87,7 +88,7 @@ def _scores(outcome: Outcome, config: GenerateConfig) -> list[str]:
 
 
 def page(outcome: Outcome, config: GenerateConfig) -> str:
-    """A page of the generated tokens, coloured by τ, with the entropy beside it."""
+    """Return an HTML page of the generated tokens, coloured by τ, which shows τ and entropy on hover."""
     from jobs.tasks.language_model.report import coloured_page
 
     sections, keys = {}, _keys(outcome, config)

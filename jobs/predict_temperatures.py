@@ -1,4 +1,4 @@
-r"""Predict temperatures with a trained model: of every token of one's own text, or of image-text pairs.
+r"""Predict temperatures with a trained model: for every token of your own text, or for image-text pairs.
 
 python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text data/sample/text/validation \
     --output temperatures
@@ -7,9 +7,9 @@ python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --tex
 python -m jobs.predict_temperatures --model runs/clip-cc12m-tempnet-frozen/export --images data/cc3m \
     --output temperatures-cc3m
 
-The first writes tables, with Ray, and goes on where it was interrupted; the second shows the first tokens as a coloured
-page. The third writes two temperatures for every pair, which the loss `sogclr_given` trains with; `--images --help` lists
-its options.
+The first command writes tables, using Ray, and continues if it was interrupted. The second writes an HTML page that
+shows the first tokens, coloured by temperature. The third writes two temperatures for every pair, which the loss
+`sogclr_given` trains with; `--images --help` lists its options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_PAGE = "temperatures.html"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
@@ -82,7 +82,7 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
 
 
 def _parse(config: type[Config], arguments: Sequence[str]) -> Config:
-    # `--images --help` asks for the options of pairs.
+    # Drop all other arguments if help is requested, since `--images --help` has no value for `--images`.
     arguments = ["--help"] if "--help" in arguments or "-h" in arguments else arguments
     try:
         return tyro.cli(config, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__)
@@ -91,7 +91,7 @@ def _parse(config: type[Config], arguments: Sequence[str]) -> Config:
 
 
 def _print_pair_summary(summary: dict[str, Any], output: str) -> None:
-    """Figures of τ, and where things are."""
+    """Print statistics of τ and the paths of the results."""
     now, seconds = summary["num_pairs_now"], summary["seconds_now"]
     if now:
         print(
@@ -108,7 +108,7 @@ def _print_pair_summary(summary: dict[str, Any], output: str) -> None:
 
 
 def _print_summary(summary: dict[str, Any], output: str) -> None:
-    """Totals, and where things are."""
+    """Print totals, statistics of τ and the paths of the results."""
     lost = ", ".join(f"{count} {kind}" for kind, count in sorted(summary["problems"].items())) or "none"
     now, seconds = summary["num_tokens_now"], summary["seconds_now"]
     print(
@@ -127,7 +127,7 @@ def _print_summary(summary: dict[str, Any], output: str) -> None:
 
 
 def _print_page(html: str, tau: np.ndarray) -> None:
-    """Figures of the page's tokens, and where it is."""
+    """Print statistics of τ over the tokens of the page, and its path."""
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
     print(f"{len(tau)} tokens: mean τ {tau.mean():.3f}; 5 %, 50 %, 95 %: {low:.3f}, {middle:.3f}, {high:.3f}")
     print(f"{html} shows every token coloured by its τ")

@@ -1,4 +1,4 @@
-"""Index image–text archives and check every image once, ahead of training (which otherwise does it itself).
+"""Index image–text archives and check every image, ahead of training (which otherwise does this itself).
 
 python -m jobs.prepare_images --source s3://bucket/cc3m
 python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --splits train restval
@@ -22,17 +22,18 @@ _NUM_EXAMPLES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareImagesJob:
-    """What to prepare, and where to."""
+    """What to prepare, and where to store it."""
 
     prepare: Annotated[PrepareImagesConfig, tyro.conf.arg(name="")]
     problems: str = ""
-    """File to write every lost sample to, a line of JSON each: kind, archive, where in it, message."""
+    """Path or URI of a file to which every lost sample is written as a line of JSON: kind of problem, archive, position
+    in the archive, and message. If empty: no such file is written."""
     storage: str = ""
-    """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
+    """Storage directory or URI (run.storage) of the runs that will use the data. If empty: $TEMPNET_HOME, else ./runs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     from jobs.engine.cluster import start_ray
     from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError

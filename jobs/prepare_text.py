@@ -1,4 +1,4 @@
-"""Tokenise text archives once, ahead of training (which otherwise does it itself): into blocks, or whole documents.
+"""Tokenise text archives into blocks or whole documents, ahead of training (which otherwise does this itself).
 
 python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
 python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/wordpiece --least-num-tokens 128
@@ -20,17 +20,19 @@ from pipelines.text.prepare import PrepareConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareTextJob:
-    """What to prepare, and where to."""
+    """What to prepare, and where to store it."""
 
     prepare: Annotated[PrepareConfig, tyro.conf.arg(name="")]
     context_length: int = 0
-    """Tokens a block: for language models."""
+    """Pack documents into blocks of this many tokens, for language models. Give either this or --least-num-tokens."""
     least_num_tokens: int = 0
-    """Documents of so many tokens or more, whole: for sentence encoders."""
+    """Keep whole documents that have at least this many tokens, for sentence encoders. Give either this or
+    --context-length."""
     problems: str = ""
-    """File to write every lost record to, a line of JSON each: kind, archive, where in it, message."""
+    """Path or URI of a file to which every lost record is written as a line of JSON: kind of problem, archive, position
+    in the archive, and message. If empty: no such file is written."""
     storage: str = ""
-    """The storage of the runs that will use it. Default: $TEMPNET_HOME, else ./runs."""
+    """Storage directory or URI (run.storage) of the runs that will use the data. If empty: $TEMPNET_HOME, else ./runs."""
 
     def __post_init__(self) -> None:
         if bool(self.context_length) == bool(self.least_num_tokens):
@@ -41,7 +43,7 @@ class PrepareTextJob:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     try:
         job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
     except ValueError as error:

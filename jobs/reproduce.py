@@ -1,4 +1,4 @@
-"""Reproduce a table or figure of the papers: run what it needs, and hold its claim against the figures.
+"""Reproduce a table or figure of the papers: run the trainings it needs, and check its claim against the results.
 
 python -m jobs.reproduce T4 --scale small
 python -m jobs.reproduce T4 --scale full --dry-run
@@ -17,9 +17,9 @@ from jobs.studies.reproduction.experiments.registry import EXPERIMENTS, find
 
 
 def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
-    """The configuration that the arguments name, and whether only a dry run is wanted.
+    """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the experiments.
 
-    Exits with a message on an unknown experiment or field, or a value that is refused; `--help` lists the experiments.
+    Exits the process with a message on an unknown experiment or field, or if the configuration refuses a value.
     """
     rest = [argument for argument in arguments if argument != "--dry-run"]
     if not rest or rest[0] in ("-h", "--help"):
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a run failed."""
     config, dry_run = parse(arguments)
-    # Imported late: a misspelt experiment should not wait for Ray.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.scoring.language_models.errors import EvaluationFailedError

@@ -1,8 +1,8 @@
-"""The revision of the code, for a job that is submitted: Ray leaves `.git` out of what it uploads.
+"""Print the Git revision of the code, to pass it to a submitted job: Ray does not upload the directory `.git`.
 
 python -m jobs.revision
 
-A submission hands it on as `env TEMPNET_REVISION=$(python -m jobs.revision)`.
+A submission passes it on with `env TEMPNET_REVISION=$(python -m jobs.revision)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jobs.engine.revision import ROOT, checkout_revision
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the revision."""
+    """Print the revision; returns the exit status."""
     if arguments and arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip() + "\n\nusage: python -m jobs.revision")
         return 0

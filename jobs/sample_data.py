@@ -1,4 +1,4 @@
-"""Make the sample data: English prose of the installed packages, captioned images, and a tokenizer trained on each.
+"""Make the sample data: English text from the installed packages, captioned images, and tokenizers trained on each.
 
 python -m jobs.sample_data --directory data/sample
 """
@@ -23,30 +23,31 @@ from pipelines.text.tokenization import train_bpe, train_wordpiece
 
 _NUM_TOKENIZER_CHARACTERS = 6_000_000
 _TEXT_WORDPIECE_SIZE = 4096
-_CAPTION_VOCAB_SIZE = 1024  # More than the captions have words: each becomes one token.
+_CAPTION_VOCAB_SIZE = 1024  # This exceeds the number of words in the captions, so every word becomes one token.
 
 Part = Literal["text", "images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDataConfig:
-    """What to make and where."""
+    """Which sample data to make, and where."""
 
     directory: str = "data/sample"
-    """Gets `text/{train,validation}` with its tokenizers `tokenizer` and `wordpiece`;
+    """Directory for the sample data: `text/{train,validation}` with the tokenizers `tokenizer` and `wordpiece`, and
     `images/{train,validation,test,zero_shot,tokenizer}`."""
     parts: tuple[Part, ...] = ("text", "images")
-    """What to make, of `text` and `images`."""
+    """Parts to make: `text`, `images` or both."""
     num_bytes: int = NUM_BYTES_DEFAULT
-    """Text to collect, at most."""
+    """Maximum number of bytes of text to collect, at least 1 000 000."""
     vocab_size: int = 2048
-    """Tokens of the text's tokenizer."""
+    """Vocabulary size of the BPE tokenizer of the text, at least 512."""
     num_images: int = NUM_IMAGES_DEFAULT
-    """Image-text pairs to train on; 1 000 images each for validation, test and zero-shot classification come with them."""
+    """Number of image-text pairs for training. In addition, 1 000 images each are made for validation, test and
+    zero-shot classification."""
     image_size: int = IMAGE_SIZE_DEFAULT
-    """Pixels of an image's side."""
+    """Side of the square images in pixels, from 32 to 1024."""
     images_seed: int = 0
-    """Another gives other images of the same kind, with the same frequent concepts."""
+    """Random seed of the images. Another seed gives other images of the same kind, with the same frequent concepts."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -62,9 +63,9 @@ class SampleDataConfig:
 
 
 def make_sample_data(config: SampleDataConfig) -> str:
-    """Make the parts of the sample data that are not there already; returns a line for a person about each.
+    """Make the parts of the sample data that do not exist yet, and return one line of text about each part.
 
-    `sample.json` says what is there: for every part, the fields that it was made with and a summary.
+    `sample.json` records the existing parts, each with the fields that it was made with and a summary.
     """
     directory = Path(config.directory)
     path = directory / "sample.json"
@@ -91,7 +92,7 @@ def _make_text(config: SampleDataConfig) -> tuple[dict[str, int], str]:
     directory = Path(config.directory)
     summary = write_corpus(directory / "text", num_bytes=config.num_bytes)
     train_bpe(_texts(directory / "text" / "train"), config.vocab_size).save_pretrained(directory / "tokenizer")
-    # Encoders are trained by masking words, which a language model's tokenizer has no token for.
+    # Encoders are trained by masking tokens, and a language model's tokenizer has no mask token.
     train_wordpiece(_texts(directory / "text" / "train"), _TEXT_WORDPIECE_SIZE).save_pretrained(directory / "wordpiece")
     return asdict(summary), (
         f"{summary.num_documents_train} training documents ({summary.num_bytes_train / 1e6:.1f} MB), "
@@ -115,7 +116,7 @@ def _make_images(config: SampleDataConfig) -> tuple[dict[str, int], str]:
 
 
 def _texts(directory: Path) -> Iterator[str]:
-    """Training texts in reading order, as many as the tokenizer needs."""
+    """Yield training texts in the order of reading, as many as are needed to train a tokenizer."""
     num_characters = 0
     for archive in list_archives(str(directory)):
         for item in read_documents(str(directory), archive):
@@ -127,7 +128,7 @@ def _texts(directory: Path) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job."""
+    """Run the job; returns the exit status."""
     try:
         config = tyro.cli(SampleDataConfig, args=arguments, prog="python -m jobs.sample_data", description=__doc__)
         print(make_sample_data(config))

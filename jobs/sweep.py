@@ -1,4 +1,4 @@
-"""Sweep numeric fields of a training job, and find the run whose mean temperature lies in a band.
+"""Sweep numeric fields of a training job, and find the run whose mean temperature lies in a given band.
 
 python -m jobs.sweep gpt2-rho-lr-small
 python -m jobs.sweep --help
@@ -15,7 +15,7 @@ from jobs.studies.sweeps.presets import PRESETS
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a trial failed."""
     config, dry_run = parse_preset(PRESETS, arguments, job="sweep", purpose=(__doc__ or "").splitlines()[0])
-    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.studies.sweeps.launch import make_sweep, run_sweep
     from jobs.studies.trials.command import run_command
 

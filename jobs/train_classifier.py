@@ -1,4 +1,4 @@
-"""Fine-tune sentence classifiers by TripleEntropy and by cross-entropy, cross-validated side by side.
+"""Fine-tune sentence classifiers with TripleEntropy and with cross-entropy, and compare them by cross-validation.
 
 python -m jobs.train_classifier triple-entropy-small --data.directory senteval/data/downstream
 python -m jobs.train_classifier --help
@@ -15,7 +15,7 @@ from jobs.tasks.presets.classifiers import PRESETS
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a cell failed."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_classifier", purpose=(__doc__ or "").splitlines()[0])
-    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation

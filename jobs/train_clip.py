@@ -1,4 +1,4 @@
-"""Train a dual encoder with personalised temperatures: every loss of the family, from scratch, pretrained or frozen.
+"""Train a dual encoder (image and text) with any of the contrastive losses, from scratch, pretrained or frozen.
 
 python -m jobs.train_clip clip-cc3m-tempnet-small
 python -m jobs.train_clip --help
@@ -14,7 +14,7 @@ from jobs.tasks.presets.clip import PRESETS
 
 
 def evaluation_of(config: ClipConfig, export: str) -> list[str]:
-    """The job and the arguments that evaluate an export on the run's validation images, read as the run has read them."""
+    """Return the job and its arguments that evaluate an export on the run's validation images, read as in the run."""
     data = config.data
     arguments = ["--models", export, "--retrieval", f"validation={data.validation}"]
     if data.validation_captions:
@@ -27,7 +27,7 @@ def evaluation_of(config: ClipConfig, export: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_clip", purpose=(__doc__ or "").splitlines()[0])
-    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.command import print_where_to_look, run_command
     from jobs.scoring.mlflow_models.run import record_models
     from jobs.tasks.dual_encoder.plan import make_plan

@@ -1,4 +1,4 @@
-"""Train a language model and its TempNet: from scratch, fine-tuned, or a TempNet alone on a frozen base.
+"""Train a language model and its TempNet: from scratch, fine-tuned, or only a TempNet for a frozen base model.
 
 python -m jobs.train_lm gpt2-scratch-small
 python -m jobs.train_lm --help
@@ -14,7 +14,7 @@ from jobs.tasks.presets.language_models import PRESETS
 
 
 def look_at(config: LanguageModelConfig, export: str) -> list[str]:
-    """The job and the arguments that show an export's temperatures, or, where it has no TempNet, its perplexity."""
+    """Return the job and its arguments that show an export's temperatures, or its perplexity if it has no TempNet."""
     if config.temperature.needs_tempnet:
         return ["jobs.predict_temperatures", "--model", export, "--text", "README.md"]
     return ["jobs.evaluate_lm", "--models", export, "--wikitext", "README.md"]
@@ -23,7 +23,7 @@ def look_at(config: LanguageModelConfig, export: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_lm", purpose=(__doc__ or "").splitlines()[0])
-    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.command import print_where_to_look, run_command
     from jobs.scoring.mlflow_models.run import record_models
     from jobs.tasks.language_model.plan import make_plan

@@ -1,4 +1,4 @@
-"""Train a sentence encoder on the spans of documents (DeCLUTR), with any contrastive temperature, masked tokens beside it.
+"""Train a sentence encoder on spans of documents (DeCLUTR) with a contrastive loss and masked language modelling.
 
 python -m jobs.train_sentences declutr-small-small
 python -m jobs.train_sentences --help
@@ -15,7 +15,7 @@ from jobs.tasks.presets.sentences import PRESETS
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse_preset(PRESETS, arguments, job="train_sentences", purpose=(__doc__ or "").splitlines()[0])
-    # Imported late: a misspelt preset should not wait for Ray and Transformers.
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.command import print_where_to_look, run_command
     from jobs.scoring.mlflow_models.run import record_models
     from jobs.tasks.sentence_encoder.plan import make_plan

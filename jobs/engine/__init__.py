@@ -1,1 +1,1 @@
-"""The one training loop: configuration, launch, engine, checkpoints, schedules, tracking."""
+"""The training loop that all tasks share: configuration, launch, engine, checkpoints, schedules and tracking."""

@@ -1,10 +1,10 @@
-"""Checkpoints: everything that a continued run needs to reproduce the uninterrupted one.
+"""Checkpoints: everything that a resumed run needs to reproduce the uninterrupted one.
 
 A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
-(per-sample state), `state.json` with the step and what identifies the run, and a list of files from every worker
-(`jobs.engine.checkpoint_files`), by which damage is found. Random numbers need no state: they are seeded anew with
-every step. Ray Train merges the ranks' directories on upload. Nothing in it is ever unpickled beyond tensors and plain
-containers.
+(per-sample state), `state.json` with the step and the counters of the run, and a list of files from every worker
+(`jobs.engine.checkpoint_files`), which is used to detect damage. The random number generators need no saved state
+because they are reseeded at every step. Ray Train merges the directories of all ranks on upload. Only tensors, plain
+containers and DeepSpeed's own records are ever unpickled from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments
 from jobs.engine.resumption import checkpoint_name
 
-# By its value, as Python 3.11.7 does; 3.11.2 (Debian 12) pickles members of an enum as a call of getattr, which
-# `weights_only=True` rightly refuses.
+# Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
+# which `weights_only=True` rightly refuses.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 _TAG = "deepspeed"
@@ -46,21 +46,21 @@ _STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands after `step` optimizer steps; the data cursor is step · batch size."""
+    """Progress of a run after `step` optimizer steps; its position in the data is step · batch size."""
 
     step: int
     world_size: int
     seconds_trained: float
     num_units: int
-    """Tokens (pairs) seen."""
+    """Number of units (tokens, pairs) trained on so far."""
     best_rating: float | None
-    """Of the model that is exported so far; None if the last is to be exported, or nothing was yet."""
+    """Rating of the model exported so far; None if nothing was exported yet or the task exports its last model."""
     unsent_metrics: list[list[Any]]
-    """What MLflow had not received yet (`MetricLogger.unsent`): it would be lost with the process otherwise."""
+    """Metrics that MLflow has not received yet (`MetricLogger.unsent`), saved so that they survive the process."""
     num_threads: int
-    """PyTorch threads of every worker; 0 if they were not set."""
+    """Number of PyTorch threads of every worker; 0 if it was not set."""
     validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Step and scores of each so far."""
+    """Step and scores of every validation so far."""
 
 
 FRESH_STATE = RunState(
@@ -69,19 +69,19 @@ FRESH_STATE = RunState(
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is not what was written; every worker raises it, with the same message."""
+    """A checkpoint differs from what was written; every worker raises this error with the same message."""
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's checkpoint files, read with `weights_only=True`, and written so that a full disk can be told."""
+    """Reads DeepSpeed's checkpoint files with `weights_only=True`, and writes them so that a full disk is recognised."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write through a Python file: where torch writes a file itself, its error does not say that the disk is full."""
+        """Save through a Python file object, because torch's own file writer does not report that the disk is full."""
         with naming_full_disk(path), open(path, "wb") as file:
             torch.save(state_dict, file)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Tensors, plain containers and DeepSpeed's own records only; anything else in the file is an error."""
+        """Load tensors, plain containers and DeepSpeed's own records; anything else in the file is an error."""
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -94,7 +94,17 @@ def save_checkpoint(
     rank: int,
     metrics: dict[str, float],
 ) -> None:
-    """Write this rank's part and hand it to Ray Train, which uploads it in the background. All ranks must call it."""
+    """Write this rank's part of a checkpoint and report it to Ray Train, which uploads it in the background.
+
+    All ranks must call this.
+
+    Args:
+        save_more: writes the task's own state into the given directory.
+        metrics: reported to Ray Train with the checkpoint.
+
+    Raises:
+        DiskFullError: if there is no room for the local copy.
+    """
     directory = Path(tempfile.mkdtemp(prefix="tempnet-checkpoint-"))
     engine.checkpoint_engine = SafeCheckpointEngine()
     try:
@@ -117,9 +127,9 @@ def save_checkpoint(
 
 
 def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) -> Checkpoint:
-    """List this rank's files and copy them into the run's directory; Ray Train calls it in the background."""
+    """List this rank's files and copy them into the run's directory; Ray Train calls this in the background."""
     storage = ray.train.get_context().get_storage()
-    # All workers that were started together share a placement group, and no others do.
+    # Workers share a placement group exactly if they were started together.
     group = ray.get_runtime_context().get_placement_group_id() or ""
     try:
         with naming_full_disk(checkpoint.path):
@@ -132,10 +142,10 @@ def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) ->
 
 
 def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
-    """Compare the digests of all files, each worker those of its share. All ranks must call it.
+    """Verify the digests of all files; each worker checks its share. All ranks must call this.
 
     Raises:
-        DamagedCheckpointError: if any differs; in all ranks alike.
+        DamagedCheckpointError: on all ranks, if any file differs from its digest.
     """
     found: list[str] = [""] * world_size
     dist.all_gather_object(found, find_changed_file(directory, rank=rank, world_size=world_size), group=group)
@@ -144,10 +154,10 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
 
 
 def read_state(directory: Path, *, world_size: int, zero_stage: int) -> RunState:
-    """Where the checkpoint stands: all that is needed to start reading data.
+    """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
 
     Raises:
-        FatalTrainingError: if it was written by another number of workers under ZeRO 3, which divides the
+        FatalTrainingError: if a different number of workers wrote the checkpoint under ZeRO 3, which partitions the
             weights themselves.
     """
     state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
@@ -165,8 +175,9 @@ def load_checkpoint(
     """Restore weights, optimizers, schedules and what `save_more` wrote.
 
     Args:
-        num_writers: how many workers wrote it. The directory may also hold files of more workers, which were killed while
-            they wrote the same step.
+        load_more: restores the task's own state, given the directory and `num_writers`.
+        num_writers: how many workers wrote the checkpoint. The directory may also hold files of higher ranks, left by a
+            larger group of workers that was killed while it wrote the same step.
     """
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()

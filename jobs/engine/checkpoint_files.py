@@ -1,13 +1,13 @@
-"""The files of a checkpoint: which there should be, of what size and what content, so that damage is seen before use.
+"""Lists of a checkpoint's files with their sizes and digests, so that damage is detected before the checkpoint is used.
 
 Every worker that writes a part of a checkpoint adds a list of the files of its part, with their sizes and digests. A
-checkpoint is whole if the lists of all its workers are there, belong to one group of workers, and their files are there
-as listed. An upload that was never finished therefore is not whole: a list or a file is missing, or is too short.
+checkpoint is whole if the lists of all its workers exist and belong to one group of workers, and every listed file
+exists as listed. An upload that never finished is therefore not whole: a list or a file is missing or too short.
 
-The driver compares sizes before it starts any workers (:func:`find_damage`), which costs a directory listing. The workers
-compare digests (:func:`find_changed_file`), each of the part that it is about to read anyway.
+The driver compares sizes before it starts any workers (:func:`find_damage`), which costs a directory listing. Each
+worker compares the digests of the part that it is about to read anyway (:func:`find_changed_file`).
 
-Imports no torch: the driver reads this before it knows whether there is anything to continue.
+This module does not import torch: the driver imports it before it knows whether there is a run to continue.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _NUM_READERS = 16
 
 
 def list_name(rank: int) -> str:
-    """Name of the file list of the worker of this rank."""
+    """Return the name of the file list that the worker of this rank writes."""
     return f"files-{rank:05d}.json"
 
 
 def write_file_list(directory: Path, *, rank: int, world_size: int, group: str) -> None:
-    """List all files below a directory, in it.
+    """Write a list of all files below a directory into that directory.
 
     Args:
-        directory: what this worker adds to the checkpoint.
-        group: identifies the group of workers that writes the checkpoint together. Parts that were written before and after
-            a restart must not be taken for one checkpoint.
+        directory: holds this worker's part of the checkpoint.
+        group: identifies the workers that write the checkpoint together, so that parts written before and after a
+            restart are not mistaken for one checkpoint.
     """
     files = {
         str(file.relative_to(directory)): {"num_bytes": file.stat().st_size, "digest": _digest(file)}
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and file != directory / list_name(rank)  # there if an upload is tried again
+        if file.is_file() and file != directory / list_name(rank)  # the list exists if an upload is retried
     }
     content = {"world_size": world_size, "group": group, "files": files}
     (directory / list_name(rank)).write_text(json.dumps(content, indent=1))
 
 
 def find_damage(uri: str) -> str:
-    """What keeps the checkpoint at a path or URI from being whole, by names and sizes; empty if nothing does."""
+    """Describe why the checkpoint at a path or URI is not whole, judged by file names and sizes; empty if it is whole."""
     filesystem, path = resolve(uri)
     entries = filesystem.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
     sizes = {relative(entry.path, path): entry.size for entry in entries if entry.type == FileType.File}
@@ -74,10 +74,10 @@ def find_damage(uri: str) -> str:
 
 
 def find_changed_file(directory: Path, *, rank: int, world_size: int) -> str:
-    """What differs from the lists in the files that this worker reads, by digest; empty if nothing does.
+    """Describe the first file of this worker's share whose digest differs from its list; empty if none does.
 
-    Together all workers read everything: worker r the parts of the writers r, r + world size and so on. Where as many
-    workers read as wrote, each thus reads the part that it is about to load.
+    Together the workers check everything: worker r checks the parts of the writers r, r + world size and so on. If as
+    many workers read as wrote, each thus checks the part that it is about to load.
     """
     try:
         num_writers = json.loads((directory / list_name(0)).read_bytes())["world_size"]
@@ -93,7 +93,7 @@ def find_changed_file(directory: Path, *, rank: int, world_size: int) -> str:
 
 
 class _UnreadableListError(Exception):
-    """A list of files is missing or no JSON object."""
+    """A list of files is missing or is not valid JSON."""
 
 
 def _read_list(uri: str, rank: int, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Ray Train's cleaner of placement groups, made to ask its own cluster.
+"""A subclass of Ray Train's placement group cleaner that queries the cluster it runs in.
 
-A detached actor beside every run asks Ray's state API once a second whether the run's controller is alive, and if it is not,
-frees what the run has reserved. It does not say which cluster: where several Rays run on one machine, the one that was
-started last is asked, which knows of no such controller, and a healthy run is ended as soon as somebody starts another Ray.
+Ray Train starts a detached actor for every run, the cleaner, which asks Ray's state API once a second whether the run's
+controller is alive, and frees the run's reserved resources if it is not. The original does not specify which cluster it
+asks. If several Ray clusters run on one machine, it asks the one started last, which does not know the controller, so a
+healthy run is ended as soon as somebody starts another Ray cluster on the machine.
 
-Imports no torch: the cleaner has a process of its own, for which that would be half of its start.
+This module does not import torch: the cleaner has its own process, whose startup time the import would double.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ray.train.v2._internal.execution.controller.placement_group_cleaner import 
 
 
 class OwnClusterCleaner(PlacementGroupCleaner):
-    """Runs in a process of its own, in which $RAY_ADDRESS is what the state API goes by."""
+    """Runs in its own process, where it sets $RAY_ADDRESS, by which Ray's state API finds the cluster."""
 
     def __init__(self, **settings: Any) -> None:
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
@@ -27,15 +28,15 @@ class OwnClusterCleaner(PlacementGroupCleaner):
 
 
 class OwnClusterCleanerCallback(placement_group_callback.PlacementGroupCleanerCallback):
-    """Runs in the run's controller, and starts the cleaner there."""
+    """Runs in the controller of a run and starts the cleaner from there."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """See Ray's."""
+        """Start an `OwnClusterCleaner` instead of Ray's cleaner; see Ray's method."""
         placement_group_callback.PlacementGroupCleaner = OwnClusterCleaner  # type: ignore[misc, assignment]
         super().after_controller_start(train_run_context)
 
 
 def ask_own_cluster(callbacks: Iterable[Any]) -> list[Any]:
-    """The callbacks of a controller, with this cleaner in the place of Ray's."""
+    """Return the controller's callbacks with Ray's cleaner callback replaced by `OwnClusterCleanerCallback`."""
     theirs = placement_group_callback.PlacementGroupCleanerCallback
     return [OwnClusterCleanerCallback() if type(one) is theirs else one for one in callbacks]

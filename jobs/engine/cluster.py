@@ -1,4 +1,4 @@
-"""Ray for a job: a local one that the job starts itself, or the cluster that it was submitted to."""
+"""Ray for a job: a local instance that the job starts itself, or the cluster that the job was submitted to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from contextlib import suppress
 import psutil
 import ray
 
-# Set in every process that a job starts, unless the person has set it: DeepSpeed's and Transformers' chatter off, no
-# thread pools inside forks, no process that tells Ray's makers what Ray Data ran, and a look at the workers twice a
-# second. Ray Train's own two seconds are what every checkpoint waits for the one before it, and every end for being seen.
+# Set in every process that a job starts, unless the user has set the variable. Silences DeepSpeed's and Transformers'
+# logging, keeps the tokenizers' parallelism on after a fork, turns off Ray Data's usage reports, and has the workers'
+# health checked twice a second. With Ray Train's default of two seconds, every checkpoint would wait that long for the
+# previous one, and the end of a run would be noticed that much later.
 _ENVIRONMENT = {
     "DEEPSPEED_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -25,10 +26,10 @@ _ENVIRONMENT = {
 _NUM_STARTS = 3
 _MIN_STARTUP_CONCURRENCY = 6
 
-# For workers that compute on CPUs. Ray runs their code in a thread, where glibc gives every freed megabyte back to the
-# kernel and takes it again as zeroed pages: a quarter of a small step (docs/log.md). One arena that keeps its memory
-# avoids that. Nothing is compiled here; DeepSpeed's Muon, which it imports for every optimizer, would load torch's
-# compiler, a second or more of every start.
+# Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
+# kernel and gets it back as zeroed pages, which takes a quarter of the time of a small step (docs/log.md). A single
+# arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
+# imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "MALLOC_ARENA_MAX": "1",
@@ -42,7 +43,7 @@ def start_ray() -> None:
     """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
 
     Raises:
-        TimeoutError: if it does not come up in the 30 s that Ray gives itself, however often it is tried.
+        TimeoutError: if a local Ray does not start within Ray's own limit of 30 s in any of `_NUM_STARTS` attempts.
     """
     if ray.is_initialized():
         return
@@ -53,38 +54,39 @@ def start_ray() -> None:
     else:
         _start_local_ray()
     if threading.current_thread() is threading.main_thread():
-        # `kill` ends a job as Ctrl-C does. Ray would have it exit as one that failed.
+        # Let `kill` (SIGTERM) end a job as Ctrl-C does; with Ray's handler the job would exit as failed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _start_local_ray() -> None:
-    # Only who has this user's token may have it run code: as it should be, and nothing to warn of at every start.
+    # Do not log at every start that only holders of this user's token may run code: that is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
         lambda record: "authentication is enabled" not in record.getMessage()
     )
-    # A process of every run that waits for a cloud to take a node away: this machine is no such node.
+    # Do not start the process that watches for a cloud provider preempting the node: a local machine is not preempted.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    # Ray starts workers at niceness 15: beside other work on this machine, training would get next to no processor time.
+    # With Ray's default niceness of 15, training would get almost no CPU time beside other work on this machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Nor is there a dashboard to measure every process for.
+    # Measure the processes only once a minute: there is no dashboard that would show the figures.
     os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
-    # A process without a task is ended after a second where no CPU is free, and while a run trains none is: every block
-    # that it reads would start another one, seconds of computing each.
+    # Ray ends an idle worker process after a second if no CPU is free, which is always the case while a run trains.
+    # Every block of data would then start a new process, each at the cost of seconds of computing.
     os.environ.setdefault("RAY_num_workers_soft_limit", str(os.cpu_count()))
-    # A run needs a dozen processes that compute nothing; Ray warns of three times as many as it may start at a time.
+    # A run needs a dozen processes that compute nothing. Ray warns if there are three times as many processes as it may
+    # start concurrently, so raise that number.
     os.environ.setdefault(
         "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
     )
     others = set(psutil.Process().children())
     for attempt in range(1, _NUM_STARTS + 1):
-        # "local": without it Ray would join whatever cluster was last started on this machine, dead ones included.
+        # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
         try:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
             return
-        except Exception as error:  # Ray raises nothing narrower
+        except Exception as error:  # Ray raises no more specific exception
             if "timed out" not in str(error).lower():
                 raise
-            for process in set(psutil.Process().children()) - others:  # what it leaves behind
+            for process in set(psutil.Process().children()) - others:  # processes of the failed attempt
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             if attempt == _NUM_STARTS:
@@ -95,10 +97,10 @@ def _start_local_ray() -> None:
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:
-    """Refuse what the cluster can never schedule, with the arithmetic.
+    """Check that the cluster is large enough for the run.
 
     Raises:
-        ValueError: naming what is needed and what there is.
+        ValueError: if the cluster can never schedule the run; the message shows what is needed and what exists.
     """
     total = ray.cluster_resources()
     needed = num_workers * cpus_per_worker + data_cpus

@@ -1,4 +1,4 @@
-"""The command of a training job: a preset, a plan, a run, and where to look afterwards."""
+"""The body of a training command: makes a plan, describes or runs it, and prints where the results are."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def run_command(
     config: Config, make_plan: Callable[[Config], Plan], *, dry_run: bool, record_models: RecordModels
 ) -> Mapping[str, Any] | None:
-    """Make the plan; print it, or run it and print the results; returns the outcome, or None for a dry run.
+    """Make the plan, then print it (dry run) or run it and print the results.
 
-    Exits with a message on whatever is refused, on a run that failed, and on Ctrl-C.
+    Exits the process with a message if the configuration or data are refused, if the run fails, and on Ctrl-C.
+
+    Returns:
+        The outcome of the run, or None for a dry run.
     """
     from pipelines.problems import TooManyProblemsError
     from ray.train import TrainingFailedError
@@ -45,11 +48,11 @@ def run_command(
 
 
 def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: Sequence[Sequence[str]]) -> None:
-    """The last lines of a job: its directories, MLflow, and what can be typed next.
+    """Print the last lines of a job: its directories, how to open MLflow, and which commands can follow.
 
     Args:
-        results: what is worth opening in the report's directory.
-        commands: for each, a job and its arguments.
+        results: the files that are worth opening in the report's directory.
+        commands: the commands to suggest, each a job followed by its arguments.
     """
     print(f"  results   {outcome['directory']}/report ({results})")
     print(f"  model     {outcome['export']}\n")

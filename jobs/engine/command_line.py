@@ -17,15 +17,15 @@ from jobs.engine.masking import masked
 Config = TypeVar("Config")
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-"""Exit statuses of every job, beside 0."""
+"""Exit statuses of every job besides 0: the run failed, the request was refused, or the user interrupted it."""
 
 
 def parse_preset(
     presets: Mapping[str, Callable[[], Config]], arguments: Sequence[str], *, job: str, purpose: str
 ) -> tuple[Config, bool]:
-    """The configuration that the arguments name, and whether only a dry run is wanted.
+    """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
-    Exits with a message on a misspelt preset or field, or a value that is refused; `--help` lists the presets.
+    Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, presets))
@@ -62,16 +62,16 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         raise SystemExit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         interrupted()
-    except Exception:  # what nobody foresaw; its text may hold an address with a password
+    except Exception:  # an unexpected error, whose text may hold an address with a password
         print(masked(traceback.format_exc()), file=sys.stderr, end="")
         raise SystemExit(1) from None
 
 
 def interrupted(directory: str = "") -> NoReturn:
-    """Tell who typed Ctrl-C what became of it and exit as shells expect.
+    """Report that Ctrl-C interrupted the job and exit with the status that shells expect.
 
     Args:
-        directory: of a run that can be continued.
+        directory: directory of the run if it can be continued, else empty.
     """
     rest = f"; the same command goes on from what is in {directory}" if directory else ""
     print(f"\ninterrupted{rest}", file=sys.stderr)
@@ -79,7 +79,7 @@ def interrupted(directory: str = "") -> NoReturn:
 
 
 def fail(message: str, status: int = REFUSED) -> NoReturn:
-    """Print an error for a person and exit: REFUSED where something must be asked for differently, else FAILED."""
+    """Print an error message and exit with REFUSED if the user must change the request, or with FAILED otherwise."""
     print(f"error: {with_hint(masked(message))}", file=sys.stderr)
     raise SystemExit(status)
 

@@ -1,4 +1,4 @@
-"""The configuration that every training run has: one dataclass a section, checked as soon as it is made."""
+"""The configuration that every training run has: one dataclass for each section, validated when it is created."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Section = TypeVar("Section")
 
 
 def check_positive(section: str, config: Any, *names: str) -> None:
-    """Refuse values of a section that are not above 0, or not finite."""
+    """Raise ValueError if a named value of a section is not positive or not finite."""
     for name in names:
         value = getattr(config, name)
-        if not 0 < value < math.inf:  # nor NaN
+        if not 0 < value < math.inf:  # also refuses NaN
             raise ValueError(f"{section}.{name} = {value} must be positive" + (" and finite" if value > 0 else ""))
 
 
 def check_not_negative(section: str, config: Any, *names: str) -> None:
-    """Refuse values of a section that are below 0, or not finite."""
+    """Raise ValueError if a named value of a section is negative or not finite."""
     for name in names:
         value = getattr(config, name)
         if not 0 <= value < math.inf:
@@ -29,7 +29,7 @@ def check_not_negative(section: str, config: Any, *names: str) -> None:
 
 
 def check_share(section: str, config: Any, *names: str) -> None:
-    """Refuse values of a section that are no shares."""
+    """Raise ValueError if a named value of a section does not lie in [0, 1]."""
     for name in names:
         value = getattr(config, name)
         if not 0.0 <= value <= 1.0:
@@ -38,28 +38,30 @@ def check_share(section: str, config: Any, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """The run: its name, its directory, its rhythm."""
+    """The run: its name, its directories, its length, and how often it logs and saves."""
 
     name: str
-    """Name of the run. Starting a run of this name again continues it."""
+    """Name of the run, and of its directory in run.storage. Starting a run of the same name again continues it."""
     storage: str = ""
-    """Directory or pyarrow URI that holds runs, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    """Directory or pyarrow URI that holds the runs, the prepared data and the MLflow database. If empty: $TEMPNET_HOME,
+    else ./runs."""
     prepared: str = ""
-    """Directory or URI of prepared data, which runs share. Default: `prepared` in run.storage."""
+    """Directory or URI of prepared data, which several runs can share. If empty: the directory `prepared` in run.storage."""
     seed: int = 0
-    """Seed of the weights, of dropout and of the data order."""
+    """Random seed of the initial weights, dropout and the order of the data."""
     num_steps: int = 1000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; one more is written at the end."""
+    """Steps between checkpoints; one more is written after the last step."""
     num_checkpoints_kept: int = 2
-    """Older checkpoints are deleted."""
+    """Number of most recent checkpoints to keep; older ones are deleted."""
     log_every: int = 10
-    """Steps between progress lines and full statistics (losses are logged for every step)."""
+    """Steps between progress lines and full statistics. The loss is logged for every step."""
     max_restarts: int = 3
-    """How often a failed worker group is started again from the last checkpoint."""
+    """How many times a failed group of workers is restarted from the last checkpoint before the run fails."""
     max_wait_minutes: float = 60.0
-    """How long to wait for machines with room for all workers, at the start or after one was lost, before giving up."""
+    """Minutes to wait for enough free machines for all workers, at the start or after a machine is lost, before the run
+    fails."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -89,48 +91,55 @@ class RunSection:
 
     @property
     def prepared_directory(self) -> str:
-        """Where prepared data lie."""
+        """Directory or URI of the prepared data."""
         return self.prepared or f"{self.resolved_storage}/prepared"
 
     @property
     def directory(self) -> str:
-        """Where this run's checkpoints, export and report go."""
+        """Directory or URI of this run: its checkpoints, export and report."""
         return f"{self.resolved_storage}/{self.name}"
 
     @property
     def export_directory(self) -> str:
-        """Where the finished model goes: a Transformers directory with `tempnet/` beside it."""
+        """Directory or URI of the exported model: a Transformers directory that also contains the TempNet in `tempnet/`."""
         return f"{self.directory}/export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """AdamW with a linear warm-up and a decay after it, one pace for the base and one for the TempNet."""
+    """AdamW with a linear warm-up followed by a decay, with separate learning rates for the base model and the TempNet."""
 
     batch_size: int = 32
-    """Blocks (pairs) in the global batch."""
+    """Number of samples (blocks of tokens, images, pairs, documents) in the global batch of all workers."""
     micro_batch_size: int = 0
-    """Blocks (pairs) a worker holds at a time; the rest is accumulated. 0: all of its share."""
+    """Samples that a worker processes at a time; it accumulates gradients over its share of the batch. 0: the whole
+    share at once."""
     learning_rate_base: float = 6e-4
+    """Peak learning rate of the base model."""
     learning_rate_tempnet: float = 1e-4
+    """Peak learning rate of the TempNet."""
     weight_decay: float = 0.1
-    """Of matrices; biases, norms, φ and b have none."""
+    """Weight decay of matrices. Vectors and scalars (biases, norms, φ, b) are not decayed."""
     beta1: float = 0.9
+    """AdamW's β₁, below 1."""
     beta2: float = 0.95
+    """AdamW's β₂, below 1."""
     epsilon: float = 1e-8
+    """AdamW's ε."""
     warmup_share: float = 0.01
-    """Share of the steps in which the rate climbs linearly from 0."""
+    """Share of the steps, in [0, 1], over which the learning rate rises linearly from 0 to its peak."""
     warmup_share_tempnet: float | None = None
-    """Likewise for the TempNet. None: warmup_share."""
+    """Share of the steps, in [0, 1], over which the learning rate of the TempNet rises linearly. None: same as
+    warmup_share."""
     rest_share_tempnet: float = 0.0
-    """Share of the steps, before its warm-up, in which the TempNet stays as it is: a base that knows nothing yet has a KL
-    near 0, below any ρ, which pushes every τ down."""
+    """Share of the steps, before its warm-up, during which the TempNet is not updated. An untrained base model has a KL
+    near 0, below any ρ, which would push every τ down."""
     decay: Literal["cosine", "linear"] = "cosine"
-    """How the rate falls after the warm-up; linear: slanted triangles."""
+    """Shape of the learning-rate decay after the warm-up: half a cosine, or linear (the slanted triangle)."""
     final_share: float = 0.0
-    """Share of the rate that is left at the end."""
+    """Learning rate at the last step, as a share of the peak, in [0, 1]."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this L2 norm. 0: never."""
+    """Maximum L2 norm to which gradients are clipped. 0: no clipping."""
 
     def __post_init__(self) -> None:
         check_positive("optimizer", self, "batch_size", "learning_rate_base", "learning_rate_tempnet", "epsilon")
@@ -151,25 +160,27 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersSection:
-    """Processes, devices and memory."""
+    """Worker processes, and how they use devices and memory."""
 
     num_workers: int = 1
-    """Ray Train workers."""
+    """Number of Ray Train workers."""
     use_gpu: bool = False
-    """One GPU a worker."""
+    """Whether every worker uses one GPU; otherwise workers compute on CPUs."""
     cpus_per_worker: float = 1.0
-    """Logical CPUs that Ray reserves for a worker; reading data needs some beside them."""
+    """Logical CPUs that Ray reserves for each worker. Reading data takes further CPUs."""
     num_threads: int = 0
-    """PyTorch threads of a worker. 0: the cores of the machine shared among the workers; in trials side by side, as many as
-    `cpus_per_worker`. What that is at the first start stays while the run has as many workers, as sums depend on it."""
+    """PyTorch threads of each worker. 0: an equal share of the machine's cores, or `cpus_per_worker` threads in trials
+    that run side by side. The number chosen at the first start is kept while the number of workers stays the same,
+    because the rounding of sums depends on it."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO stage."""
+    """Stage of DeepSpeed ZeRO: 0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the weights."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """bf16: matrix products of the base in bfloat16 by autocast, a frozen base held in bfloat16; all else float32."""
+    """fp32: everything in float32. bf16: matrix products of the base model in bfloat16 by autocast, a frozen base model
+    stored in bfloat16, everything else in float32."""
     activation_checkpointing: bool = False
-    """Recompute the base's activations in the backward pass."""
+    """Save memory by recomputing the base model's activations in the backward pass."""
     offload_optimizer: bool = False
-    """Keep optimizer state in CPU memory (ZeRO 1-3)."""
+    """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
 
     def __post_init__(self) -> None:
         check_positive("workers", self, "num_workers", "cpus_per_worker")
@@ -180,82 +191,86 @@ class WorkersSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSection:
-    """MLflow."""
+    """Logging to MLflow."""
 
     uri: str = field(default="", repr=False)
-    """Tracking URI. Default: $MLFLOW_TRACKING_URI, else sqlite in run.storage. A password in it is never shown or recorded;
-    give one by the variable, since other users of a machine can read command lines."""
+    """MLflow tracking URI. If empty: $MLFLOW_TRACKING_URI, else an SQLite database in run.storage. A password in the
+    URI is never shown or recorded; pass it by the environment variable, because other users of the machine can read
+    command lines."""
     experiment: str = "language-models"
-    """Experiment name."""
+    """Name of the MLflow experiment."""
     enabled: bool = True
-    """Whether anything is logged."""
+    """Whether the run is logged to MLflow."""
     optional: bool = False
-    """Go on without MLflow where it cannot be reached at the start. Once a run has begun, it never stops one."""
+    """Train without MLflow if it cannot be reached at the start, instead of refusing to start. A run that has started
+    is never stopped by an MLflow outage, whatever this says."""
     preset: str = ""
-    """The preset that this was made from, as a tag. Presets say it themselves."""
+    """Name of the preset that the configuration was made from, logged as the tag `preset`. Presets set it themselves."""
     paper: str = ""
-    """What it belongs to in a paper, as the tag paper.table: TempNet, Table 3."""
+    """Table of a paper that the run belongs to, logged as the tag `paper.table`, for example: TempNet, Table 3."""
     system_metrics: bool = True
-    """Whether CPU, memory, disk, network and GPUs of the first worker's machine are logged, every 10 s."""
+    """Whether to log CPU, memory, disk, network and GPU usage of the first worker's machine every 10 s."""
     max_model_gib: float = 1.0
-    """An export with a TempNet is copied into MLflow as a model that predicts temperatures. Of a larger one only the TempNet
-    is, beside the place where the whole lies. 0: of every one."""
+    """Largest export, in GiB, that is copied into MLflow as a model that predicts temperatures. Of a larger export,
+    MLflow gets only the TempNet and the path of the whole export. 0: always only the TempNet."""
 
     def __post_init__(self) -> None:
-        if not self.max_model_gib >= 0:  # nor NaN
+        if not self.max_model_gib >= 0:  # also refuses NaN
             raise ValueError(f"tracking.max_model_gib = {self.max_model_gib:g} must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TempNetSection:
-    """Sizes and switches of a TempNet; a kind of training adds the loss that it learns by."""
+    """Sizes and ablation switches of a TempNet; each kind of task adds the loss that trains it."""
 
     hidden_size: int = 256
-    """d1 of a TempNet."""
+    """d1, the width of the TempNet's transform layer."""
     num_prototypes: int = 256
-    """d2 of a TempNet."""
+    """d2, the width of the TempNet's projection layer."""
     phi_init: float = 1.0
-    """Initial φ of the pooling."""
+    """Initial value of φ, the temperature inside the TempNet's pooling layer."""
     input_shift: Literal["none", "mean", "max"] = "none"
-    """What is subtracted from the logits that a TempNet reads: nothing, the mean of the row or its maximum. A TempNet on
-    embeddings takes none only."""
+    """What is subtracted from the logits before the TempNet reads them: nothing, the mean of the row, or its maximum. A
+    TempNet that reads embeddings accepts only none."""
     normalize_input: bool = True
-    """Ablation (Table 20)."""
+    """Whether the TempNet divides its input by the L2 norm (ablation: Table 20)."""
     transform: bool = True
-    """Ablation (Table 20)."""
+    """Whether the TempNet has the transform layer (ablation: Table 20)."""
     projection: bool = True
-    """Ablation (Table 20)."""
+    """Whether the TempNet has the projection layer (ablation: Table 20)."""
     pooling: Literal["parametric", "linear"] = "parametric"
-    """Ablation (Table 20)."""
+    """Pooling of the TempNet: parametrised, as in the paper, or one linear layer instead (ablation: Table 20)."""
     depth: Literal[3, 4] = 3
-    """Ablation (Tables 21 and 22)."""
+    """Depth of the TempNet; 4 adds a second transform layer (ablation: Tables 21 and 22)."""
     stop_gradient: bool = True
-    """Ablation (Table 18)."""
+    """Whether the TempNet's input is detached, so that no gradient reaches the base model through it (ablation: Table 18)."""
 
     @property
     def network_options(self) -> dict[str, Any]:
-        """The fields above, as a `TempNetConfig` takes them."""
+        """The fields above as keyword arguments of `TempNetConfig`."""
         return {option.name: getattr(self, option.name) for option in dataclasses.fields(TempNetSection)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeredTempNetSection(TempNetSection):
-    """A TempNet whose ρ may be steered."""
+    """A TempNet whose ρ can be adjusted automatically during training."""
 
     target_tau: float | None = None
-    """Steer ρ during training so that the mean temperature goes to this and stays there; rho is then where it starts. For
-    joint training, where the mean is a gauge. While the TempNet rests, and for None, ρ stays as it is."""
+    """Mean temperature that training should reach and keep by adjusting ρ, which starts at `rho`. Must lie between τ₀
+    and τ_max. Meant for joint training of base model and TempNet. ρ is constant while the TempNet rests
+    (rest_share_tempnet). None: ρ is always constant."""
     rho_gain: float = 5.0
-    """κ: the nats by which ρ answers a mean temperature that is off by a factor of e."""
+    """Gain κ of the adjustment, in nats: how far ρ moves if the mean temperature is off by a factor of e. Must be
+    positive; used only with target_tau."""
 
     def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
-        """Refuse a target that the loss cannot be steered to.
+        """Check that `target_tau` and `rho_gain` are possible for the loss.
 
         Args:
-            has_learned_rho: whether the loss is a robust one with a TempNet.
+            has_learned_rho: whether the loss is a robust loss with a TempNet.
 
         Raises:
-            ValueError: naming the field, the value and what is legal.
+            ValueError: if they are not; the message names the field, the value and the legal values.
         """
         check_positive("temperature", self, "rho_gain")
         if self.target_tau is None:
@@ -273,17 +288,20 @@ class SteeredTempNetSection(TempNetSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSection:
-    """The encoder: weights to start from, or sizes to start at random."""
+    """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = ""
-    """A Transformers encoder: directory or hub name. Empty: a random RoBERTa of the sizes below."""
+    """Directory or hub name of a Transformers encoder. If empty: a randomly initialised RoBERTa of the sizes below."""
     hidden_size: int = 768
+    """Hidden size of the random RoBERTa; must be a multiple of num_heads. Ignored if path is given."""
     num_layers: int = 6
+    """Number of layers of the random RoBERTa. Ignored if path is given."""
     num_heads: int = 12
+    """Number of attention heads of the random RoBERTa. Ignored if path is given."""
     dropout: float = 0.1
-    """Of a random RoBERTa."""
+    """Dropout probability of the random RoBERTa. Ignored if path is given."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention; eager is the faster one for short spans on CPUs."""
+    """Attention implementation of Transformers. `eager` is the faster one for short texts on CPUs."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
@@ -296,10 +314,10 @@ class EncoderSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSection:
-    """Scores on held-out data."""
+    """Validation on held-out data."""
 
     every: int = 500
-    """Steps between validations; one more at the end."""
+    """Steps between validations; one more takes place after the last step."""
 
     def __post_init__(self) -> None:
         check_positive("validation", self, "every")
@@ -307,7 +325,7 @@ class ValidationSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What the loop and the driver read of a run, whatever is trained; the kinds of training add their sections."""
+    """The sections that the training loop and the driver read; every task adds its own sections in a subclass."""
 
     run: RunSection
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -330,20 +348,23 @@ class TrainingConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """What a worker holds of a batch at a time."""
+        """Number of samples that a worker processes at a time."""
         return self.optimizer.micro_batch_size or max(1, self.optimizer.batch_size // self.workers.num_workers)
 
     @property
     def num_accumulation_steps(self) -> int:
-        """Micro-batches a worker runs for one optimizer step."""
+        """Number of micro-batches that a worker processes for one optimizer step."""
         return self.optimizer.batch_size // self.workers.num_workers // self.micro_batch_size
 
 
 def absolute_path(value: str) -> str:
-    """A local path made absolute, for the workers, whose working directory is another; URIs and hub names stay."""
+    """Return a local path as an absolute one, because the workers have another working directory.
+
+    URIs, hub names and paths that do not exist are returned unchanged.
+    """
     return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value
 
 
 def with_absolute_fields(section: Section, *names: str) -> Section:
-    """A section of a configuration with :func:`absolute_path` of the fields that are named."""
+    """Return a copy of a configuration section with :func:`absolute_path` applied to the named fields."""
     return dataclasses.replace(section, **{name: absolute_path(getattr(section, name)) for name in names})  # type: ignore[type-var]

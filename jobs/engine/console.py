@@ -1,7 +1,7 @@
-"""What workers want a person to see: lines and progress, carried to the driver's terminal by a small Ray actor.
+"""Messages and progress of the workers, carried to the driver's terminal by a small Ray actor.
 
-Ray's own forwarding of worker output mixes these with the chatter of every library; here only what is meant for a person
-arrives, on a terminal with a bar, in a log file as lines.
+Ray's own forwarding of worker output would mix them with the log messages of every library. Here only what is meant for
+the user arrives: with a progress bar on a terminal, as plain lines in a log file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_POLLS = 0.5
 
 
 class _Mailbox:
-    """Lines and the last progress, until the driver fetches them."""
+    """Ray actor that keeps the workers' lines and their last progress until the driver fetches them."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -39,7 +39,7 @@ class _Mailbox:
 
 
 class Console:
-    """The driver's end; use it as a context around the work, and give `mailbox` to the workers."""
+    """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
 
     def __init__(self, num_steps: int) -> None:
         self.mailbox: ActorHandle = ray.remote(num_cpus=0)(_Mailbox).remote()  # type: ignore[assignment]
@@ -56,7 +56,7 @@ class Console:
         self._thread.join(timeout=10)
         self._show()
         self._bar.close()
-        # The packed job holds the handle, too: Ray would keep the process for as long as this one lives.
+        # The packed job holds the handle too, so Ray would keep the actor's process for as long as this process lives.
         with suppress(ray.exceptions.RayError):
             ray.kill(self.mailbox)
 
@@ -68,7 +68,7 @@ class Console:
         try:
             fetched: Any = ray.get(self.mailbox.fetch.remote(), timeout=10)
         except ray.exceptions.RayError:
-            return  # the cluster is going away; the job itself will say why
+            return  # the cluster is shutting down; the job itself reports why
         lines, progress = fetched
         for line in lines:
             tqdm.write(line, file=sys.stdout)
@@ -80,7 +80,7 @@ class Console:
 
 
 class Progress:
-    """A worker's end: step, loss, mean τ, tokens (pairs) a second and the time that is left."""
+    """Reports a worker's progress: step, loss, mean τ, units (tokens, pairs) per second and the remaining time."""
 
     def __init__(
         self, mailbox: ActorHandle | None, *, num_steps: int, first_step: int, unit: str, with_lines: bool
@@ -95,7 +95,7 @@ class Progress:
             self.say(f"continuing after step {first_step}")
 
     def show(self, step: int, loss: float, tau_mean: float | None, units_per_second: float) -> None:
-        """Show the state after `step` steps."""
+        """Show the progress after `step` steps; `tau_mean` is None if it is not known."""
         if self._mailbox is None:
             return
         tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
@@ -107,8 +107,8 @@ class Progress:
             self.say(f"step {step:>{width}}/{self._num_steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
 
     def say(self, line: str) -> None:
-        """Print one line."""
+        """Print one line on the driver's terminal, or in the worker's log if there is no mailbox."""
         if self._mailbox is None:
-            print(line, flush=True)  # into the worker's log
+            print(line, flush=True)  # goes to the worker's log
         else:
             self._mailbox.say.remote(line)

@@ -1,4 +1,4 @@
-"""What every contrastive training has of a configuration: which loss, how its temperatures come about, whole batches."""
+"""Configuration shared by all contrastive tasks: the loss, its temperatures, and the rule that batches are not split."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from tempnet.network import TempNetConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContrastiveSection(SteeredTempNetSection):
-    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`)."""
+    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`)."""
 
     loss: str = "tempnet"
-    """clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or tempnet_in_batch."""
+    """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or
+    tempnet_in_batch."""
     rho: float = 8.0
-    """ρ in nats, below log(batch size − 1): for isogclr and tempnet."""
+    """ρ of the robust loss, in nats; used by isogclr and tempnet. Must be below the logarithm of the number of training
+    samples less one."""
     tau: float | None = None
-    """The fixed temperature, or where a learned one starts. None: 0.01 with a global normaliser, 0.07 in batch."""
+    """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data
+    (sogclr, isogclr, tempnet, sogclr_given), 0.07 for losses normalised over the batch."""
     tau_min: float | None = None
-    """τ₀. None: 0.001 with a global normaliser, 0.01 in batch."""
+    """τ₀, the lower bound of the temperature. None: 0.001 for losses normalised over all data, 0.01 over the batch."""
     tau_max: float | None = None
-    """τ_max. None: 0.05 with a global normaliser, 1 in batch."""
+    """τ_max, the upper bound of the temperature. None: 0.05 for losses normalised over all data, 1 over the batch."""
     gamma: float = 0.8
-    """γ of the moving averages of the global losses."""
+    """Weight γ, in (0, 1], of the current batch in the per-sample moving averages of the losses normalised over all
+    data; 1 forgets the past. Used with the constant gamma_schedule."""
     gamma_schedule: Literal["constant", "cosine"] = "constant"
-    """cosine: from 1 to gamma_min over the first half of the training."""
+    """Schedule of γ. constant: always gamma. cosine: from 1 to gamma_min over the first half of training."""
     gamma_min: float = 0.2
+    """Final value of γ with the cosine gamma_schedule, in (0, 1]."""
     tau_step: float = 0.03
-    """isogclr: step of the per-sample temperatures."""
+    """Step size η of isogclr's updates of the per-sample temperatures."""
     tau_momentum: float = 0.5
-    """isogclr: momentum of the per-sample temperatures."""
+    """Momentum β, in (0, 1], of isogclr's updates of the per-sample temperatures."""
     phi_init: float = 0.01
-    """Initial φ of the pooling."""
+    """Initial value of φ, the temperature inside the TempNet's pooling layer."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
@@ -53,29 +58,29 @@ class ContrastiveSection(SteeredTempNetSection):
 
     @property
     def needs_tempnets(self) -> bool:
-        """Whether the loss reads temperature networks."""
+        """Whether the loss takes its temperatures from TempNets."""
         return LOSS_KINDS[self.loss].temperature == "tempnet"
 
     @property
     def has_free_tau(self) -> bool:
-        """Whether temperatures follow from the data, rather than being given."""
+        """Whether temperatures are learned from the data rather than given."""
         return LOSS_KINDS[self.loss].temperature in ("learned", "per_sample", "tempnet")
 
     @property
     def loss_config(self) -> ContrastiveLossConfig:
-        """The loss of this section."""
+        """The configuration of the loss that this section describes."""
         names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return ContrastiveLossConfig.for_name(self.loss, **values)
 
     @property
     def tau_range(self) -> tuple[float, float]:
-        """τ₀ and τ_max."""
+        """The bounds τ₀ and τ_max of the temperature."""
         loss = self.loss_config
         return loss.tau_min, loss.tau_max
 
     def network_config(self, embedding_size: int) -> TempNetConfig:
-        """A TempNet of this section."""
+        """Return the configuration of a TempNet that reads embeddings of the given size."""
         loss = self.loss_config
         return TempNetConfig.for_embeddings(
             embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **self.network_options
@@ -84,7 +89,7 @@ class ContrastiveSection(SteeredTempNetSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContrastiveTrainingConfig(TrainingConfig):
-    """A run whose loss compares everything in a batch with everything."""
+    """Configuration of a run whose loss compares all samples of a batch with one another."""
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
@@ -109,15 +114,16 @@ def check_sizes(
     num_pairs_per_batch: int,
     noun: str,
 ) -> None:
-    """Refuse a batch, or prototypes, of more samples than there are, and a ρ that they make infeasible.
+    """Check that batch size, number of prototypes and ρ are possible for the size of the training data.
 
     Args:
-        temperature: None where nothing is compared.
-        num_samples: of the training data.
-        noun: what they are called.
+        temperature: the contrastive loss; None if the task has none.
+        num_samples: number of samples in the training data.
+        num_pairs_per_batch: number of pairs that the loss compares in a batch.
+        noun: what the samples are called in messages.
 
     Raises:
-        ValueError: naming the field, the value and the largest that is legal.
+        ValueError: if one is not; the message names the field, the value and the largest legal value.
     """
     size = config.optimizer.batch_size
     if size > num_samples:

@@ -1,4 +1,4 @@
-"""Pictures of a finished run: its training curves, drawn from what MLflow has of it, and its temperatures."""
+"""Plots of a finished run: its training curves, drawn from the metrics in MLflow, and a histogram of its temperatures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ import matplotlib.pyplot as plt
 
 
 def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str, ...]], title: str) -> None:
-    """Panels over steps, two in a row; an unreachable tracking server costs the picture, not the run.
+    """Plot metrics over the steps in panels, two in a row; only warns, without a plot, if MLflow is unreachable.
 
     Args:
-        curves: title of a panel → metrics that it shows; what the run has not logged is left out.
+        path: image file to write.
+        tracked: the MLflow run whose metrics are drawn.
+        curves: title of each panel → the metrics that it shows. Metrics that the run has not logged are left out.
+        title: title of the whole figure.
     """
     histories = None
     with survive_outage("the training curves"):
@@ -46,7 +49,13 @@ def draw_curves(path: Path, tracked: TrackedRun, curves: Mapping[str, tuple[str,
 
 
 def draw_histogram(path: Path, outcome: Mapping[str, Any], *, band: tuple[float, float] | None = None) -> None:
-    """Shares of τ for every entry of the outcome's histograms over [τ_min, τ_max], beside the papers' band of mean τ."""
+    """Plot the shares of τ over [τ_min, τ_max] for each histogram of the outcome.
+
+    Args:
+        path: image file to write.
+        outcome: outcome of the run.
+        band: range of mean τ to mark in the plot, such as the band of the papers.
+    """
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name, counts in outcome["histograms"].items():
         edges = np.linspace(outcome["tau_min"], outcome["tau_max"], len(counts) + 1)

@@ -1,4 +1,4 @@
-"""DeepSpeed around the module: parameter groups with schedules of their own, ZeRO stage, and gathering the weights."""
+"""Sets up DeepSpeed: parameter groups with their own schedules, the ZeRO stage, and gathering of partitioned weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.schedules import decay_with_warmup
 from jobs.engine.task import ParameterGroup, with_and_without_decay
 
-# An extension that DeepSpeed compiles for every process group on CPUs, and that only its inference uses. Compiling takes a
-# minute, and a process that is killed meanwhile leaves a lock for which all later runs would wait in silence.
+# DeepSpeed would compile this extension for every process group on CPUs, although only its inference uses it. Compiling
+# takes a minute, and a process killed meanwhile leaves a lock that all later runs would silently wait for.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 DEEPSPEED_CONFIGURATIONS = Path(__file__).parents[2] / "infra" / "deepspeed"
 
 
 def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
-    """The stage's file in infra/deepspeed with this run's batch arithmetic, clipping and offload."""
+    """Return the ZeRO stage's file of infra/deepspeed with this run's batch sizes, gradient clipping and offload."""
     workers = config.workers
     values = json.loads((DEEPSPEED_CONFIGURATIONS / f"zero{workers.zero_stage}.json").read_text())
     if workers.offload_optimizer:
@@ -39,14 +39,14 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
 
 
 def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
-    """DeepSpeed with AdamW; every group has its rate, and the TempNet's its own schedule."""
+    """Start DeepSpeed with AdamW; every group has its own learning rate, and the TempNet's group its own schedule."""
     settings = config.optimizer
     decayed = with_and_without_decay(groups, settings.weight_decay)
     optimizer = torch.optim.AdamW(
         decayed,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
-        # On CPUs a tenth of the time of the default, which goes over memory a dozen times.
+        # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
         fused=None if config.workers.use_gpu else True,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
@@ -74,7 +74,10 @@ def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:
 
 
 def whole_parameters(module: nn.Module, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of the module by name, whole, on the CPU; under ZeRO-3 all ranks must take part."""
+    """Yield every parameter and buffer of the module by name, unpartitioned and on the CPU.
+
+    Under ZeRO 3 all ranks must iterate.
+    """
     for name, parameter in module.named_parameters():
         if stage == 3:
             with deepspeed.zero.GatheredParameters([parameter]):

@@ -1,4 +1,4 @@
-"""What a training run is, and what it gave, as aligned lines for a person: the lines that all kinds of training share."""
+"""Formats the plan and the results of a training run as aligned lines of text; covers the lines that all tasks share."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ def describe_plan(
     tracking_uri: str,
     notes: Iterable[str] = (),
 ) -> str:
-    """The plan of a run.
+    """Format the plan of a run.
 
     Args:
-        about: name → line, of what only this kind of training has.
-        num_units: trained on in a step; `unit` is what they are called.
-        readers: of the workers, where there is something to say.
-        state_gib: of a worker, for weights, gradients and optimizer.
+        about: name → text of the lines that only this kind of task has.
+        num_units: number of units that one step trains on.
+        unit: what the units are called, such as tokens.
+        readers: text to append to the line about the workers, such as who reads the data.
+        parameters: text about the number of parameters.
+        state_gib: memory of one worker for weights, gradients and optimizer, in GiB.
+        tracking_uri: address of MLflow; empty if the run is not logged.
+        notes: further lines of text.
     """
     run, workers = config.run, config.workers
     lines = {
@@ -50,7 +54,7 @@ def describe_plan(
 
 
 def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: str) -> str:
-    """The table of a finished run: its own rows, what its TempNet is worth, then speed, waiting, steps and epochs."""
+    """Format the results of a finished run: the given rows, the verdict on its TempNet, then speed, steps and epochs."""
     rows = [*rows, *rivals.rows(outcome)]
     if speed := outcome[f"{unit}_per_second"]:
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))

@@ -1,4 +1,4 @@
-"""Text encoders with a head: loaded, or made at random as a RoBERTa of given sizes."""
+"""Builds text encoders with a head: loads a pretrained one, or creates a randomly initialised RoBERTa of given sizes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ def build_encoder(
     replaces_head: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """An encoder with its head, the same on every rank.
+    """Build an encoder with its head, with the same weights on every rank.
 
     Args:
-        head: one of Transformers' `AutoModelFor…`.
-        what: what a path should hold, for messages.
-        tokenizer_name: as the person gave it.
-        num_tokens: of the longest row, special tokens included.
-        replaces_head: a head of other sizes is replaced by a fresh one.
-        options: for the head, such as its labels.
+        settings: the encoder's path or its sizes.
+        head: one of Transformers' classes `AutoModelFor…`.
+        what: what the path is expected to hold, for error messages.
+        tokenizer: the tokenizer of the texts.
+        tokenizer_name: the tokenizer as the user specified it, for error messages.
+        num_tokens: length of the longest row, special tokens included.
+        seed: random seed of the initial weights.
+        with_checkpointing: whether to enable activation checkpointing.
+        replaces_head: whether a pretrained head of other sizes is replaced by a randomly initialised one.
+        options: keyword arguments for the head, such as its labels.
 
     Raises:
-        ValueError: naming the field, if there is none, or it is too small for the tokenizer.
+        ValueError: if the path holds no such encoder, or the encoder's vocabulary is too small for the tokenizer; the
+            message names the field.
     """
     torch.manual_seed(seed)
     if settings.path:
@@ -68,7 +73,7 @@ def build_encoder(
                 num_attention_heads=settings.num_heads,
                 hidden_dropout_prob=settings.dropout,
                 attention_probs_dropout_prob=settings.dropout,
-                # RoBERTa's positions start after the padding's own.
+                # RoBERTa numbers positions from the padding token's id + 1.
                 max_position_embeddings=num_tokens + int(tokenizer.pad_token_id) + 1,
                 type_vocab_size=1,
                 pad_token_id=tokenizer.pad_token_id,

@@ -1,4 +1,4 @@
-"""Writing an export: into a local directory first, then to where the run's storage is."""
+"""Writes an export: first into a local directory, then into the run's storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pipelines.storage import resolve
 
 @contextmanager
 def exported(uri: str) -> Iterator[Path]:
-    """A directory to write into; what it holds in the end goes to `uri`, over what an earlier export left there."""
+    """Yield a local directory to write into, whose content is copied to `uri` at the end of the block.
+
+    Files of an earlier export at `uri` are overwritten if they have the same names, and kept otherwise.
+    """
     with tempfile.TemporaryDirectory(prefix="tempnet-export-") as name:
         yield Path(name)
         filesystem, path = resolve(uri)

@@ -1,6 +1,6 @@
-"""What becomes of a run whose workers fail: whether they are started again, and what a person is told of it.
+"""Handles failures of the workers: decides whether they are restarted, and explains the failure to the user.
 
-Imports no torch: this runs in Ray Train's controller, too.
+This module does not import torch, because it also runs in Ray Train's controller.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MAX_CHARACTERS = 300
 
 
 class DiskFullError(OSError):
-    """No more can be written: the disk is full, or a quota or the permitted size of a file is reached."""
+    """A file cannot be written: the disk is full, or a quota or the maximum size of a file is reached."""
 
 
 @contextmanager
 def naming_full_disk(path: Path | str) -> Iterator[None]:
-    """Turn whatever a full disk raises inside the block into one error that names the path.
+    """Convert every error that a full disk causes inside the block into a :class:`DiskFullError` that names the path.
 
     Raises:
-        DiskFullError: with the number of the operating system's error.
+        DiskFullError: with the operating system's error number; any other error is raised unchanged.
     """
     try:
         yield
@@ -53,22 +53,26 @@ def naming_full_disk(path: Path | str) -> Iterator[None]:
 
 
 def _no_room_number(error: BaseException | None) -> int:
-    """Which of the operating system's errors for a full disk is behind an error; 0 if none is."""
+    """Return the operating system's error number if an error was caused by a full disk, else 0."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return error.errno
         for number in _NO_ROOM:
-            if f"(os error {number})" in str(error):  # safetensors', which is written in Rust
+            if f"(os error {number})" in str(error):  # format of safetensors, which is written in Rust
                 return number
-        error = error.__cause__ or error.__context__  # torch raises another error while it handles this one
+        error = error.__cause__ or error.__context__  # torch raises another error while it handles the original one
     return 0
 
 
 def find_full_disk(error: TrainingFailedError, directory: str) -> str:
-    """Which file could not be written because a disk is full, in a line; empty if that is not why a run failed.
+    """Describe in one line which file could not be written because a disk is full.
 
     Args:
+        error: why the run failed.
         directory: path or URI of the run, where Ray Train's controller writes.
+
+    Returns:
+        The line; empty if a full disk is not why the run failed.
     """
     failures = [error.controller_failure] if isinstance(error, ControllerError) else []
     if isinstance(error, WorkerGroupError):
@@ -80,10 +84,15 @@ def find_full_disk(error: TrainingFailedError, directory: str) -> str:
 
 
 def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> str:
-    """Why :class:`RestartPolicy` did not start the workers again, and how to go on; empty for a reason of Ray Train's.
+    """Explain why :class:`RestartPolicy` did not restart the workers, and how to continue the run.
 
     Args:
+        error: why the run failed.
         directory: path or URI of the run.
+        max_wait_minutes: how long the run was to wait for machines.
+
+    Returns:
+        The explanation; empty if the decision was that of Ray Train's own policy.
     """
     if full := find_full_disk(error, directory):
         remedy = "make room there"
@@ -99,7 +108,10 @@ def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes:
 
 
 def describe_failure(error: TrainingFailedError) -> str:
-    """Why a worker group failed, in one line. A worker that died is named, and not those that missed it."""
+    """Describe in one line why a group of workers failed.
+
+    If workers died, only these are named, and not the others that failed because of them.
+    """
     if not isinstance(error, WorkerGroupError):
         return _first_line(error.controller_failure if isinstance(error, ControllerError) else error)
     died = {
@@ -112,14 +124,14 @@ def describe_failure(error: TrainingFailedError) -> str:
 
 
 def _first_line(error: Any) -> str:
-    """What happened, in a line: of a dead process where it was and what ended it, else the error."""
+    """Describe an error in one line: for a dead process its machine and what ended it, else the error's first line."""
     text = str(error)
     pid, ip = _found(r"pid: (\d+)", text), _found(r"ip: (\S+)", text)
     if "its node has died" in text:
         return f"its node {ip} was lost ({_found(r'actor.s node was (.+)', text) or 'Ray gives no reason'})"
     if "its worker process has died" in text:
         detail = _found(r"Worker exit detail: (.+?\.)(?:\s|$)", text)
-        if "connection error" in text:  # all that Ray knows of a process that is gone
+        if "connection error" in text:  # Ray knows nothing more specific about a process that is gone
             detail = "killed by a signal, such as 9 from the kernel when memory is short or from kill -9, or it crashed"
         return f"its process {pid} on {ip} died: {detail or 'Ray gives no reason'}"
     lines = text.strip().splitlines() or [""]
@@ -132,28 +144,33 @@ def _found(pattern: str, text: str) -> str:
 
 
 class RestartPolicy(DefaultFailurePolicy):
-    """Ray Train's policy, which counts restarts, with a voice, and with reasons for not trying again: a disk that is full
-    stays full, and nobody should wait for a machine for ever.
+    """Ray Train's restart policy, which limits the number of restarts, extended by messages and two reasons to give up.
+
+    It does not restart the workers after a disk was full, since it stays full, and it limits the time spent waiting for
+    machines.
 
     Args:
-        failure_config: how often workers are started again.
+        failure_config: how often workers are restarted.
         directory: path or URI of the run.
-        max_wait_minutes: how long to wait until there is room for all workers, each time.
-        mailbox: carries lines to the driver's terminal; None: they go to the controller's log.
+        max_wait_minutes: how long to wait, each time, until there is room for all workers.
+        mailbox: carries messages to the driver's terminal; None: they go to the controller's log.
     """
 
     def __init__(
         self, failure_config: FailureConfig, *, directory: str, max_wait_minutes: float, mailbox: ActorHandle | None
     ) -> None:
-        super().__init__(failure_config)  # type: ignore[arg-type]  # annotated as that of Train V1
+        super().__init__(failure_config)  # type: ignore[arg-type]  # Ray annotates the class of Train V1
         self._directory = directory
         self._max_wait_seconds = 60.0 * max_wait_minutes
         self._mailbox = mailbox
         self._waiting_since: float | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        """Whether to start the workers again; Ray Train asks once for every failure, and while it finds no room for them
-        once in $RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S, which is a minute unless that is set."""
+        """Decide whether to restart the workers.
+
+        Ray Train calls this once for every failure, and while there is no room for the workers, once every
+        $RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S seconds (by default, every minute).
+        """
         error = training_failed_error
         if find_full_disk(error, self._directory):
             return FailureDecision.RAISE

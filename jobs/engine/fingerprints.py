@@ -1,4 +1,4 @@
-"""Fingerprints of models: what jobs keep beside their results, to tell whether a model is still the one that made them."""
+"""Fingerprints of models, which jobs store with their results to check later that the model is still the same."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NUM_BLOCKS, _BLOCK_BYTES = 32, 1 << 16
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """24 hex digits of files: name, size and content; of files above 2 MiB, 32 blocks of 64 KiB spread over the content.
+    """Return a digest (24 hex digits) of the names, sizes and content of files.
 
-    Times of change have no part in it: a copy is the same.
+    Of files above 2 MiB, 32 blocks of 64 KiB spread over the content are read. Modification times are not included, so
+    a copy has the same digest.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
     for path in paths:
@@ -30,13 +31,13 @@ def files_digest(paths: Iterable[Path]) -> str:
             continue
         with path.open("rb") as file:
             for block in range(_NUM_BLOCKS):
-                file.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))  # both ends are among them
+                file.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))  # includes the first and the last block
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
 
 
 def model_digest(model: str, *, trust_remote_code: bool = False) -> str:
-    """24 hex digits of a model: the files of a local one; name and commit of one on the hub."""
+    """Return a digest (24 hex digits) of a model: of its files if it is local, of its name and commit if on the hub."""
     if Path(model).is_dir():
         return files_digest(sorted(path for path in Path(model).iterdir() if path.is_file()))
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -45,7 +46,7 @@ def model_digest(model: str, *, trust_remote_code: bool = False) -> str:
 
 
 def tempnet_digest(network: TempNet) -> str:
-    """24 hex digits of a network's configuration and weights."""
+    """Return a digest (24 hex digits) of a TempNet's configuration and weights."""
     content = json.dumps(dataclasses.asdict(network.config), sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=_DIGEST_SIZE)
     for name, value in sorted(network.state_dict().items()):

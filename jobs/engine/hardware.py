@@ -1,4 +1,4 @@
-"""What a run asks of the machine, memory for its state, and what the machine can do at most."""
+"""Estimates of the memory and threads that a run uses, and the peak speed of its devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import torch
 
 from jobs.engine.config import WorkersSection
 
-# Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
+# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
 PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
 
 
 def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSection) -> float:
-    """Bytes that a worker holds for weights, gradients and AdamW; activations and logits come on top.
+    """Return the bytes that a worker holds for weights, gradients and AdamW; activations and logits need more.
 
-    A trained parameter has 4 bytes of weight, 4 of gradient and 12 for the optimizer (two moments, and ZeRO's own copy of
-    the weight); ZeRO 1 divides the last among the workers, 2 the gradients too, 3 the weights too.
+    A trained parameter has 4 bytes of weight, 4 of gradient and 12 of optimizer state (two moments, and a copy of the
+    weight, which ZeRO 0 does not have). ZeRO 1 divides the optimizer state among the workers, ZeRO 2 also the
+    gradients, ZeRO 3 also the weights. Optimizer state that is offloaded to CPU memory is not counted.
+
+    Args:
+        num_trained: number of trained parameters.
+        num_frozen: number of frozen parameters.
+        workers: the workers of the run.
     """
     share = [1.0 if workers.zero_stage < stage else 1.0 / workers.num_workers for stage in (1, 2, 3)]
     optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
@@ -27,16 +33,18 @@ def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSe
 def num_threads_per_worker(
     workers: WorkersSection, *, num_local_workers: int, shares_cores: bool, num_kept: int
 ) -> int:
-    """PyTorch threads of a worker that computes on CPUs, unless `workers.num_threads` says it.
+    """Return the number of PyTorch threads of a worker that computes on CPUs; `workers.num_threads` has precedence.
 
-    Alone a run has all cores of the machine. Beside others it has what Ray reserves for it: threads of several runs that
-    wait for one another on the same cores make all of them slower than one after the other. How a sum is divided among
-    threads changes its last digits, so that a run which goes on keeps the number that it began with.
+    A run that is alone on the machine uses all cores. A run that shares the machine with others uses what Ray reserves
+    for it, because the threads of several runs, waiting for one another on the same cores, make them slower than
+    running one after the other. How a sum is divided among threads changes its last digits, so a continued run keeps
+    its number.
 
     Args:
-        num_local_workers: workers of the run on this machine.
-        shares_cores: other runs go on beside this one.
-        num_kept: the number that the run began with; 0 if it begins now.
+        workers: the workers of the run.
+        num_local_workers: number of this run's workers on this machine.
+        shares_cores: whether other runs train at the same time on this machine.
+        num_kept: the number of threads that the run started with; 0 if it starts now.
     """
     if workers.num_threads or num_kept:
         return workers.num_threads or num_kept
@@ -46,7 +54,7 @@ def num_threads_per_worker(
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:
-    """The device's peak in bf16, or None where it is not known (a CPU, an unlisted GPU)."""
+    """Return the device's peak bf16 FLOP/s, or None if it is unknown (a CPU or an unlisted GPU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

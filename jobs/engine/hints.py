@@ -1,4 +1,4 @@
-"""Which command makes what a job did not find."""
+"""Adds a hint to error messages: the command that creates the file that a job did not find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 _WORD = re.compile(r"[^\s'\"`:;,()]+")
 _EXPORT = re.compile(r"(?:.*/)?([^/]+)/export(?:/.*)?")
 _SAMPLE = re.compile(r"(?:.*/)?data/sample(?:/.*)?")
-# The families of the small presets' names. A test holds them to the presets, which this shelf does not import.
+# Patterns of the small presets' names. A test checks them against the presets, which this package must not import.
 _SMALL_PRESETS = {
     "train_lm": re.compile(r"(?:gpt2-(?:scratch|finetune)|(?:llama[12]-.*)?frozen)-small"),
     "train_clip": re.compile(r"clip-.*-small"),
@@ -17,8 +17,9 @@ _SMALL_PRESETS = {
 
 
 def with_hint(message: str) -> str:
-    """An error's message, with the command that makes the first path in it that is not there, if one is known: sample data,
-    and the export of a run that has the name of a small preset.
+    """Return an error message with the command that creates the first missing path in it, if the command is known.
+
+    It is known for the sample data and for the export of a run that has the name of a small preset.
     """
     for word in _WORD.findall(message):
         if Path(word).expanduser().exists():
@@ -31,5 +32,5 @@ def with_hint(message: str) -> str:
 
 
 def _training_command(run: str) -> str:
-    """Of a run that has the name of a small preset; empty for any other name."""
+    """Return the command that trains a run with the name of a small preset; empty for any other name."""
     return next((f"python -m jobs.{job} {run}" for job, names in _SMALL_PRESETS.items() if names.fullmatch(run)), "")

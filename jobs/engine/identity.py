@@ -1,4 +1,4 @@
-"""What identifies a run: a configuration as flat fields, its hash, how two differ, and how one becomes another."""
+"""Configurations as flat fields: what identifies a run, its hash, how two configurations differ, and changing fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 Config = TypeVar("Config")
 
-# What may change when a run is continued: where it is logged, how often, and how the machine is used.
+# Fields that may change when a run is continued: where and how often it logs and saves, and how it uses the machines.
 _FREE_TO_CHANGE = {
     "run.storage",
     "run.prepared",
@@ -39,7 +39,7 @@ _FREE_TO_CHANGE = {
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dataclass as `section.field` → value."""
+    """Convert a nested dataclass into a dictionary `section.field` → value."""
     values: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -51,10 +51,10 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
-    """A configuration with fields, named by section, set to values.
+    """Return a copy of a configuration with fields (`section.field`) set to the given values.
 
     Raises:
-        ValueError: naming the nearest fields for one that is not there, or what the configuration refuses.
+        ValueError: if a field does not exist (the message suggests similar names), or a value is refused.
     """
     check_fields(values, [config])
     known = flatten(config)
@@ -77,7 +77,7 @@ def _check_type(config: Any, name: str, value: Any) -> None:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
     plain = tuple(kind for kind in kinds if isinstance(kind, type))
-    others = [kind for kind in kinds if get_origin(kind) not in (None, Literal)]  # sequences, which nobody sets so
+    others = [kind for kind in kinds if get_origin(kind) not in (None, Literal)]  # sequences, which are not checked
     fits = isinstance(value, plain) and (bool in plain or not isinstance(value, bool))
     if fits or value in options or others or (float in plain and type(value) is int):
         return
@@ -86,10 +86,10 @@ def _check_type(config: Any, name: str, value: Any) -> None:
 
 
 def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
-    """Whether every field, named by section, is one of any of these configurations.
+    """Check that every field (`section.field`) exists in at least one of the configurations.
 
     Raises:
-        ValueError: naming the nearest fields for one that is not.
+        ValueError: if a field does not exist; the message suggests similar names.
     """
     known = dict.fromkeys(name for config in configs for name in flatten(config))
     for name in names:
@@ -99,18 +99,18 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
 
 
 def fixed_values(config: Any) -> dict[str, Any]:
-    """The part of a configuration that identifies a run, or the whole of many of them."""
+    """Return the fields that identify a run, or a group of runs: all but those that may change on continuation."""
     return {name: value for name, value in flatten(config).items() if name.removeprefix("base.") not in _FREE_TO_CHANGE}
 
 
 def configuration_hash(config: Any) -> str:
-    """12 hex digits of everything that identifies a run."""
+    """Return a hash (12 hex digits) of the fields that identify a run."""
     content = json.dumps(fixed_values(config), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`field: old → new` for every field that differs."""
+    """Return `field: old → new` for every field that differs between two configurations."""
     return [
         f"{name}: {old.get(name)!r} → {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())

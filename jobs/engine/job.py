@@ -1,4 +1,4 @@
-"""What travels between the driver and the workers of a training run."""
+"""The job that the driver of a training run sends to its workers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jobs.engine.watch import Watch
 
 
 class FatalTrainingError(RuntimeError):
-    """The run cannot go on, and starting it again would end the same way."""
+    """The run cannot continue, and restarting it would fail in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What the driver sends to every worker."""
+    """Everything that the driver sends to every worker."""
 
     config: TrainingConfig
     spec: TaskSpec
     tracked_run: TrackedRun | None
     mailbox: ActorHandle | None
-    """Carries progress to the driver's terminal; None where it is not shown."""
+    """Actor that carries progress to the driver's terminal; None if progress is not shown there."""
     with_bar: bool
     """Whether progress is drawn as a bar (a terminal) or as lines (a log file)."""
     watch: Watch | None = None
-    """May end the run early."""
+    """Decides after every validation whether to end the run early; None: the run is never ended early."""
     shares_cores: bool = False
-    """Other runs go on beside this one."""
+    """Whether other runs train at the same time on the same machine."""

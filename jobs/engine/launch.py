@@ -1,7 +1,7 @@
-"""From a plan to a finished run: Ray, data, MLflow, Ray Train, report.
+"""Runs a plan to its end: starts Ray, prepares the data, opens the MLflow run, trains and writes the report.
 
-Everything that can be refused is refused before Ray starts: by the configuration, by the plan, or here, where the run's
-name is taken.
+Whatever can be refused without Ray is refused before it starts: by the configuration, by the plan, or here, if the name
+of the run is taken.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from jobs.engine.watch import Watch
 
 
 def tracking_uri(config: TrainingConfig) -> str:
-    """Where a run is logged; empty if nothing is.
+    """Return the MLflow URI that a run is logged to; empty if it is not logged.
 
     Raises:
-        ValueError, ConnectionError: as :func:`resolved_uri`.
+        ValueError, ConnectionError: see :func:`resolved_uri`.
     """
     return resolved_uri(config.tracking, config.run.resolved_storage)
 
@@ -63,24 +63,27 @@ def train(
     origin: Mapping[str, str] | None = None,
     record_models: RecordModels | None = None,
 ) -> dict[str, Any]:
-    """Run a plan to its end, or continue it; returns the outcome, which is also `<run>/outcome.json`.
+    """Run a plan to its end, continuing an earlier run of the same name, and return its outcome.
+
+    The outcome is also written to `outcome.json` in the run's directory.
 
     Args:
-        parent_run_id: the MLflow run that this one is shown under.
-        with_progress: show progress here; a trial among many has nobody who looks.
-        watch: may end the run before its last step; the outcome then says why (`stopped`).
-        keep_checkpoints: False: they are deleted once the outcome is there.
-        shares_cores: other runs go on beside this one.
-        origin: `origin_tags` of the process that the job was started by; None: this one.
-        record_models: what makes checkpoints and export models in MLflow; None: they are not.
+        plan: the plan of the run.
+        parent_run_id: ID of the MLflow run that this run is shown under; empty for none.
+        with_progress: whether to show progress in this terminal; trials of a sweep do not.
+        watch: may end the run before its last step; the outcome then gives the reason (`stopped`).
+        keep_checkpoints: whether to keep the checkpoints after the outcome is written.
+        shares_cores: whether other runs train at the same time on the same machine.
+        origin: `origin_tags` of the process that started the job; None: of this process.
+        record_models: registers checkpoints and export as models in MLflow; None: no models are registered.
 
     Raises:
-        ValueError and the like: before anything starts, for a taken run name, another driver that trains this run, or too
-            small a cluster; and for a run of which no checkpoint is whole.
-        FatalTrainingError: a loss that is not finite (the message names the step and what its batch held), a disk that is
-            full, or no room for all workers within `run.max_wait_minutes`.
-        TrainingFailedError: a worker group failed more often than `run.max_restarts`.
-        KeyboardInterrupt: on Ctrl-C; what was trained since the last checkpoint is lost.
+        ValueError: before training starts, if the run name is taken, another driver trains this run, the cluster is too
+            small, or checkpoints exist but none is whole. Other exceptions that refuse a run are possible.
+        FatalTrainingError: if a loss is not finite (the message names the step and the contents of its batch), a disk
+            is full, or there was no room for all workers within `run.max_wait_minutes`.
+        TrainingFailedError: if a worker group failed more often than `run.max_restarts`.
+        KeyboardInterrupt: on Ctrl-C; the training since the last checkpoint is lost.
     """
     config = plan.config
     outcome = find_directory(config)
@@ -90,7 +93,7 @@ def train(
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
     with Lease(config.run.directory):
-        find_resumption(config.run.directory, {})  # refuses what cannot be continued
+        find_resumption(config.run.directory, {})  # raises if the run cannot be continued
         start_ray()
         check_resources(
             num_workers=config.workers.num_workers,
@@ -99,9 +102,9 @@ def train(
             data_cpus=plan.data_cpus,
         )
         prepared = plan.prepare()
-        outcome = claim_directory(config)  # not before: what cannot start should not hold a name
+        outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:
-            return outcome  # another driver had the lease until now
+            return outcome  # another driver held the lease until now and finished the run
         prepared.write_records(config.run.directory)
         tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
@@ -127,7 +130,7 @@ def train(
 
 
 def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the outcome and the report, and what MLflow will be told."""
+    """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
     config = plan.config
     unsent = result.pop("unsent_metrics", [])
     outcome = {
@@ -149,12 +152,12 @@ def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resu
 
 
 def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
-    """Train from the newest checkpoint that is whole; what the first worker returns.
+    """Train from the newest checkpoint that is whole, and return the result of rank 0.
 
     Raises:
-        FatalTrainingError: where starting the workers again would end the same way.
+        FatalTrainingError: if restarting the workers would fail in the same way.
         ValueError: if the workers find that no checkpoint is whole.
-        KeyboardInterrupt: on Ctrl-C, which Ray Train takes for itself: it ends the workers, then the process, without a word.
+        KeyboardInterrupt: on Ctrl-C, which Ray Train handles itself by ending the workers and then raising SystemExit.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -179,7 +182,7 @@ def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
 
 @contextmanager
 def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: RecordModels | None) -> Iterator[None]:
-    """The checkpoints of a run that fails are models in MLflow too."""
+    """Register the checkpoints as models in MLflow if the run fails inside the block."""
     try:
         yield
     except (FatalTrainingError, TrainingFailedError):
@@ -190,19 +193,19 @@ def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: R
 
 
 class Named(Protocol):
-    """A configuration of a run, or of many of them."""
+    """The configuration of a run, or of a group of runs, that has a section `run`."""
 
     @property
     def run(self) -> RunSection:
-        """Name and place."""
+        """The name and the directories of the run."""
         ...
 
 
 def find_directory(config: Named) -> dict[str, Any] | None:
-    """The outcome of a finished run; None if it is not finished, or nobody has begun it.
+    """Return the outcome of a finished run; None if the run is not finished or has not been started.
 
     Raises:
-        ValueError: if another configuration holds the name; the differing fields are shown.
+        ValueError: if a run of another configuration has the name; the message shows the fields that differ.
     """
     held = read_json(f"{config.run.directory}/configuration.json")
     if held is None:
@@ -216,10 +219,10 @@ def find_directory(config: Named) -> dict[str, Any] | None:
 
 
 def claim_directory(config: Named) -> dict[str, Any] | None:
-    """Take the run's directory, or find it taken by this same configuration; returns the outcome of a finished run.
+    """Create the run's directory for this configuration, or reuse it, and return the outcome if the run is finished.
 
     Raises:
-        ValueError: as :func:`find_directory`.
+        ValueError: see :func:`find_directory`.
     """
     outcome = find_directory(config)
     filesystem, path = resolve(config.run.directory)
@@ -255,7 +258,7 @@ def _delete_checkpoints(directory: str) -> None:
 
 
 def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
-    """Write the report beside the run."""
+    """Write the report into the run's directory."""
     config = plan.config
     with tempfile.TemporaryDirectory() as name:
         local = Path(name)

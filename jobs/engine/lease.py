@@ -1,17 +1,19 @@
-"""One driver for a run at a time: a lease in the run's directory, which its owner renews while it lives.
+"""A lease that lets only one driver at a time train a run: a file in the run's directory that the owner keeps renewing.
 
-The lease is a file that names its owner and counts heartbeats. Who finds one that is not its own
+The lease file names its owner and counts heartbeats. A driver that finds the lease of another owner
 
-* goes on at once if the owner was a process of this machine that is gone. If that process lives, it gets some seconds to
-  end, as the processes of a job that was killed just now may need them; then the start is refused;
-* otherwise (the owner is on another machine, or in another container) watches the count: if it moves, the owner lives; if
-  it rests for `seconds_to_expire`, the owner is dead. Nobody's clock is compared with another's.
+* continues at once if the owner was a process of this machine that has ended. If the process is still running, it gets
+  some seconds to end, which the processes of a job that was just killed may need; after that the start is refused;
+* otherwise (the owner is on another machine, or in another container) watches the heartbeat count. If it changes,
+  the owner is alive; if it stays the same for `seconds_to_expire`, the owner is considered dead. The clocks of
+  different machines are never compared.
 
-What it can promise: object stores have no "create unless it is there", so the new owner writes its name, waits, and reads
-back whose name stands there. Of two drivers that start together the one that wrote last goes on, provided that each needs
-less than `_SECONDS_TO_SETTLE` from reading that the lease is free to having written it. A slower one is found out at the
-next heartbeat: the driver whose name was overwritten ends itself. Until then, at most for one interval between heartbeats,
-two drivers may train one run. The same holds for a driver that could not reach the storage for longer than the expiry.
+What the lease guarantees: object stores have no atomic "create if absent", so a new owner writes its name, waits, and
+reads back which name the file holds. Of two drivers that start at the same time, the one that wrote last continues,
+provided that each needs less than `_SECONDS_TO_SETTLE` between reading that the lease is free and having written it. If
+one is slower, the driver whose name was overwritten notices at its next heartbeat and ends itself. Until then, at most
+for one interval between heartbeats, two drivers may train the same run. The same holds for a driver that could not
+reach the storage for longer than the expiry.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ LEASE_FILE = "lease.json"
 
 _SECONDS_TO_SETTLE = 0.5
 _SECONDS_TO_END = 5.0
-_SECONDS_OF_CLOCK_ERROR = 2.0  # of a process's start, which is computed from the time of booting
+_SECONDS_OF_CLOCK_ERROR = 2.0  # tolerance for the start time of a process, which is computed from the boot time
 
 
 class RunIsTakenError(ValueError):
-    """Another driver has the run."""
+    """Another driver holds the lease of the run."""
 
 
 class Lease:
-    """Held inside its context.
+    """Context manager that holds the lease of a run inside its block.
 
     Args:
         directory: path or URI of the run.
-        seconds_between_beats: how often it is renewed.
-        seconds_to_expire: after how long without a heartbeat the owner counts as dead.
+        seconds_between_beats: seconds between two heartbeats, which renew the lease.
+        seconds_to_expire: seconds without a heartbeat after which an owner is considered dead.
     """
 
     def __init__(self, directory: str, *, seconds_between_beats: float = 10.0, seconds_to_expire: float = 60.0) -> None:
@@ -65,7 +67,7 @@ class Lease:
         """Take the lease.
 
         Raises:
-            RunIsTakenError: if its owner lives.
+            RunIsTakenError: if another owner holds it and is alive.
         """
         held = self._read()
         if held is not None and not _is_ended_here(held):
@@ -83,21 +85,21 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it up.
+        """Release the lease.
 
         Raises:
-            RunIsTakenError: if somebody else took it, for which the block was interrupted.
+            RunIsTakenError: if another driver took the lease, which interrupted the block.
         """
         self._stop.set()
         self._thread.join()
         if self._lost_to is not None:
             raise self._taken(self._lost_to) from error
-        with suppress(OSError):  # it expires by itself
+        with suppress(OSError):  # a lease that is not deleted expires by itself
             if self._is_mine(self._read() or {}):
                 filesystem, path = resolve(self._uri)
                 filesystem.delete_file(path)
                 if isinstance(filesystem, LocalFileSystem):
-                    Path(path).parent.rmdir()  # so that a run which could not start leaves nothing
+                    Path(path).parent.rmdir()  # only an empty one: a run that could not start leaves nothing behind
 
     def _wait_until_dead(self, held: dict[str, Any]) -> None:
         is_here = held.get("machine") == self._owner["machine"]
@@ -133,10 +135,10 @@ class Lease:
         write_json(self._uri, {**self._owner, "num_beats": self._num_beats})
 
     def _read(self) -> dict[str, Any] | None:
-        """What the file says; nothing of its owner if it is damaged."""
+        """Read the lease file; None if there is none, an empty dictionary if it is damaged."""
         try:
             return read_json(self._uri)
-        except FileNotFoundError:  # just given up
+        except FileNotFoundError:  # the owner has just released it
             return None
         except ValueError:
             return {}
@@ -158,7 +160,7 @@ def _name(held: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Equal for processes that see each other by their numbers: on one machine, outside of or inside one container."""
+    """Identify the machine: equal for processes that share process IDs, on one machine and in the same container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -171,7 +173,7 @@ def _process() -> dict[str, Any]:
 
 
 def _is_ended_here(held: dict[str, Any]) -> bool:
-    """Whether the owner was a process of this machine that is gone, its number free or another's."""
+    """Return whether the owner was a process of this machine that has ended; its process ID may belong to another."""
     if held.get("machine") != _machine():
         return False
     try:

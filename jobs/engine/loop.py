@@ -1,8 +1,8 @@
-"""The training loop that every Ray Train worker runs: restore, stream, step, log, validate, save, export.
+"""The training loop that every Ray Train worker runs: restore, read data, step, log, validate, save, export.
 
-It knows nothing of what is trained: that is the task's. Per step it makes one host all-reduce of two integers (units,
-digest of the batch); losses stay on the device and are read and checked every `run.log_every` steps, and before anything
-is saved.
+The loop does not depend on what is trained; that is defined by the task. In every step it makes one all-reduce of two
+integers on the host (number of units, digest of the batch). Losses stay on the device; they are read and checked every
+`run.log_every` steps, and before anything is validated or saved.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ _DIGEST_MODULUS = 1 << 48
 
 
 def train_worker(job: WorkerJob) -> dict[str, Any]:
-    """Train to the end; rank 0's return value is the outcome, `{"fatal": message}` if the run must not be restarted, or
-    `{"damaged": {checkpoint: message}}` if it must go on from an older checkpoint."""
+    """Train to the end of the run.
+
+    Returns:
+        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted, or
+        `{"damaged": {checkpoint: message}}` if it must continue from an older checkpoint.
+    """
     checkpoint = ray.train.get_checkpoint()
     try:
         with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
@@ -65,18 +69,19 @@ def train_worker(job: WorkerJob) -> dict[str, Any]:
 
 
 class TrainingLoop:
-    """One worker's state over a run.
+    """The training loop of one worker, with its state.
 
     Args:
         job: what to train.
-        directory: a copy of the checkpoint to go on from, which may be deleted afterwards; None: the run begins.
+        directory: local copy of the checkpoint to continue from, which is not needed after the construction; None: the
+            run starts from the beginning.
     """
 
     def __init__(self, job: WorkerJob, directory: Path | None) -> None:
         context = ray.train.get_context()
         self.config = config = job.config
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        # Counters cross the network on the host, so that no step waits for the device.
+        # Counters are reduced on the host (gloo), so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
         state = FRESH_STATE
         if directory:
@@ -89,7 +94,7 @@ class TrainingLoop:
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
         self.task: Task = job.spec.create(self.rank, self.world_size)
-        # Reading starts before the model is built, so that the first step does not wait for it.
+        # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
@@ -120,10 +125,10 @@ class TrainingLoop:
         self.since_report = Pace()
 
     def run(self) -> dict[str, Any]:
-        """All steps that are left, then the final validation and the export."""
+        """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`."""
         config = self.config
         if self.validations:
-            self._look()  # a run that was killed after it was told to end
+            self._look()  # the run may have been killed after the watch decided to end it
         while self.step < config.run.num_steps and not self.reason_to_stop:
             started = time.perf_counter()
             batch = next(self.batches)
@@ -160,7 +165,7 @@ class TrainingLoop:
         return outcome if self.is_first else {}
 
     def close(self) -> list[list[Any]]:
-        """Send what MLflow has not got yet; returns what it does not take (`MetricLogger.unsent`)."""
+        """Send the remaining metrics to MLflow and return those that could not be sent (`MetricLogger.unsent`)."""
         if self.system_metrics:
             self.system_metrics.close()
         if self.metrics is None:
@@ -169,7 +174,7 @@ class TrainingLoop:
         return self.metrics.unsent()
 
     def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
-        """Give all workers equally many threads, those of the slowest layout; returns 0 where PyTorch decides."""
+        """Set the number of PyTorch threads to the minimum over all workers and return it; 0 if PyTorch decides."""
         workers = self.config.workers
         if workers.use_gpu and not workers.num_threads:
             return 0
@@ -177,7 +182,7 @@ class TrainingLoop:
             workers,
             num_local_workers=ray.train.get_context().get_local_world_size(),
             shares_cores=shares_cores,
-            # Among another number of workers a batch is divided, and summed, in another way anyhow.
+            # With another number of workers, the batch is divided and summed differently in any case.
             num_kept=state.num_threads if state.world_size == self.world_size else 0,
         )
         fewest = torch.tensor(own)
@@ -186,13 +191,13 @@ class TrainingLoop:
         return int(fewest)
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
-        """Count this rank's part of one global batch, and train on it."""
+        """Count the units of a global batch and train on this rank's part of it."""
         counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum())])
         dist.all_reduce(counts, group=self.host_group)
         num_units = int(counts[0])
         self.num_units += num_units
         self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
-        # Dropout differs between ranks and steps, and is the same after a restart.
+        # This makes dropout different on every rank and in every step, but the same after a restart.
         torch.manual_seed(_seed_of(self.config.run.seed, self.step, self.rank))
         result = self.task.train_step(
             self.engine, batch, step=self.step, num_units=num_units, with_statistics=with_statistics
@@ -201,7 +206,7 @@ class TrainingLoop:
         return result.statistics
 
     def _report_steps(self, statistics: Statistics | None) -> None:
-        """Read the losses since the last report, stop on one that is not finite, and log."""
+        """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
         losses = torch.stack(self.losses).double()
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
@@ -253,7 +258,10 @@ class TrainingLoop:
         )
 
     def _validate(self, *, with_details: bool) -> dict[str, Any]:
-        """Score the model, log, and export it if it is the best so far (or the last, where nothing is rated)."""
+        """Validate the model, log the scores, and export it if it is the best so far.
+
+        If the task does not rate its models, the model is exported at the final validation (`with_details`) instead.
+        """
         self.engine.eval()
         with torch.no_grad():
             scores, details = self.task.validate(self.engine, with_details=with_details)
@@ -272,7 +280,7 @@ class TrainingLoop:
         return {"validation": scores, "best_rating": self.best_rating, **(details or {})}
 
     def _look(self) -> None:
-        """Ask whoever watches, on rank 0, whether to end here."""
+        """Ask the watch on rank 0 whether to end the run here, and tell all ranks."""
         if self.watch is None:
             return
         answer = [self.watch.reason_to_stop(self.validations) if self.is_first else ""]
@@ -296,12 +304,12 @@ class TrainingLoop:
 
 
 def _seed_of(*values: int) -> int:
-    """A 64-bit seed that is a function of the values, whatever their sizes."""
+    """Return a 64-bit seed computed from the values, which may be of any size."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
 def _peak_memory_gib() -> float:
-    """Peak memory of this process: of the device where there is one, else resident."""
+    """Return the peak memory of this process in GiB: device memory if there is a GPU, else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource

@@ -1,4 +1,4 @@
-"""Masking of what only the one who gave it should know: the user and password of a URI."""
+"""Masks the user names, passwords and other secrets in URIs, so that they are not shown or recorded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 MASK = "***"
-# user:password@ of a URI. Written as they should be, neither holds a slash or an @; a password that does is masked as well,
-# up to the last @ of the word.
+# Matches `user:password@` in a URI. Correctly encoded, neither holds a slash or an @; a password that does nevertheless
+# is masked too, up to the last @ of the word.
 _LOGIN = re.compile(r"(?<=://)(?:[^\s/]*:\S*|[^\s/]*)@")
-# …?user=me&password=secret, as databases take it, or a whole connection in one value.
+# Matches secrets among the query parameters, as in `…?user=me&password=secret`, which databases accept, or
+# `odbc_connect`, which holds a whole connection string.
 _QUERY = re.compile(r"(?i)(?<=[?&])([^\s=&]*(?:pass|pwd|token|secret|key|odbc_connect)[^\s=&]*)=[^\s&'\"]+")
 
 
 def masked(value: Value) -> Value:
-    """A text with the login of every URI in it replaced by `***`; a mapping, list or tuple with all its texts masked."""
+    """Replace the logins and secrets of all URIs in a text by `***`; also masks all texts in a mapping, list or tuple."""
     masking: Any = value
     if isinstance(masking, str):
         masking = _QUERY.sub(rf"\1={MASK}", _LOGIN.sub(f"{MASK}@", masking))

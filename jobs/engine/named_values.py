@@ -1,4 +1,4 @@
-"""Lists of NAME=VALUE on a command line."""
+"""Parses lists of NAME=VALUE given on a command line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 
 
 def named_values(field_name: str, values: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` of a list, by name.
+    """Parse a list of `NAME=VALUE` into a dictionary.
+
+    Args:
+        field_name: name of the option, for error messages.
+        values: the list.
 
     Raises:
-        ValueError: for a value without a name, or a name that occurs twice.
+        ValueError: if an entry is not `NAME=VALUE`, its name has other characters than letters, digits and `-_.`, or a
+            name occurs twice.
     """
     split = [text.partition("=") for text in values]
     for text, (name, _, value) in zip(values, split, strict=True):
@@ -22,5 +27,5 @@ def named_values(field_name: str, values: Sequence[str]) -> dict[str, str]:
 
 
 def twice(names: Iterable[str]) -> str:
-    """The first that occurs more than once; empty if none does."""
+    """Return the first name that occurs more than once; empty if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")

@@ -1,4 +1,4 @@
-"""How fast a run goes, and its data fetched ahead."""
+"""Measures the speed of a run, and fetches its first batch ahead of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelines.stream import Batch
 
 
 class Pace:
-    """Units (tokens, pairs) and seconds over some steps, and how much of the time went by waiting for data."""
+    """Sums over steps: units (tokens, pairs), seconds, and the seconds of these spent waiting for data."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -17,24 +17,24 @@ class Pace:
         self.num_units = 0
 
     def add(self, seconds: float, seconds_waiting: float, num_units: int) -> None:
-        """Count one step."""
+        """Add one step to the sums."""
         self.seconds += seconds
         self.seconds_waiting += seconds_waiting
         self.num_units += num_units
 
     @property
     def units_per_second(self) -> float:
-        """Of the global batch."""
+        """Units per second, counting the units of the global batch."""
         return self.num_units / self.seconds
 
     @property
     def data_wait_share(self) -> float:
-        """Of the time."""
+        """Share of the time that was spent waiting for data."""
         return self.seconds_waiting / self.seconds
 
 
 class Ahead:
-    """An iterator whose first item is fetched in the background from the moment it is made."""
+    """An iterator that starts fetching its first item in the background as soon as it is created."""
 
     def __init__(self, items: Iterator[Batch]) -> None:
         self._items = items

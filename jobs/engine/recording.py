@@ -1,4 +1,4 @@
-"""What MLflow is told of a run that has ended: at once or, after an outage, when the same command is typed again."""
+"""Sends the end of a run to MLflow: immediately or, after an outage, when the same command is run again."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, send_
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
-    """Put what only this process knows beside the run, until all of it is in MLflow."""
+    """Store what MLflow must still receive in the run's directory, until :func:`record_end` has sent it.
+
+    Args:
+        config: configuration of the run.
+        unsent_metrics: metrics that could not be sent so far (`MetricLogger.unsent`).
+        note: Markdown text that describes the run in MLflow.
+    """
     write_json(_file(config), {"unsent_metrics": list(unsent_metrics), "note": note})
 
 
 class RecordModels(Protocol):
-    """Makes a run's checkpoints, and the export of a run that has an outcome, models in MLflow."""
+    """Registers a run's checkpoints as models in MLflow, and also its export if the run has an outcome."""
 
     def __call__(self, config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
-        """Raises MLflow's errors; what is recorded already is left as it is."""
+        """Register the models; raises MLflow's errors, and leaves models that are already registered unchanged."""
         ...
 
 
 def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models: RecordModels | None = None) -> None:
-    """Send metrics that wait, the report, the models and the status FINISHED; nothing if that was done before.
+    """Send the unsent metrics, the report, the models and the status FINISHED to MLflow, unless this was done before.
 
-    An outage is a warning, and what was to be sent stays where it is.
+    An outage of MLflow only causes a warning, and what was to be sent is kept for the next call.
 
     Args:
-        record_models: None: no model is recorded.
+        config: configuration of the run.
+        outcome: outcome of the run.
+        record_models: registers the models; None: no models are registered.
     """
     kept = read_json(_file(config))
     if kept is None:

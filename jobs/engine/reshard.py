@@ -1,8 +1,8 @@
-"""Optimizer state of a ZeRO 1 or 2 checkpoint for another number of workers.
+"""Loads the optimizer state of a ZeRO 1 or 2 checkpoint on another number of workers.
 
-DeepSpeed lays every parameter group out as one flat vector, divides that among the workers, and refuses to load the parts
-under another division. A checkpoint says where in its part each parameter's fragment lies, so whole moments can be put
-together, and the engine says which fragment of them it wants where.
+DeepSpeed flattens every parameter group into one vector, partitions it among the workers, and refuses to load the
+partitions on another number of workers. A checkpoint records where each parameter's fragment lies in each partition, so
+the moments of whole parameters can be reassembled here. The engine then states which fragments of them it needs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
-    """Set AdamW's moments, step count and learning rates from the parts of all the workers that wrote them.
+    """Set AdamW's moments, step count and learning rates from the partitions of all workers that wrote the checkpoint.
 
     Args:
-        engine: fresh, with a ZeRO 1 or 2 optimizer; its weights and its schedule are those of the checkpoint already.
-        directory: where DeepSpeed wrote its files.
-        read: reads one of them, without unpickling anything but tensors and DeepSpeed's records.
-        num_writers: how many workers wrote them.
+        engine: a new engine with a ZeRO 1 or 2 optimizer, whose weights and schedule are already restored.
+        directory: directory of DeepSpeed's files in the checkpoint.
+        read: reads one of these files, unpickling only tensors and DeepSpeed's own records.
+        num_writers: how many workers wrote the checkpoint.
     """
     files = _parts(directory, num_writers)
     moments, num_steps = _whole_moments([read(str(file))["optimizer_state_dict"] for file in files])
@@ -35,20 +35,20 @@ def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str],
         state = {key: torch.zeros_like(flat_weights) for key in MOMENTS}
         for parameter in zero.bit16_groups[group]:
             mapping = parameter._hp_mapping
-            if mapping is None:  # lies wholly with other workers
+            if mapping is None:  # other workers hold the whole parameter
                 continue
             wanted, place = mapping.lp_fragment_address, mapping.hp_fragment_address
             for key in MOMENTS:
                 fragment = moments[names[parameter]][key][wanted.start : wanted.start + wanted.numel]
                 state[key][place.start : place.start + place.numel] = fragment
         zero.optimizer.state[flat_weights] = {"step": num_steps.clone(), **state}
-    # The schedule is restored, but it writes its rates only after a step.
+    # The schedule is restored, but it sets the learning rates only after its next step.
     for values, rate in zip(zero.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
         values["lr"] = rate
 
 
 def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
-    """Parameter name → moment → (n,), and the number of steps taken."""
+    """Return parameter name → moment name → whole flat moment (n,), and the number of optimizer steps taken."""
     fragments: dict[str, dict[str, list[Tensor]]] = {}
     num_steps = torch.zeros(())
     for part in parts:
@@ -64,7 +64,13 @@ def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Ten
 
 
 def _parts(directory: Path, num_writers: int) -> list[Path]:
-    """The optimizer files of all workers, in the order of their ranks; any of higher ranks are left from other workers."""
+    """Return the optimizer files of all writers in the order of their ranks.
+
+    Files of higher ranks are ignored: an earlier, larger group of workers left them.
+
+    Raises:
+        FileNotFoundError: if files are missing.
+    """
 
     def rank(file: Path) -> int:
         return int(file.name.split("zero_pp_rank_")[1].split("_")[0])

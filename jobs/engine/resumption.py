@@ -1,8 +1,9 @@
-"""Which checkpoint a run goes on from: the newest that is whole.
+"""Chooses the checkpoint that a run continues from: the newest that is whole.
 
-Ray Train goes on from the newest checkpoint that its snapshot file names, whatever is left of it. Here the checkpoints'
-own directories decide, and the snapshot is written anew from them before every start. A snapshot that is damaged, missing
-or of another version of Ray therefore costs nothing, and a damaged checkpoint costs the steps since the one before it.
+Ray Train continues from the newest checkpoint named in its snapshot file, even if that checkpoint is damaged or gone.
+Here the checkpoints' own directories decide instead, and the snapshot is rewritten from them before every start. A
+snapshot that is damaged, missing or written by another version of Ray therefore does no harm, and a damaged checkpoint
+costs only the steps since the previous one.
 """
 
 from __future__ import annotations
@@ -25,50 +26,50 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the directory of a step's checkpoint."""
+    """Return the directory name of the checkpoint of a step."""
     return f"checkpoint-{step:08d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """Where a run goes on."""
+    """The checkpoints that a run can continue from."""
 
     checkpoints: list[str]
-    """Names of those that are whole, oldest first."""
+    """Names of the checkpoints that are whole, oldest first."""
     notes: list[str]
-    """What a person should know of those that are not, and of the snapshot."""
+    """Messages for the user about checkpoints that are not whole and about a damaged snapshot."""
 
     @property
     def step(self) -> int:
-        """The last step that need not be repeated; 0 if the run begins."""
+        """Step of the newest whole checkpoint, after which the run continues; 0 if it starts from the beginning."""
         return _step(self.checkpoints[-1]) if self.checkpoints else 0
 
 
 def whole_checkpoints(directory: str) -> dict[str, int]:
-    """Name → step of the checkpoints in a run's directory that are whole, oldest first."""
+    """Return name → step of the checkpoints in a run's directory that are whole, oldest first."""
     return {
         name: _step(name) for name in sorted(_found(directory), key=_step) if not find_damage(f"{directory}/{name}")
     }
 
 
 def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumption:
-    """Which checkpoints of a run are whole.
+    """Find out which checkpoints of a run are whole.
 
-    An upload that was not finished, and that Ray Train therefore never registered, is no reason to stop: a run that has
-    nothing else begins at step 0.
+    An unfinished upload, which Ray Train never registered, is not an error: a run that has no other checkpoint starts
+    at step 0.
 
     Args:
         directory: path or URI of the run.
-        known_damage: checkpoint name → what its readers found in it, where names and sizes show nothing.
+        known_damage: checkpoint name → damage that workers found in it by digests, which names and sizes do not show.
 
     Raises:
-        ValueError: if the run had finished checkpoints and none is whole; all are named with what is wrong.
+        ValueError: if the run had finished checkpoints but none is whole; the message lists what is wrong with each.
     """
     registered, problem = _read_snapshot(directory)
     names = sorted(_found(directory) | registered, key=_step)
     damage = {name: known_damage.get(name) or find_damage(f"{directory}/{name}") for name in names}
     whole = [name for name in names if not damage[name]]
-    # Older ones that are not registered are what Ray Train was about to delete when the run ended.
+    # Damaged checkpoints that are older and not registered are those that Ray Train was deleting when the run ended.
     told = [
         name for name in names if damage[name] and (name in registered or not whole or _step(name) > _step(whole[-1]))
     ]
@@ -84,9 +85,9 @@ def find_resumption(directory: str, known_damage: Mapping[str, str]) -> Resumpti
 
 
 def write_snapshot(directory: str, checkpoints: list[str]) -> None:
-    """Have Ray Train go on from the last of these checkpoints, and count all of them as kept."""
+    """Write Ray Train's snapshot so that it continues from the last of these checkpoints and counts all of them as kept."""
     if not checkpoints:
-        return  # nor is there an older snapshot: its checkpoints would have to be whole
+        return  # then there is no older snapshot either, since find_resumption would have raised an error
     results = [_TrainingResultState(checkpoint_dir_name=name, metrics={"step": _step(name)}) for name in checkpoints]
     state = _CheckpointManagerState(
         checkpoint_results=results,
@@ -103,12 +104,12 @@ def write_snapshot(directory: str, checkpoints: list[str]) -> None:
 
 
 def registered_step(directory: str) -> int:
-    """The step of the last checkpoint that Ray Train has registered, from which it starts workers again; 0 if none is."""
+    """Return the step of the last checkpoint that Ray Train has registered, from which it restarts workers; else 0."""
     return max(map(_step, _read_snapshot(directory)[0]), default=0)
 
 
 def _found(directory: str) -> set[str]:
-    """Names of the checkpoints' directories, whatever is left in them."""
+    """Return the names of the checkpoint directories that exist, whether or not the checkpoints are whole."""
     filesystem, path = resolve(directory)
     entries = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
     return {
@@ -121,7 +122,7 @@ def _step(name: str) -> int:
 
 
 def _read_snapshot(directory: str) -> tuple[set[str], str]:
-    """The checkpoints that Ray Train's snapshot names, and what is wrong with the file."""
+    """Return the checkpoints that Ray Train's snapshot names, and what is wrong with the file (empty if nothing)."""
     try:
         snapshot = read_json(f"{directory}/{SNAPSHOT_FILE}")
         names = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"]] if snapshot else []

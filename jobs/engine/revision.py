@@ -1,4 +1,4 @@
-"""The revision of the code that a job runs: of the checkout, or as `TEMPNET_REVISION` tells it where there is none."""
+"""Determines the Git revision of the code that a job runs: from the checkout, or else from `TEMPNET_REVISION`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import subprocess
 from pathlib import Path
 
 VARIABLE = "TEMPNET_REVISION"
-"""Environment variable that tells a job the revision of its code where there is no checkout."""
+"""Name of the environment variable that gives a job the revision of its code if the code is not a Git checkout."""
 ROOT = Path(__file__).parents[2]
 _DIRTY = "-dirty"
 
 
 def revision_tags() -> dict[str, str]:
-    """`git.revision` and `git.dirty` of this checkout or else of $TEMPNET_REVISION; without both, `git.revision` says so."""
+    """Return the tags `git.revision` and `git.dirty` from this checkout, or else from $TEMPNET_REVISION.
+
+    If neither exists, `git.revision` says that the revision is not recorded, and there is no `git.dirty`.
+    """
     revision = checkout_revision() or os.environ.get(VARIABLE, "").strip()
     if not revision:
         return {"git.revision": f"not recorded: this code is no git checkout, and {VARIABLE} is not set"}
@@ -21,12 +24,12 @@ def revision_tags() -> dict[str, str]:
 
 
 def checkout_revision(root: Path = ROOT) -> str:
-    """The commit of a checkout, followed by `-dirty` if files have changed or are new; empty if the code is no checkout."""
+    """Return the commit of a checkout, followed by `-dirty` if files have changed or are new; empty without a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    # Git itself would look for one in the directories above, too, which is another project's.
+    # Git itself would also search the parent directories, where it might find the checkout of another project.
     if not (root / ".git").exists():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""ρ that a run steers by itself (`tempnet.rho_controller`): over the ranks, and in checkpoints."""
+"""Adjusts ρ during training with a controller (`tempnet.rho_controller`) across ranks, and saves it in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _STATE_FILE = "rho.json"
 
 
 class RhoSteering:
-    """The ρ of every step, the same on all ranks; without a target it stays where it starts.
+    """Sets the ρ of every step, the same on all ranks; without a target for the mean temperature, ρ stays constant.
 
-    A steered one costs a host read a step.
+    Adjusting ρ costs one transfer from the device to the host per step.
 
     Args:
-        limit: log K, below which ρ stays.
-        tau_range: τ₀ and τ_max.
-        apply: gives the loss another ρ.
+        section: the configuration, with the target and the gain.
+        rho: initial value of ρ, in nats.
+        limit: log K, the upper limit of ρ (exclusive).
+        tau_range: the bounds τ₀ and τ_max.
+        apply: sets the ρ of the loss.
     """
 
     def __init__(
@@ -47,22 +49,24 @@ class RhoSteering:
             self._controller = RhoController(rho, target=section.target_tau, limit=limit, gain=section.rho_gain)
 
     def follows(self, engine: DeepSpeedEngine) -> bool:
-        """Whether the coming step is one to :meth:`observe`: there is a target, and the TempNet learns.
+        """Return whether to :meth:`observe` the coming step: there is a target, and the TempNet does not rest.
 
-        While it rests no ρ moves a temperature, and what the controller sums up would only have to be undone.
+        While its learning rate is 0, no ρ changes a temperature, and the controller's integral would grow to no
+        purpose.
         """
         rates = [group["lr"] for group in engine.optimizer.param_groups if group.get("name") == "tempnet"]
         return self._controller is not None and any(rates)
 
     def observe(self, tau: Tensor, slope: Tensor) -> None:
-        """Take in a step and give the loss the ρ of the next one; all ranks must call it.
+        """Update ρ from the temperatures of a step, and set the loss's ρ for the next one. All ranks must call this.
 
-        A temperature near an end of its range hardly follows its slope, as τ is a sigmoid of what the network adds up. So
-        slopes count by how far τ moves with the score, dτ/ds ∝ (τ − τ₀)(τ_max − τ): their mean is what pushes all scores.
+        A temperature near an end of its range hardly responds to its slope, because τ is a sigmoid of the network's
+        score s. Slopes are therefore averaged with the weights dτ/ds ∝ (τ − τ₀)(τ_max − τ), by which τ responds to the
+        score; this weighted mean is the push on all scores.
 
         Args:
-            tau: (n,) of this rank's instances.
-            slope: (n,) f'(τ) at the present ρ.
+            tau: (n,) temperatures of this rank's instances.
+            slope: (n,) f'(τ) at the current ρ.
         """
         assert self._controller is not None
         low, high = self._tau_range
@@ -75,23 +79,23 @@ class RhoSteering:
             self._apply(self._controller.update(total / count, push / weight))
 
     def scores(self) -> dict[str, float]:
-        """ρ, where it is steered."""
+        """Return the current ρ as a metric; empty if ρ is constant."""
         return {"rho": self._controller.rho} if self._controller else {}
 
     def save(self, directory: Path) -> None:
-        """Into a checkpoint; every rank writes the same."""
+        """Write the controller's state into a checkpoint directory; every rank writes the same content."""
         if self._controller:
             (directory / _STATE_FILE).write_text(json.dumps(self._controller.state()))
 
     def load(self, directory: Path) -> None:
-        """The inverse."""
+        """Restore the controller's state from a checkpoint directory, and set the loss's ρ."""
         if self._controller:
             self._controller.restore(json.loads((directory / _STATE_FILE).read_text()))
             self._apply(self._controller.rho)
 
 
 class ContrastiveSteering(RhoSteering):
-    """Of a loss that compares pairs; K is the number of samples but one."""
+    """Adjusts the ρ of a contrastive loss, where K is the number of training samples minus one."""
 
     def __init__(self, section: ContrastiveSection, loss: ContrastiveLoss, num_samples: int) -> None:
         def apply(rho: float) -> None:
@@ -101,6 +105,6 @@ class ContrastiveSteering(RhoSteering):
         super().__init__(section, rho=loss.config.rho, limit=limit, tau_range=section.tau_range, apply=apply)
 
     def observe_pairs(self, output: ContrastiveOutput) -> None:
-        """Take in a step, whose dual gradients are the f'(τ)."""
+        """Update ρ from the output of the loss, whose dual gradients are f'(τ); does nothing if it has none."""
         if (slope := output["dual_gradient"]) is not None:
             self.observe(output["tau"].flatten(), slope.flatten())

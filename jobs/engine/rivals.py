@@ -1,7 +1,7 @@
-"""Whether a run's learned temperature is worth anything: one verdict for the report, the outcome and MLflow.
+"""Judges whether a run's learned temperature is useful: one verdict for the report, the outcome and MLflow.
 
-A TempNet is judged on held-out data by the loss that it was trained on, beside the best constant τ and MeanShift
-(`tempnet.rivals`).
+On held-out data, by the loss that it was trained with, the TempNet is compared with two rivals: the best constant τ and
+MeanShift (`tempnet.rivals`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# A TempNet whose temperatures have a standard deviation below this share of their mean tells nothing apart.
+# A TempNet is considered constant if the standard deviation of its temperatures is below this share of their mean.
 CONSTANT_SPREAD = 0.01
 
 _LOSSES = {"robust": "robust loss", "cross_entropy": "cross-entropy"}
@@ -17,20 +17,21 @@ _CONSTANTS = {"best_constant": "the best constant τ", "mean_shift": "MeanShift"
 
 
 def is_constant(scores: Mapping[str, float]) -> bool:
-    """Whether the standard deviation of τ is below CONSTANT_SPREAD of its mean; `scores` are those of a validation."""
+    """Return whether the standard deviation of τ is below CONSTANT_SPREAD times its mean in the scores of a validation."""
     return scores["tau_std"] < CONSTANT_SPREAD * scores["tau_mean"]
 
 
 def beats(figures: Mapping[str, float], loss: str, constant: str) -> bool:
-    """Whether the gain over a constant is above the half-width of its 95 % interval; False where that is not known."""
+    """Return whether the gain over a rival exceeds the half-width of its 95 % interval; False if the width is NaN."""
     return figures[f"{loss}/{constant}_gain"] > figures[f"{loss}/{constant}_gain_half_width"]
 
 
 def verdict(outcome: Mapping[str, Any]) -> str | None:
-    """`constant`, `beats both constants`, or which of the two it does not beat; None for a run that trains no TempNet.
+    """Return `constant`, `beats both constants`, or which rivals the TempNet does not beat; None without a TempNet.
 
     Args:
-        outcome: `judged_by` (`robust` or `cross_entropy`: the loss of the training), `rivals` and `validation`.
+        outcome: outcome of a run; read are `judged_by` (`robust` or `cross_entropy`, the training loss), `rivals` and
+            `validation`.
     """
     loss = outcome.get("judged_by")
     if loss is None:
@@ -42,13 +43,13 @@ def verdict(outcome: Mapping[str, Any]) -> str | None:
 
 
 def tags(outcome: Mapping[str, Any]) -> dict[str, str]:
-    """`temperature.verdict`, for MLflow; nothing for a run that trains no TempNet."""
+    """Return the MLflow tag `temperature.verdict`; empty for a run that trains no TempNet."""
     found = outcome.get("temperature_verdict")
     return {"temperature.verdict": found} if found else {}
 
 
 def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of `rivals` and, for a run that trains a TempNet, `beats_both_constants` (1 or 0), for MLflow."""
+    """Return MLflow metrics: the figures of `rivals` and, if a TempNet was trained, `beats_both_constants` (1 or 0)."""
     figures = {f"rivals/{name}": float(value) for name, value in outcome.get("rivals", {}).items()}
     if found := outcome.get("temperature_verdict"):
         figures["beats_both_constants"] = float(found == "beats both constants")
@@ -56,9 +57,10 @@ def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines of a report: the verdict, the losses at τ and at both constants, and a warning of a constant TempNet.
+    """Return the lines of a report: the verdict, the losses at the learned τ and with both rivals, and any warning.
 
-    A constant's line says by how much its loss is above that at τ, with the half-width of the 95 % interval.
+    The line of a rival shows by how much its loss exceeds that at the learned τ, with the half-width of the 95 %
+    interval. The warning is given if the TempNet is constant.
     """
     if (found := outcome.get("temperature_verdict")) is None:
         return []

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as factors of a group's own rate."""
+"""Learning-rate schedules, expressed as factors of a parameter group's own learning rate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ def decay_with_warmup(
     final_share: float = 0.0,
     rest_share: float = 0.0,
 ) -> Callable[[int], float]:
-    """0 while it rests, linear up from there, then down to `final_share` at `num_steps`: a half cosine (TempNet Table 5) or
-    linearly (the slanted triangle of arXiv 1801.06146, as in DeCLUTR).
+    """Return a schedule: factor 0 during the rest, a linear warm-up to 1, then a decay to `final_share` at `num_steps`.
 
-    Step s, counted from the end of the rest, has the factor (s + 1)/warm-up while it warms up, so that no step of the warm-up
-    is wasted at rate 0. All shares are of `num_steps`.
+    The decay is half a cosine (TempNet Table 5) or linear (the slanted triangle of arXiv 1801.06146, as in DeCLUTR). In
+    the warm-up, step s, counted from the end of the rest, has the factor (s + 1)/(number of warm-up steps), so that no
+    step of the warm-up is wasted at a learning rate of 0.
+
+    Args:
+        num_steps: number of optimizer steps of the run.
+        decay: shape of the decay.
+        warmup_share: length of the warm-up as a share of `num_steps`.
+        final_share: factor at the end of the decay.
+        rest_share: length of the rest as a share of `num_steps`.
     """
     num_rest, num_warmup = round(rest_share * num_steps), round(warmup_share * num_steps)
     num_decay = max(1, num_steps - num_rest - num_warmup)

@@ -1,7 +1,7 @@
-"""The machine under a run: CPU, memory, disk, network and GPUs of the first worker's node, as MLflow names them.
+"""Logs usage of CPU, memory, disk, network and GPUs on the first worker's node, under MLflow's names for these metrics.
 
-MLflow's own monitors do the reading, and the run's metric logger does the sending: the thread that MLflow would do both in
-ends for good at the first call that fails, and opens a second way to the server.
+MLflow's own monitors take the measurements, and the run's metric logger sends them. MLflow's thread, which would do
+both, is not used because it stops for good at the first failed call and opens a second connection to the server.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jobs.engine.tracking import MetricLogger
 
 
 class SystemMetrics:
-    """Samples in the background until it is closed, and once more then, so that a short run has figures too.
+    """Takes samples in the background until it is closed, and one more on closing, so that a short run has figures too.
 
     Args:
-        logger: takes the samples.
-        step: the optimizer step that a sample belongs to.
-        seconds_between_samples: the figures of MLflow's charts stand for as much time.
+        logger: sends the samples to MLflow.
+        step: returns the current optimizer step, under which a sample is logged.
+        seconds_between_samples: seconds between samples, which is the time span that each value in MLflow covers.
     """
 
     def __init__(self, logger: MetricLogger, step: Callable[[], int], *, seconds_between_samples: float = 10.0) -> None:
@@ -36,12 +36,12 @@ class SystemMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the last sample."""
+        """Take the last sample and stop."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        for monitor in self._monitors:  # CPU load is counted from a thread's last look; its first says 0
+        for monitor in self._monitors:  # CPU load is measured since the thread's previous call; the first gives 0
             monitor.collect_metrics()
             monitor.clear_metrics()
         while not self._stop.wait(self._seconds):
@@ -57,7 +57,10 @@ class SystemMetrics:
 
 
 def _gpu_monitors() -> list[BaseMetricsMonitor]:
-    """Of the makers whose GPUs are here; they need `nvidia-ml-py` or `pyrsmi`, and say by an error that they cannot read."""
+    """Return the monitors of the GPUs on this machine.
+
+    They need `nvidia-ml-py` or `pyrsmi`, and raise an error on creation if they cannot read any GPU.
+    """
     found: list[BaseMetricsMonitor] = []
     for monitor in (GPUMonitor, ROCMMonitor):
         try:

@@ -1,6 +1,7 @@
-"""What a kind of training tells the loop and the driver: everything that is not the same for all of them.
+"""The interface between a task (a kind of training) and the loop and driver: everything that differs between tasks.
 
-The driver holds a `Plan`; after the data are prepared it sends a `TaskSpec` to the workers, where it becomes a `Task`.
+The driver holds a `Plan`. After the data are prepared, it sends a `TaskSpec` to the workers, each of which creates its
+`Task` from it.
 """
 
 from __future__ import annotations
@@ -18,178 +19,198 @@ from torch import Tensor, nn
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun
 
-if TYPE_CHECKING:  # the driver has no use for it
+if TYPE_CHECKING:  # the driver does not need DeepSpeed at run time
     from deepspeed import DeepSpeedEngine
 
 ParameterGroup: TypeAlias = dict[str, Any]
-"""`name` (whose schedule is logged under it), `parameters`, `learning_rate`."""
+"""A dictionary with `name` (under which the learning rate is logged), `parameters` and `learning_rate`."""
 
 
 class Statistics(Protocol):
-    """Sums of a step, which are added over the ranks."""
+    """Statistics of a training step, stored as sums that are added over the ranks."""
 
     @property
     def sums(self) -> Tensor:
-        """May be changed in place."""
+        """The sums of this rank; the loop replaces them in place by the sums over all ranks."""
         ...
 
     def summary(self) -> dict[str, float]:
-        """Means and the like; `tau_mean` is shown with the progress."""
+        """Return metrics computed from the sums, such as means; `tau_mean` is shown with the progress."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one rank did in a step."""
+    """Result of one training step on one rank."""
 
     loss: Tensor
-    """This rank's part, detached: the sum over ranks is the loss."""
+    """This rank's part of the loss, detached; the sum over all ranks is the loss of the step."""
     statistics: Statistics | None
+    """Statistics of the step; None unless they were requested."""
 
 
 class Task(Protocol):
-    """One worker's side."""
+    """A task on one worker: its data, its model, and how to train, validate, save and export it."""
 
     @property
     def stream(self) -> RankStream:
-        """This rank's part of the data."""
+        """This rank's part of the training data."""
         ...
 
     @property
     def module(self) -> nn.Module:
-        """There once :meth:`build` was called."""
+        """The module that DeepSpeed trains; available after :meth:`build` was called."""
         ...
 
     @property
     def unit(self) -> str:
-        """What is counted for speed: `tokens`, `pairs`."""
+        """Name of the units in which the speed is counted, such as `tokens` or `pairs`."""
         ...
 
     def build(self, *, is_fresh: bool) -> None:
-        """Make the module, the same on every rank, and read what validation needs. Reading data has begun by then.
+        """Build the module, with the same weights on every rank, and read the validation data.
+
+        Reading of the training data has already begun by then.
 
         Args:
-            is_fresh: whether the run begins; a continued run's weights come from its checkpoint.
+            is_fresh: whether the run starts from the beginning; a continued run gets its weights from its checkpoint.
         """
         ...
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Trainable parameters by schedule."""
+        """Return the trainable parameters, in one group for each learning rate and schedule."""
         ...
 
     def flops_per_unit(self) -> float | None:
-        """FLOPs that the mathematics of one trained unit needs; None if that is not known."""
+        """Return the FLOPs that training on one unit mathematically needs; None if unknown."""
         ...
 
     def num_units(self, batch: Batch) -> int:
-        """Units in this rank's part of a batch."""
+        """Return the number of units in this rank's part of a batch."""
         ...
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """Forward, backward and update. `step` counts from 0, `num_units` are those of the global batch."""
+        """Run the forward pass, the backward pass and the optimizer step.
+
+        Args:
+            engine: DeepSpeed around :attr:`module`.
+            batch: this rank's part of the batch.
+            step: number of the step, counted from 0.
+            num_units: number of units in the global batch.
+            with_statistics: whether to return statistics of the step.
+        """
         ...
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Scores, equal on all ranks, and, on rank 0 if asked for, what the report wants to know."""
+        """Validate the model.
+
+        Args:
+            engine: DeepSpeed around :attr:`module`.
+            with_details: whether to also return details for the report.
+
+        Returns:
+            The scores, equal on all ranks, and, on rank 0 if requested, the details for the report.
+        """
         ...
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Scores in half a line."""
+        """Format scores as a short text for a progress line."""
         ...
 
     def rating(self, scores: Mapping[str, float]) -> float | None:
-        """The score by which the best model is exported, the higher the better; None exports the last."""
+        """Return the rating by which the best model is exported (higher is better); None: the last model is exported."""
         ...
 
     def export(self) -> None:
-        """Write the model to `<run>/export`; all ranks call it, the first one writes."""
+        """Write the model to the directory `export` of the run; all ranks call this, rank 0 writes."""
         ...
 
     def save(self, directory: Path) -> None:
-        """This rank's part of what the engine does not hold, into a checkpoint."""
+        """Write this rank's state that DeepSpeed does not hold into a checkpoint directory."""
         ...
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """The inverse, for any number of workers that wrote it."""
+        """Restore what :meth:`save` wrote, whatever number of workers wrote it."""
         ...
 
 
 class TaskSpec(Protocol):
-    """What travels to the workers."""
+    """The description of a task that the driver sends to the workers."""
 
     def create(self, rank: int, world_size: int) -> Task:
-        """A worker's side; it must be quick, as reading data starts after it."""
+        """Create the task on a worker; must be fast, because reading data starts only afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTask:
-    """What a plan becomes once its data are there."""
+    """A plan whose data are prepared: everything needed to start the workers and to record the run."""
 
     config: TrainingConfig
-    """For the workers: absolute paths, everything resolved."""
+    """Configuration for the workers, with absolute paths and all defaults resolved."""
     spec: TaskSpec
+    """Description of the task, from which every worker creates its `Task`."""
     parameters: Mapping[str, Any]
-    """Resolved values for MLflow, beside the configuration."""
+    """Resolved values that are logged to MLflow in addition to the configuration."""
     data_sets: Mapping[str, tuple[str, str, str]]
-    """Context → (name, digest, source URI), for MLflow."""
+    """Context (such as training) → (name, digest, source URI) of the data sets that MLflow records."""
     outcome: Mapping[str, Any]
-    """What the outcome of the run says beside the worker's results."""
+    """Entries of the run's outcome in addition to the worker's results."""
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """File name → JSON object. Kept in the run's directory, so that a run that is continued finds them there."""
+    """File name → JSON object to write into the run's directory, where a continued run finds it."""
 
     def write_records(self, directory: str) -> None:
-        """Write the records into a directory that exists: that of a run whose name has been claimed."""
+        """Write the records into the directory of the run, which must exist."""
         for name, values in self.records.items():
             write_json(f"{directory}/{name}", values)
 
 
 class Plan(Protocol):
-    """The driver's side: what a configuration comes to, known before anything starts."""
+    """A task in the driver: everything that follows from a configuration before anything is started."""
 
     @property
     def config(self) -> TrainingConfig:
-        """As the person gave it."""
+        """Configuration as the user gave it."""
         ...
 
     @property
     def tracking_uri(self) -> str:
-        """Empty: nothing is tracked."""
+        """MLflow tracking URI; empty if the run is not logged."""
         ...
 
     @property
     def data_cpus(self) -> float:
-        """Logical CPUs that reading takes beside the workers."""
+        """Number of logical CPUs that reading data takes in addition to the workers."""
         ...
 
     def describe(self) -> str:
-        """For a person."""
+        """Return the plan as text for the terminal."""
         ...
 
     def prepare(self) -> PreparedTask:
-        """Prepare the data (needs Ray) and resolve what depends on them."""
+        """Prepare the data, for which Ray must be running, and resolve the values that depend on them."""
         ...
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """The results of a run, for a person."""
+        """Return the results of a finished run as text for the terminal."""
         ...
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Pictures and pages of a finished run."""
+        """Write the plots and pages of a finished run into a directory; `tracked` is None if the run is not logged."""
         ...
 
 
 def data_set(uri: str, digest: str) -> tuple[str, str, str]:
-    """An entry of `PreparedTask.data_sets`."""
+    """Return an entry of `PreparedTask.data_sets`, named by the last part of the URI."""
     return uri.rstrip("/").rsplit("/", 1)[-1], digest, uri
 
 
 def with_and_without_decay(groups: list[ParameterGroup], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: no decay for vectors and scalars (biases, norms, φ, b, w3)."""
+    """Return groups for a PyTorch optimizer, without weight decay for vectors and scalars (biases, norms, φ, b, w3)."""
     result = []
     for group in groups:
         for decay, members in (
@@ -209,5 +230,5 @@ def with_and_without_decay(groups: list[ParameterGroup], weight_decay: float) ->
 
 
 def trainable(module: nn.Module | None) -> list[torch.nn.Parameter]:
-    """The parameters of a part that learn; none of no part."""
+    """Return the parameters of a module that require gradients; empty for None."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad] if module is not None else []

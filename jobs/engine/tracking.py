@@ -1,7 +1,7 @@
-"""MLflow: one run for one logical training run, however often it restarts; an outage never stops training.
+"""Logging to MLflow: one MLflow run for each training run, even if it restarts; an outage never stops training.
 
-The driver opens (or finds) the run; rank 0 logs into it from a background thread, which keeps what could not be sent and
-tries again. `MlflowClient` is used directly: the fluent API would open a new run on every restart.
+The driver creates or finds the MLflow run. Rank 0 logs to it from a background thread, which keeps what could not be
+sent and retries. `MlflowClient` is used directly because MLflow's fluent API would open a new run on every restart.
 """
 
 from __future__ import annotations
@@ -39,28 +39,33 @@ logger = logging.getLogger(__name__)
 
 _MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
-# MLflow would ask a server that is gone seven times, which takes four minutes, for everything that is sent at the end.
+# By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-# MLflow would print the address of every run that ends, with the password that may be in it.
+# By default MLflow prints the address of every run that ends, including a password in it.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
 _JOB_TAG = "ray_job_id"
-# What Ray tells the driver of a submitted job about it, in JSON.
+# Environment variable by which Ray describes a submitted job to its driver, in JSON.
 _SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """An open MLflow run, as plain data that travels to the workers."""
+    """An open MLflow run, as plain data that can be sent to the workers."""
 
     uri: str = field(repr=False)
-    """With its password, if it has one."""
+    """MLflow tracking URI, including its password if it has one."""
     run_id: str
+    """MLflow's ID of the run."""
 
 
 def default_uri(storage: str) -> str:
-    """$MLFLOW_TRACKING_URI, or a database beside the runs (only where the storage is a local path)."""
+    """Return $MLFLOW_TRACKING_URI, or the URI of an SQLite database in the storage directory.
+
+    Raises:
+        ValueError: if the variable is not set and the storage is not a local path.
+    """
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     if "://" in storage:
@@ -72,11 +77,11 @@ def default_uri(storage: str) -> str:
 
 
 def resolved_uri(tracking: TrackingSection, storage: str) -> str:
-    """Where to log; empty: nowhere.
+    """Return the MLflow tracking URI; empty if nothing is to be logged.
 
     Raises:
-        ValueError: if it is not said and cannot be guessed.
-        ConnectionError: if a server does not answer, unless `tracking.optional`.
+        ValueError: if the URI is not valid, or is not given and has no default.
+        ConnectionError: if a server does not answer, unless `tracking.optional` is set.
     """
     if not tracking.enabled:
         return ""
@@ -92,12 +97,12 @@ def resolved_uri(tracking: TrackingSection, storage: str) -> str:
         return uri
     try:
         parts = urllib.parse.urlsplit(f"{uri.rstrip('/')}/health")
-        # Whether a server lives is told without a password, which urllib would take for a part of the host's name.
+        # The health check needs no login, which urllib would mistake for a part of the host name.
         address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         with urllib.request.urlopen(address, timeout=_SECONDS_TO_ANSWER):
             return uri
     except urllib.error.HTTPError:
-        return uri  # it answers; whether it lets us in is said when the run is opened
+        return uri  # the server answers; whether it accepts the login is checked when the run is opened
     except OSError as error:
         if tracking.optional:
             logger.warning("MLflow at %s does not answer: nothing is logged", shown)
@@ -109,7 +114,12 @@ def resolved_uri(tracking: TrackingSection, storage: str) -> str:
 
 
 def reconnection_uri(recorded: str, tracking: TrackingSection) -> str:
-    """Where a run was logged: what is recorded of it, with the login that only the command line or the environment has."""
+    """Return the URI that a run was logged to, with its login if the command line or environment gives the same URI.
+
+    Args:
+        recorded: the URI in the outcome of the run, in which the login is masked.
+        tracking: the tracking section of the configuration.
+    """
     given = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     return given if masked(given) == recorded else recorded
 
@@ -124,15 +134,22 @@ def open_run(
     tags: Mapping[str, str],
     data_sets: Mapping[str, tuple[str, str, str]],
 ) -> TrackedRun:
-    """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs. A run that is
-    found keeps all these; a Ray job that continues it is named beside those before.
+    """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
+
+    An existing run keeps its parameters, tags and inputs, except that the ID of a Ray job that continues it is added to
+    the IDs of the earlier jobs.
 
     Args:
-        tags: beside :func:`origin_tags` of this process, or in their place.
-        data_sets: context → (name, digest, source URI).
+        uri: MLflow tracking URI.
+        experiment: name of the experiment, which is created if it does not exist.
+        name: name of the run.
+        directory: path or URI of the run, by which an existing run is found.
+        parameters: logged as parameters, with secrets masked.
+        tags: tags in addition to :func:`origin_tags` of this process, which they override.
+        data_sets: context → (name, digest, source URI) of the run's inputs.
 
     Raises:
-        ConnectionError: if MLflow refuses.
+        ConnectionError: if MLflow returns an error.
     """
     tags = {**origin_tags(), **tags}
     with _naming_refusals(uri, name):
@@ -147,7 +164,7 @@ def open_run(
             experiment_id = client.create_experiment(experiment, artifact_location=location)
         else:
             experiment_id = found.experiment_id
-        quote = '"' if "'" in directory else "'"  # MLflow knows no escapes
+        quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
         existing = client.search_runs([experiment_id], filter_string=same, max_results=1)
         if existing:
@@ -175,7 +192,7 @@ def open_run(
 
 @contextmanager
 def _naming_refusals(uri: str, name: str) -> Iterator[None]:
-    """What MLflow raises as an error without a login, which its own text may hold as part of the address."""
+    """Convert MLflow's errors into a ConnectionError with the login masked, which the original message may contain."""
     try:
         yield
     except MlflowException as error:
@@ -183,7 +200,7 @@ def _naming_refusals(uri: str, name: str) -> Iterator[None]:
 
 
 def where_to_browse(uri: str) -> str:
-    """What a person opens, or types, to look at the runs; a password is left to them."""
+    """Return the address to open, or the command to run, for viewing the runs in MLflow; passwords are masked."""
     uri = masked(uri)
     if uri.startswith(("http://", "https://")):
         return uri
@@ -191,10 +208,11 @@ def where_to_browse(uri: str) -> str:
 
 
 def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
-    """What a run is found by: its configuration, its preset and the place of that in a paper; none is empty.
+    """Return tags by which a run can be found: configuration hash, preset and table of a paper; empty tags are omitted.
 
     Args:
-        config: the dataclass that everything follows from.
+        config: the configuration of the run, a dataclass.
+        tracking: the tracking section of the configuration.
     """
     tags = {
         "configuration_hash": configuration_hash(config),
@@ -205,7 +223,10 @@ def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
 
 
 def ray_job_id() -> str:
-    """What `ray job submit` calls the job that this process is the driver of, else Ray's number of it; empty without Ray."""
+    """Return the ID of the Ray job whose driver this process is; empty if Ray is not running.
+
+    For a job started by `ray job submit` this is its submission ID, else Ray's internal job ID.
+    """
     submitted = json.loads(os.environ.get(_SUBMITTED_JOB, "{}")).get("metadata", {})
     if name := submitted.get("job_submission_id", ""):
         return str(name)
@@ -213,11 +234,14 @@ def ray_job_id() -> str:
 
 
 def origin_tags() -> dict[str, str]:
-    """Who started it, by which job, from which code: what is known of these in the process that the job was started by."""
+    """Return tags that say who started a run, with which command, in which Ray job and from which revision of the code.
+
+    Must be called in the process that started the job; what is unknown is omitted.
+    """
     tags = revision_tags()
     if ray_job := ray_job_id():
         tags[_JOB_TAG] = ray_job
-    with contextlib.suppress(OSError, KeyError):  # a container may run as nobody
+    with contextlib.suppress(OSError, KeyError):  # in a container the user ID may have no name
         tags["mlflow.user"] = getpass.getuser()
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None and module.name.startswith("jobs."):
@@ -236,12 +260,12 @@ class MetricLogger:
         self._lock = threading.Lock()
         self._waiting: list[Metric] = []
         self._stop = threading.Event()
-        self._deadline = math.inf  # of the last attempts, once it is told to stop
+        self._deadline = math.inf  # for the last attempts to send, set by close()
         self._thread = threading.Thread(target=self._run, name="mlflow-metrics", daemon=True)
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the finite values of a step; what is undefined (a quantile of nothing) has no place in a chart."""
+        """Queue the finite values of a step; undefined ones (such as a quantile of an empty set) are dropped."""
         now = int(time.time() * 1000)
         with self._lock:
             self._waiting += [
@@ -251,21 +275,21 @@ class MetricLogger:
             ]
 
     def unsent(self) -> list[list[Any]]:
-        """What has not been sent, as plain values for a checkpoint."""
+        """Return the values that have not been sent, as plain data for a checkpoint."""
         with self._lock:
             return [[metric.key, metric.value, metric.timestamp, metric.step] for metric in self._waiting]
 
     def resend(self, metrics: Iterable[Sequence[Any]]) -> None:
-        """Queue what :meth:`unsent` gave; sending a value twice does no harm."""
+        """Queue values that :meth:`unsent` returned; sending a value twice is harmless."""
         with self._lock:
             self._waiting += [Metric(*metric) for metric in metrics]
 
     def close(self, *, seconds: float = 30.0) -> int:
-        """Send what is left, trying for at most this long; returns the number of values that could not be sent."""
+        """Send the remaining values within the given time; returns the number of values that could not be sent."""
         self._deadline = time.monotonic() + seconds
         self._stop.set()
-        # The thread alone sends: a server that hangs would hold whoever does, and two who sent the same values would both
-        # take them off the queue.
+        # Only the thread sends values: a server that hangs would block the sender, and two senders of the same values
+        # would both remove them from the queue.
         self._thread.join(timeout=seconds)
         if self._waiting:
             self._warn(f"{len(self._waiting)} metric values could not be sent to MLflow")
@@ -278,13 +302,13 @@ class MetricLogger:
             time.sleep(min(self._seconds, 1.0))
 
     def _send(self) -> bool:
-        """Send all that waits, oldest first; what fails stays in the queue."""
+        """Send all queued values, oldest first; returns False on a failure, after which unsent values stay in the queue."""
         with self._lock:
             batch = self._waiting[:_MAX_METRICS_PER_CALL]
         while batch:
             try:
                 self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
-            except Exception as error:  # whatever the outage is, training goes on
+            except Exception as error:  # training must go on, whatever the error
                 self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {masked(str(error))}")
                 return False
             with self._lock:
@@ -294,19 +318,23 @@ class MetricLogger:
 
 
 def metric_name(key: str) -> str:
-    """A name that MLflow takes: it knows no @."""
+    """Return a metric name that MLflow accepts, which does not allow @."""
     return key.replace("@", "_at_")
 
 
 def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
-    """Step → value of a metric; where a restart logged a step again, the last value counts."""
+    """Return step → value of a metric; if a restart logged a step again, the latest value counts."""
     history = MlflowClient(run.uri).get_metric_history(run.run_id, metric_name(key))
     return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
 
 
 @contextlib.contextmanager
 def survive_outage(what: str) -> Iterator[None]:
-    """Turn any failure of MLflow inside the block into a warning: a trained model is worth more than its log."""
+    """Turn any exception inside the block into a warning, so that an MLflow failure does not lose a trained model.
+
+    Args:
+        what: what could not be recorded, for the message.
+    """
     try:
         yield
     except Exception as error:
@@ -315,8 +343,10 @@ def survive_outage(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
-    """A run that an error or Ctrl-C ends inside the block is FAILED or KILLED in MLflow, and so is every run under it that
-    was still going on."""
+    """Set the MLflow status to FAILED if an error, or KILLED if Ctrl-C, ends the block.
+
+    This also applies to all child runs that are still running.
+    """
     try:
         yield
     except BaseException as error:
@@ -332,7 +362,7 @@ def _end(run: TrackedRun, status: str) -> None:
 
 
 def end_children(run: TrackedRun, status: str) -> None:
-    """End every run under this one that is still going on."""
+    """Set the status of all child runs of this MLflow run that are still running."""
     client = MlflowClient(run.uri)
     under = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
     for child in client.search_runs([client.get_run(run.run_id).info.experiment_id], filter_string=under):
@@ -340,7 +370,7 @@ def end_children(run: TrackedRun, status: str) -> None:
 
 
 def send_metrics(run: TrackedRun, metrics: Sequence[Sequence[Any]]) -> None:
-    """Send what :meth:`MetricLogger.unsent` gave; sending a value twice does no harm."""
+    """Send values that :meth:`MetricLogger.unsent` returned; sending a value twice is harmless."""
     client = MlflowClient(run.uri)
     for first in range(0, len(metrics), _MAX_METRICS_PER_CALL):
         client.log_batch(
@@ -357,10 +387,15 @@ def finish_run(
     tags: Mapping[str, str] | None = None,
     note: str = "",
 ) -> None:
-    """Close the run: final metrics, a directory of artifacts, and its status (FINISHED or FAILED).
+    """Close the MLflow run: log its final metrics, tags and artifacts, and set its status.
 
     Args:
-        note: Markdown that MLflow shows above everything else of the run.
+        run: the run.
+        status: FINISHED or FAILED.
+        artifacts: directory whose files are logged as artifacts; None for none.
+        metrics: final metrics; values that are not finite are dropped.
+        tags: tags to set.
+        note: Markdown text that MLflow shows at the top of the run's page.
     """
     client = MlflowClient(run.uri)
     now = int(time.time() * 1000)

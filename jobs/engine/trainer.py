@@ -1,4 +1,4 @@
-"""Ray Train's trainer as every run uses it."""
+"""Configures Ray Train's trainer for a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from jobs.engine.worker import packed, run_worker
 
 
 class Trainer(TorchTrainer):
-    """With a cleaner that asks its own cluster, and a policy of its own for failures (None: Ray Train's)."""
+    """Ray Train's trainer with a placement group cleaner that asks its own cluster, and with its own failure policy."""
 
     failure_policy: RestartPolicy | None = None
+    """Decides whether failed workers are restarted; None: Ray Train's policy."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        # Of Train V2, which runs.
+        # The method exists in Train V2, which is used at run time, but not in the annotated class of Train V1.
         return ask_own_cluster(super()._create_default_callbacks())  # type: ignore[misc]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Any:
@@ -35,10 +36,11 @@ class Trainer(TorchTrainer):
 
 
 def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
-    """What :func:`jobs.engine.launch.train` starts: workers, their environment, storage, restarts."""
-    # Ray's annotations are those of Train V1; the types that are ignored below exist in V2, which runs.
+    """Create the trainer of a run: its workers and their environment, its storage and its restart policy."""
+    # Ray's annotations are those of Train V1; what is ignored below exists in Train V2, which is used at run time.
     workers = config.workers
-    # DeepSpeed compiles small extensions with ninja, which lies beside the interpreter and need not be on the PATH.
+    # DeepSpeed compiles small extensions with ninja, which is installed beside the Python interpreter and may not be on
+    # the PATH.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     if not workers.use_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}

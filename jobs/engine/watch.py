@@ -1,4 +1,4 @@
-"""Ending a run before its last step: somebody looks at every validation and may say that the rest is not worth its time."""
+"""Early stopping: a watch sees the scores of every validation and may end the run before its last step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Scores of a model on held-out data."""
+    """Scores of a model on held-out data after some step."""
 
     step: int
+    """Number of optimizer steps that the model was trained for."""
     scores: Mapping[str, float]
+    """Name of each score → its value."""
 
 
 class Watch(Protocol):
-    """Travels to the first worker; all that it may rely on is what it is shown, as a run can be stopped and continued."""
+    """Decides on rank 0 whether to end a run early.
+
+    It must keep no state of its own, because a run can be interrupted and continued: it may use only its arguments.
+    """
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Why the run should end now, or nothing.
+        """Return why the run should end now; empty if it should not.
 
         Args:
-            validations: all of this run, the last one new; never empty.
+            validations: all validations of this run so far, the newest last; never empty.
         """
         ...

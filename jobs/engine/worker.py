@@ -1,7 +1,8 @@
-"""What Ray Train calls in every worker; the job arrives as bytes.
+"""The function that Ray Train calls in every worker; it receives the job as pickled bytes.
 
-Ray's controller unpickles what it passes on to the workers. Unpacked, a job would make it import torch, Transformers and
-DeepSpeed, for which it has no use: seconds of every start, and half a gigabyte.
+Ray's controller unpickles what it passes on to the workers. A job that is not packed into bytes would make the
+controller import torch, Transformers and DeepSpeed, which it does not need and which would cost seconds at every start
+and half a gigabyte of memory.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from ray import cloudpickle
 
 
 def packed(job: object) -> dict[str, Any]:
-    """The settings of :func:`run_worker`."""
+    """Pack a job into the settings that :func:`run_worker` takes."""
     return {"job": cloudpickle.dumps(job)}
 
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train; see `jobs.engine.loop.train_worker`."""
+    """Unpack the job and train; see `jobs.engine.loop.train_worker`."""
     from jobs.engine.loop import train_worker
 
     return train_worker(cloudpickle.loads(settings["job"]))

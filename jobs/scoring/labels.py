@@ -1,4 +1,4 @@
-"""Short names of models in tables."""
+"""Short names of models for the headings of result tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 
 def model_labels(paths: Sequence[str]) -> list[str]:
-    """That of the run for `<run>/export`, else the last part; the whole path where these are equal."""
+    """Returns a short, distinct label for every model path.
+
+    The label of `<run>/export` is the name of the run, and that of any other path is its last part. Models that would
+    share a short name are labelled with their whole path. If the same path occurs several times, its labels are
+    numbered.
+    """
     parts = [[part for part in path.split("/") if part] for path in paths]
     short = [names[-2] if names[-1] == "export" and len(names) > 1 else names[-1] for names in parts]
     counts = Counter(short)
@@ -15,7 +20,7 @@ def model_labels(paths: Sequence[str]) -> list[str]:
     seen = Counter(labels)
     numbered = Counter[str]()
     for index, label in enumerate(labels):
-        if seen[label] > 1:  # the same model with several TempNets
+        if seen[label] > 1:  # the same path more than once: one model with several TempNets
             numbered[label] += 1
             labels[index] = f"{label} ({numbered[label]})"
     return labels

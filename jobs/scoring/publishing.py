@@ -1,4 +1,4 @@
-"""Publishing a table of results, models side by side: Markdown, JSON beside it, and MLflow."""
+"""Publishing a table of results with the models side by side: as Markdown, as JSON beside it, and in MLflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolved_uri,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedColumn:
-    """A column of the table, and an MLflow run."""
+    """One column of the table, which is also one MLflow run."""
 
     title: str
     parameters: Mapping[str, Any]
@@ -30,7 +30,11 @@ class PublishedColumn:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose source is aligned too; the first row is the heading, all columns but the first are figures."""
+    """Returns a Markdown table whose columns are also aligned in the source text.
+
+    The first row is the heading. The first column is aligned to the left, and all others hold figures, aligned to the
+    right.
+    """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -53,12 +57,14 @@ def publish(
 ) -> None:
     """Write `results.md` and `results.json` into the run's directory, and log them to MLflow.
 
-    MLflow has a run for the whole, and under it one for every column; the same evaluation finds its runs again.
+    MLflow gets a parent run for the whole evaluation and a child run for every column. Publishing the same evaluation
+    again updates the same MLflow runs.
 
     Args:
-        config: the dataclass that everything follows from.
-        identity: what decides the figures.
-        failed: title → reason, of what is missing in the table.
+        config: the dataclass that configures the evaluation; it is stored with the results.
+        identity: strings that together decide the figures, such as the keys of all units of work. MLflow runs are
+            recognised by their hash.
+        failed: title → reason for every part that failed and is therefore missing from the table.
     """
     results = {
         "configuration": dataclasses.asdict(config),
@@ -115,7 +121,7 @@ def _track(
         child = opened(
             column.title, [*identity, column.title], column.parameters, {"mlflow.parentRunId": parent.run_id}
         )
-        # MLflow knows no @ in names.
+        # MLflow does not allow @ in the names of metrics.
         metrics = {name.replace("@", "_at_"): value for name, value in column.metrics.items()}
         finish_run(child, status="FINISHED", artifacts=None, metrics=metrics)
     note = (artifacts / "results.md").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Means over seeds, or over seeds and folds, and paired differences, with 95 % intervals by Student's t.
+"""Means and paired differences over seeds, or over seeds and folds, with 95 % intervals by Student's t.
 
-Accuracies of k-fold cross-validation are not independent: any two training sets share most of their sentences. The variance
-of their mean is therefore taken as (1/n + n_test/n_train)·s² (Nadeau & Bengio 2003, "Inference for the generalization error",
-the corrected resampled t-test), with n cells and n − 1 degrees of freedom.
+Accuracies of k-fold cross-validation are not independent: any two training sets share most of their sentences. The
+variance of their mean is therefore taken as (1/n + n_test/n_train)·s² (Nadeau & Bengio 2003, "Inference for the
+generalization error", the corrected resampled t-test), with n cells and n − 1 degrees of freedom.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from scipy.stats import t as student_t
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its 95 % interval, and the two-sided p of its being 0."""
+    """A mean with its 95 % interval, and the two-sided p-value of the hypothesis that the mean is 0."""
 
     mean: float
     half_width: float
-    """NaN for a single value."""
+    """Half the width of the 95 % interval; NaN for a single value."""
     p: float
 
 
 def estimate(values: Sequence[float], test_share: float = 0.0) -> Estimate:
-    """The mean of figures that chance has made differ.
+    """Returns the estimate of the mean of random figures.
 
     Args:
-        values: of n runs.
-        test_share: n_test/n_train where the training sets are folds and overlap: 1/(k − 1) for k of them; 0: they do not.
+        values: one figure per run, of n runs.
+        test_share: n_test/n_train if the training sets are folds and overlap, which is 1/(k − 1) for k folds; 0 if they
+            do not overlap.
     """
     n, mean = len(values), float(np.mean(values))
     if n < 2:

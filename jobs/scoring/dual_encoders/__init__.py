@@ -1,1 +1,1 @@
-"""Evaluation of image-text models: retrieval both ways and zero-shot classification."""
+"""Evaluation of image-text models: retrieval in both directions and zero-shot classification."""

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation of image-text models: which models, on which data, and with which workers."""
+"""The configuration of an evaluation of image-text models: the models, the data and the workers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from jobs.scoring.language_models.config import EvaluationWorkersSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateClipConfig:
-    """Every model is evaluated on all data that is named; NAME is how a data set is called in the results."""
+    """The models and the data; every model is evaluated on every data set. NAME is the name of a set in the results."""
 
     models: tuple[str, ...]
-    """Dual encoders as `train_clip` exports them, or directories of a Transformers CLIPModel with its tokenizer."""
+    """Directories of the models: exports of `train_clip`, or Transformers CLIPModels with their tokenizers."""
     retrieval: tuple[str, ...] = ()
-    """NAME=URI: images with captions, read as by `prepare_images`."""
+    """Retrieval sets as NAME=URI: images with captions, in any form that `prepare_images` reads."""
     captions: tuple[str, ...] = ()
-    """NAME=FILE: a json with the captions of a retrieval set (Karpathy's, or a list). Default: beside the images."""
+    """Captions of a retrieval set as NAME=FILE: a JSON file in Karpathy's form, or a list. Default: the captions
+    beside the images."""
     splits: tuple[str, ...] = ()
-    """NAME=SPLIT,SPLIT: of a Karpathy json, only the images of these splits. Default: all of them."""
+    """NAME=SPLIT,SPLIT: use only these splits of the retrieval set's Karpathy JSON. Default: all splits."""
     zero_shot: tuple[str, ...] = ()
-    """NAME=URI: a folder of images a class; a tar, a directory of tars, or a directory of folders."""
+    """Zero-shot sets as NAME=URI with a folder of images per class: a tar, a directory of tars, or one of folders."""
     templates: tuple[str, ...] = ("imagenet",)
-    """imagenet (80 prompts), cifar (18), or a text file with a prompt a line in which {} is the class; NAME=… for one set."""
+    """Prompt templates: imagenet (80 prompts), cifar (18), or a text file with one prompt per line and {} for the
+    class. NAME=… sets those of one data set."""
     class_names: tuple[str, ...] = ()
-    """NAME=FILE: a json object, folder → name of the class; or cifar10, cifar100, for folders that are numbers. Default:
-    the folders' names, with spaces for underscores."""
+    """Class names of a zero-shot set as NAME=FILE: a JSON object of folder → class name, or cifar10 or cifar100 for
+    folders named by numbers. Default: the folders' names, with spaces for underscores."""
     max_bad_share: float = 0.01
-    """Share of the images of a set that may be unreadable before the job fails; they are counted in the table."""
+    """Largest share of a set's images, in [0, 1], that may be unreadable before the job fails. They are counted."""
     max_pixels: int = MAX_PIXELS
-    """Larger images are refused unread."""
+    """Maximum number of pixels of an image; larger images are not decoded and count as unreadable."""
     batch_size: int = 64
-    """Images, or texts, in a forward pass."""
+    """Number of images, or of texts, per forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the encoders; embeddings are float32 and scores exact."""
+    """Precision in which the encoders run. Embeddings are float32, and scores are computed exactly from them."""
     name: str = "clip-evaluation"
-    """Name of the evaluation: its directory in storage keeps embeddings and the results."""
+    """Name of the evaluation; also the name of its directory in storage, which keeps embeddings and the results."""
     storage: str = ""
-    """Directory or URI that holds evaluations, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    """Directory or URI of evaluations, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="clip-evaluation"))
 
@@ -68,17 +70,17 @@ class EvaluateClipConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if not 0.0 <= self.max_bad_share <= 1.0:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
-        _ = self.run  # refuses names and storage that cannot be used
+        _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
     def run(self) -> RunSection:
-        """Name and storage with the rules of training runs."""
+        """Name and storage as the section that training runs use, checked by the same rules."""
         run = RunSection(name=self.name, storage=self.storage)
         _ = run.resolved_storage
         return run
 
     def template_set(self, name: str) -> str:
-        """The templates of a zero-shot set."""
+        """Returns the name or file of the templates of a zero-shot set."""
         own = named_values("templates", [text for text in self.templates if "=" in text])
         shared = [text for text in self.templates if "=" not in text]
         return own.get(name) or (shared or ["imagenet"])[0]

@@ -1,4 +1,4 @@
-"""The data of an evaluation: images by number, texts, and which belong together."""
+"""The data sets of an evaluation: numbered images, texts, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jobs.scoring.dual_encoders.units import Embeddings
 
 
 class DataSet(Protocol):
-    """Images and texts to encode, and the figures that their embeddings give."""
+    """Images and texts to encode, and how to compute figures from their embeddings."""
 
     @property
     def name(self) -> str: ...
@@ -36,11 +36,11 @@ class DataSet(Protocol):
     def texts(self) -> Sequence[str]: ...
 
     def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
-        """Shares from 0 to 1, and `num_…`."""
+        """Returns figures: shares from 0 to 1, and counts whose names begin with `num_`."""
 
 
 def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConfig]:
-    """What to prepare for every retrieval set, by name."""
+    """Returns, by name, how to prepare every retrieval set."""
     captions, splits = named_values("captions", config.captions), named_values("splits", config.splits)
     return {
         name: PrepareImagesConfig(
@@ -56,24 +56,27 @@ def retrieval_sources(config: EvaluateClipConfig) -> dict[str, PrepareImagesConf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrieval:
-    """Images and their captions."""
+    """A retrieval set: images and their captions."""
 
     name: str
     images: PairImages
     texts: Sequence[str]
     image_of_text: np.ndarray
-    """(m,) the number of the image of every caption."""
+    """(m,) number of the image that each caption belongs to."""
 
     @classmethod
     def prepare_all(cls, config: EvaluateClipConfig, tokenizer: PreTrainedTokenizerFast) -> list[Retrieval]:
-        """The sets of a configuration, all of which are looked at before the first is prepared, for which Ray is started.
+        """Prepare the retrieval sets of a configuration.
+
+        All of them are checked before Ray is started and the first one is prepared.
 
         Args:
-            tokenizer: any; a source of pairs needs one, but images are all that is read from it.
+            config: the configuration of the evaluation.
+            tokenizer: any tokenizer. A source of pairs requires one, but only images are read from it.
 
         Raises:
-            ValueError, OSError: for whatever is wrong with the images or the captions.
-            TooManyProblemsError: if too much is unreadable.
+            ValueError, OSError: if the images or captions are invalid or missing.
+            TooManyProblemsError: if too large a share of a set is unreadable.
         """
         sources = retrieval_sources(config)
         for source in sources.values():
@@ -89,7 +92,7 @@ class Retrieval:
         return sets
 
     def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
-        """Recalls; what could not be read was found when the set was prepared."""
+        """Returns the recalls; unreadable images were already counted when the set was prepared."""
         figures = recall(
             torch.from_numpy(image.rows), torch.from_numpy(text.rows), torch.from_numpy(self.image_of_text)
         )
@@ -103,7 +106,7 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroShot:
-    """Images in folders, and the prompts of all classes, those of the first class first."""
+    """A zero-shot set: images in class folders, and the prompts of all classes, class after class."""
 
     name: str
     images: FolderImages
@@ -112,7 +115,11 @@ class ZeroShot:
 
     @classmethod
     def read(cls, config: EvaluateClipConfig, name: str, uri: str) -> ZeroShot:
-        """Raises ValueError or OSError for whatever is wrong with the images, the templates or the names."""
+        """Read a zero-shot set.
+
+        Raises:
+            ValueError, OSError: if the images, the templates or the class names are invalid or missing.
+        """
         folders = ClassFolders.read(uri)
         templates = read_templates(config.template_set(name))
         class_names = read_class_names(named_values("class_names", config.class_names).get(name, ""), folders.folders)
@@ -124,7 +131,11 @@ class ZeroShot:
         )
 
     def figures(self, image: Embeddings, text: Embeddings) -> dict[str, float]:
-        """Accuracies; raises TooManyProblemsError if too many images were unreadable."""
+        """Returns the accuracies.
+
+        Raises:
+            TooManyProblemsError: if too many images were unreadable.
+        """
         folders = self.images.folders
         reading = _Reading(
             path=folders.source,
@@ -149,7 +160,7 @@ class ZeroShot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """The tally of a data set, for :func:`check_problems`."""
+    """Counts of a data set's records and problems, in the form that :func:`check_problems` expects."""
 
     path: str
     num_records: int

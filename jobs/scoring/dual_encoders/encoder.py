@@ -1,4 +1,4 @@
-"""The models' part: images and texts → unit embeddings, in batches.
+"""Encoding images and texts into unit embeddings, in batches.
 
 Shapes: n samples, S side of the image, d size of the embedding.
 """
@@ -29,7 +29,7 @@ class Encoder:
 
     @torch.inference_mode()
     def images(self, images: np.ndarray) -> np.ndarray:
-        """uint8 (n, S, S, 3) → (n, d) unit rows, float32; n may be 0."""
+        """Encode uint8 images (n, S, S, 3) into unit rows (n, d), float32; n may be 0."""
         rows = torch.empty(len(images), self._model.config.embedding_size)
         for start in range(0, len(images), self._batch_size):
             few = slice(start, start + self._batch_size)
@@ -38,7 +38,10 @@ class Encoder:
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """n texts → (n, d) unit rows, float32; those of like length go together, without the padding that none needs."""
+        """Encode n texts into unit rows (n, d), float32.
+
+        Texts of similar length are batched together, and padding that no text of a batch needs is removed.
+        """
         tokens = {name: torch.from_numpy(array) for name, array in self._captions.encode(texts).items()}
         rows = torch.empty(len(texts), self._model.config.embedding_size)
         for few in tokens["attention_mask"].sum(1).argsort(stable=True).split(self._batch_size):
@@ -49,10 +52,10 @@ class Encoder:
 
 
 def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
-    """The tokenizer that lies with the model, with the model's number of tokens.
+    """Returns a caption encoder with the model's tokenizer and number of tokens per text.
 
     Raises:
-        ValueError: if there is none, or it is of another model.
+        ValueError: if the model has no tokenizer, or the tokenizer has more tokens than the model.
     """
     try:
         tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)

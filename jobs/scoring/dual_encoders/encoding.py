@@ -1,7 +1,7 @@
-"""The Ray Data job: units → decoded images → a pool of encoders → the store.
+"""The Ray Data job that encodes units: decode images → encode in a pool of workers → write to the store.
 
-Decoding and the encoders are stages that run at the same time. A unit goes through them as one row, and is written by the
-driver as soon as it is encoded, so that an interrupted evaluation goes on with the units that are left.
+Decoding and encoding are stages that run at the same time. A unit passes through them as one row, and the driver writes
+it as soon as it is encoded, so that an interrupted evaluation continues with the remaining units.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ READ_CPUS = 0.5
 
 
 class _Worker:
-    """One of the pool: a row with the images or the texts of a unit in, a row with their embeddings out.
+    """A worker of the pool: takes a row with one unit's images or texts, and returns a row with their embeddings.
 
-    It holds one model at a time. Rows come in the order of the models, or nearly so: it changes seldom.
+    It holds one model at a time. Rows arrive roughly in the order of the models, so models are rarely reloaded.
     """
 
     def __init__(self, models: Sequence[ModelSpec], config: EvaluateClipConfig) -> None:
@@ -60,18 +60,18 @@ class _Worker:
         )
 
     def _embed(self, row: dict[str, Any]) -> np.ndarray:
-        """(n, d) rows of the images or texts of a unit."""
+        """Returns the (n, d) embeddings of a unit's images or texts."""
         encoder = self._encoder(row["model"])
         if texts := json.loads(row["texts"]):
             return encoder.texts(texts)
         size = self._models[row["model"]].image_size
-        # A copy: torch wants memory that it may write.
+        # Copied because torch needs writable memory.
         images = np.frombuffer(bytearray(row["images"]), np.uint8).reshape(-1, size, size, 3)
         return encoder.images(images)
 
     def _encoder(self, number: int) -> Encoder:
         if self._loaded is None or self._loaded[0] != number:
-            self._loaded = None  # frees the one before
+            self._loaded = None  # free the previous model first
             config = self._config
             encoder = Encoder(
                 self._models[number],
@@ -86,16 +86,19 @@ class _Worker:
 def encode(
     config: EvaluateClipConfig, units: Sequence[Unit], sets: Mapping[str, ImageSet], store: EmbeddingStore
 ) -> None:
-    """Encode units and put each into the store as it is finished; Ray must be running.
+    """Encode units, and put each into the store as soon as it is finished. Ray must be running.
 
     Args:
+        config: the configuration of the evaluation.
+        units: the units to encode.
         sets: the images of every data set, by name.
+        store: where the embeddings go.
 
     Raises:
-        EvaluationFailedError: with the reason.
+        EvaluationFailedError: with the reason, if a unit or a worker failed.
     """
     num_done, started = 0, time.monotonic()
-    # Closing stops Ray Data's executor when this loop is left early.
+    # Closing the generator stops Ray Data's executor if this loop is left early.
     with contextlib.closing(_rows(config, units, sets)) as rows:
         for row in rows:
             unit = units[row["unit"]]
@@ -120,9 +123,9 @@ def _embeddings(row: dict[str, Any]) -> Embeddings:
 def _rows(
     config: EvaluateClipConfig, units: Sequence[Unit], sets: Mapping[str, ImageSet]
 ) -> Generator[dict[str, Any], None, None]:
-    """A row for every finished unit: its number, what it gave, and the encoder's seconds."""
+    """Yields a row for every finished unit: its number, its embeddings or error, and the encoding time in seconds."""
     models = list(dict.fromkeys(unit.model for unit in units))
-    # Put once: captured by the function, they would travel with every task.
+    # Put into the object store once; as a captured variable it would be sent with every task.
     shared = ray.put((units, dict(sets)))
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
@@ -142,14 +145,14 @@ def _rows(
             "texts": json.dumps(unit.texts),
             "numbers": numbers.tobytes(),
             "problems": json.dumps(problems),
-            "error": error,  # as a value: Ray Data would bury it under its own
+            "error": error,  # returned as a value, since Ray Data would hide a raised error under its own
         }
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     items = [{"unit": number, "model": models.index(unit.model)} for number, unit in enumerate(units)]
     rows = ray.data.from_items(items, override_num_blocks=len(units))
     rows.context.enable_progress_bars = False
-    # A block is as small as can be, one unit: encoders need not wait for others.
+    # Blocks are as small as possible, one unit each, so that encoders need not wait for other units.
     rows.context.target_max_block_size = 1
     encoded = rows.map(read, num_cpus=READ_CPUS).map_batches(
         _Worker,

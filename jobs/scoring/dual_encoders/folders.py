@@ -1,7 +1,7 @@
-"""Images in a folder a class: in a tar, in several tars, or in a directory. The class is the last folder of the path.
+"""Images in one folder per class, in tars or in a directory. The class is the last folder of an image's path.
 
-`train/airplane/0001.jpg` and `test/airplane/0001.jpg` are of the class `airplane`. Nothing is extracted: what is kept is
-where the bytes of every image are.
+`train/airplane/0001.jpg` and `test/airplane/0001.jpg` both belong to the class `airplane`. Nothing is extracted: only
+the location of every image's bytes is stored.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ _SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 class _Entry(NamedTuple):
-    """A member of an archive, or a file or folder."""
+    """A member of an archive, or a file or folder of a directory."""
 
     name: str
-    """Its path from the root."""
+    """Its path relative to the root of the archive or directory."""
     is_folder: bool
     archive: int
     offset: int
     num_bytes: int
     stamp: float
-    """When it was changed."""
+    """Time of its last modification, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFolders:
-    """The images of a data set, numbered from 0, with their classes."""
+    """The images of a data set, numbered from 0, with their classes. Shapes: n images."""
 
     source: str
     files: tuple[str, ...]
-    """Of every image, or the archives that hold them: paths within the filesystem of `source`."""
+    """The image files, or the archives that contain the images: paths within the filesystem of `source`."""
     names: tuple[str, ...]
-    """(n,) of the images, for messages."""
+    """(n,) names of the images, for messages."""
     places: np.ndarray
-    """(n, 3) int64: number of the file, offset of the image in it, its size in bytes."""
+    """(n, 3) int64: the number of the image's file in `files`, its offset in that file, and its size in bytes."""
     folders: tuple[str, ...]
-    """The folders that are classes, in order."""
+    """Names of the class folders, sorted."""
     labels: np.ndarray
-    """(n,) int64, the number of each image's folder."""
+    """(n,) int64: the number of each image's folder in `folders`."""
     num_left_out: int
-    """Files that are no images by their names."""
+    """Number of files that do not have the name of an image."""
     digest: str
-    """Changes whenever an image is added, removed, renamed or changed."""
+    """Digest that changes whenever an image is added, removed, renamed or changed."""
 
     @classmethod
     def read(cls, source: str) -> ClassFolders:
-        """List what is at a path or URI.
+        """List the images at a path or URI.
 
         Raises:
-            FileNotFoundError: if there is nothing.
-            ValueError: for an archive that is cut, an image outside any folder, a folder without images, no image at all.
+            FileNotFoundError: if the path does not exist.
+            ValueError: if an archive is truncated, an image is outside any folder, a folder has no images, or there are
+                none at all.
         """
         files, entries = _archives(source) if _is_archive(source) else _directory(source)
         images = sorted(entry for entry in entries if not entry.is_folder and entry.name.lower().endswith(_SUFFIXES))
@@ -90,18 +91,18 @@ class ClassFolders:
 
     @property
     def num_images(self) -> int:
-        """n."""
+        """Number of images."""
         return len(self.names)
 
     def read_bytes(self, numbers: Sequence[int]) -> Iterator[bytes]:
-        """The files of the images, as they are; of one that is too long, a byte more than it may have."""
+        """Yields the encoded bytes of the images; an image over the size limit is cut one byte past it."""
         places = self.places[np.asarray(numbers, dtype=np.int64)].tolist()
         ranges = [ByteRange(self.files[at], offset, min(size, MAX_IMAGE_BYTES + 1)) for at, offset, size in places]
         return range_reader(self.source).stream(ranges)
 
 
 def _is_archive(source: str) -> bool:
-    """Whether it is a tar, or a directory that holds tars and not the folders themselves."""
+    """Returns whether the source is a tar or a directory of tars, as opposed to a directory of class folders."""
     filesystem, path = resolve(source)
     info = filesystem.get_file_info(path)
     if info.type == fs.FileType.NotFound:
@@ -141,12 +142,12 @@ def _directory(source: str) -> tuple[tuple[str, ...], list[_Entry]]:
 
 
 def _is_hidden(name: str) -> bool:
-    """`.DS_Store`, `__MACOSX/` and the like."""
+    """Returns whether a path is hidden, such as `.DS_Store` or `__MACOSX/`."""
     return any(part.startswith((".", "__")) for part in name.split("/"))
 
 
 def _check_folders(source: str, entries: Sequence[_Entry], images: Sequence[_Entry]) -> None:
-    """Refuse a folder that holds neither an image nor a folder that does: a class that nothing can be said about."""
+    """Check that every folder contains an image or a subfolder that does; accuracy on an empty class is undefined."""
     filled = {str(folder) for entry in images for folder in PurePosixPath(entry.name).parents}
     paths = (PurePosixPath(entry.name) for entry in entries)
     folders = {str(path if entry.is_folder else path.parent) for entry, path in zip(entries, paths, strict=True)}

@@ -1,4 +1,4 @@
-"""Images of a data set by number, as a model sees them, whatever they are stored in; those that are damaged are told apart.
+"""Access to the images of a data set by number, as input to a model; damaged images are reported.
 
 Shapes: n images, S side of the image.
 """
@@ -28,10 +28,10 @@ class ImageSet(Protocol):
 
     @property
     def digest(self) -> str:
-        """Different for different images, or another order."""
+        """Digest that differs if the images or their order differ."""
 
     def read(self, numbers: Sequence[int], image_size: int) -> Iterator[np.ndarray | ImageProblem]:
-        """(S, S, 3) uint8 of each, or why there is none."""
+        """Yields, for each number, the image as uint8 (S, S, 3), or the reason why it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class ImageProblem:
     """An image that cannot be used."""
 
     text: str
-    """Which, and why."""
+    """Name of the image, and the reason why it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderImages:
-    """Those in folders of classes."""
+    """The images of class folders."""
 
     folders: ClassFolders
     max_pixels: int
@@ -70,7 +70,7 @@ class FolderImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairImages:
-    """Those of a prepared image–text data set, all of which can be read: it holds no others."""
+    """The images of a prepared image–text data set. All are readable, since preparation left out the others."""
 
     manifest: ImageManifest
     tokenizer: PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ class PairImages:
         return self.manifest.digest
 
     def source(self, image_size: int) -> PairSource:
-        """What reads them."""
+        """Returns a source that reads the images at a size."""
         return PairSource(manifest=self.manifest, tokenizer=self.tokenizer, image_size=image_size)
 
     def read(self, numbers: Sequence[int], image_size: int) -> Iterator[np.ndarray | ImageProblem]:
@@ -92,7 +92,11 @@ class PairImages:
 
 
 def read_images(images: ImageSet, numbers: Sequence[int], image_size: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """(n, S, S, 3) uint8 of the images that can be used, their numbers (n,), and what is wrong with the others."""
+    """Read images by number.
+
+    Returns:
+        the usable images as uint8 (n, S, S, 3), their numbers (n,), and a description of each unusable image.
+    """
     kept, views, problems = [], [], []
     for number, view in zip(numbers, images.read(numbers, image_size), strict=True):
         if isinstance(view, ImageProblem):

@@ -1,4 +1,4 @@
-"""From a configuration to a table: what is not encoded yet goes to Ray workers, the rest is read; then scores are made."""
+"""Running an evaluation: Ray workers encode the units that are not in the store, then figures are computed from it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jobs.scoring.publishing import PublishedColumn, publish
 
 
 def evaluate(config: EvaluateClipConfig) -> list[Column]:
-    """Run an evaluation to its end, or continue it; writes `results.md` and `results.json` and returns the columns.
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the columns of the table.
 
     Raises:
-        ValueError, OSError: naming the field and the value, as far as possible before anything starts.
-        TooManyProblemsError: for data of which too much is unreadable.
+        ValueError, OSError: naming the field and the value, as far as possible before any work starts.
+        TooManyProblemsError: if too large a share of the data is unreadable.
         EvaluationFailedError: if a worker failed.
     """
     _ = resolved_uri(config.tracking, config.run.resolved_storage)

@@ -1,6 +1,6 @@
-"""What a class is called and the sentences it is put into, for zero-shot classification.
+"""Class names and prompt templates for zero-shot classification.
 
-The shipped sentences are those that CLIP was published with (Radford et al. 2021): 80 for ImageNet, 18 for CIFAR.
+The shipped templates are those that CLIP was published with (Radford et al. 2021): 80 for ImageNet, 18 for CIFAR.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _CLASS_NAMES = ("cifar10", "cifar100")
 
 
 def read_templates(name: str) -> tuple[str, ...]:
-    """The templates of a shipped set, or of a file with one a line; `{}` stands for the class.
+    """Returns the templates of a shipped set, or of a file with one per line; `{}` stands for the class name.
 
     Raises:
-        ValueError: naming what is unknown, or the line without `{}`.
+        ValueError: naming the unknown set, the unreadable or empty file, or the template without `{}`.
     """
     path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else Path(name)
     if not path.is_file():
@@ -34,13 +34,15 @@ def read_templates(name: str) -> tuple[str, ...]:
 
 
 def read_class_names(source: str, folders: Sequence[str]) -> tuple[str, ...]:
-    """The name of the class in every folder.
+    """Returns the class name of every folder.
 
     Args:
-        source: empty, the name of a shipped list (folder = number in the list), or a json file with an object.
+        source: a JSON file with an object of folder → class name, or the name of a shipped list, in which folder i is
+            the i-th name from 0. Empty: the folders' own names, with spaces for underscores.
+        folders: names of the folders.
 
     Raises:
-        ValueError: naming the file, and a folder without a name.
+        ValueError: naming the file that cannot be used, or a folder without a class name.
     """
     if not source:
         return tuple(folder.replace("_", " ") for folder in folders)
@@ -56,7 +58,7 @@ def read_class_names(source: str, folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def prompts(templates: Sequence[str], class_names: Sequence[str]) -> list[str]:
-    """Every template with every name: those of the first class first."""
+    """Returns every template filled with every class name, class after class."""
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 

@@ -1,4 +1,4 @@
-"""Figures of all models as a Markdown table: a column a model, a row a figure."""
+"""The figures of all models as a Markdown table with one column per model and one row per figure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A model."""
+    """The column of one model."""
 
     model: ModelSpec
     metrics: dict[str, float] = field(default_factory=dict)
-    """`<data set>/<figure>` → share from 0 to 1, or number."""
+    """`<data set>/<figure>` → a share from 0 to 1, or a count."""
 
 
 def markdown(columns: list[Column]) -> str:
-    """The table; shares are in per cent. Where no text was cut, there is no row for it."""
+    """Returns the table, with shares in per cent; the row of cut texts is left out if no text was cut."""
     rows = [["%", *(column.model.label for column in columns)]]
     for name in dict.fromkeys(name for column in columns for name in column.metrics):
         data, _, figure = name.partition("/")

@@ -1,6 +1,7 @@
-"""Units of encoding, and the store of embeddings: one safetensors file a unit, named by a hash of what decides its content.
+"""Units of encoding, and the store of embeddings: one safetensors file per unit, named by a hash.
 
-The batch size, the workers and the device are no part of the hash: they change nothing but the last digits.
+The hash covers everything that decides a unit's content. It leaves out the batch size, the workers and the device,
+which affect only the last digits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DI
 
 from jobs.engine.fingerprints import files_digest
 
-# Goes up whenever this program would compute other embeddings from the same input.
+# Increase this whenever the same input would give other embeddings.
 _VERSION = 2
 NUM_IMAGES_PER_UNIT = 256
 NUM_TEXTS_PER_UNIT = 4096
@@ -28,24 +29,24 @@ NUM_TEXTS_PER_UNIT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as data that travels to the workers."""
+    """Description of a model, to be sent to the workers."""
 
     label: str
-    """How it is called in the results."""
+    """Name of the model in the results."""
     path: str
     digest: str
-    """Of the files of both encoders and their projections, not of TempNets."""
+    """Digest of the files of both encoders and their projections, but not of the TempNets."""
     image_size: int
     num_text_tokens: int
     vocab_size: int
-    """Tokens that the text encoder knows."""
+    """Number of tokens in the text encoder's embedding table."""
 
     @classmethod
     def read(cls, label: str, path: str) -> ModelSpec:
-        """The specification of a dual encoder, which is loaded once to see that this is possible.
+        """Returns the description of a dual encoder, which is loaded once to check that it can be.
 
         Raises:
-            ValueError: naming the path, if there is none.
+            ValueError: naming the path, if it is not a directory with a dual encoder.
         """
         if not Path(path).exists():
             raise ValueError(f"models: {path!r} is missing: there is no such directory")
@@ -67,14 +68,14 @@ class ModelSpec:
 
     @property
     def tokenizer(self) -> str:
-        """Where its tokenizer is."""
+        """Directory of the model's tokenizer."""
         beside = Path(self.path, TEXT_ENCODER_DIRECTORY)
         return str(beside if beside.is_dir() else self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A run of images, or of texts, of one data set, to be encoded by one model."""
+    """Consecutive images, or texts, of one data set, to be encoded by one model."""
 
     model: ModelSpec
     data: str
@@ -82,18 +83,18 @@ class Unit:
     modality: Literal["image", "text"]
     start: int
     stop: int
-    """The images numbered start … stop − 1 of the data set, or as many of its texts."""
+    """The unit covers the images, or texts, with the numbers start … stop − 1 of the data set."""
     texts: tuple[str, ...] = ()
     key: str
 
     @property
     def title(self) -> str:
-        """For a person."""
+        """Name of the unit in messages."""
         return f"{self.model.label} · {self.data} · {self.modality}s {self.start}–{self.stop - 1}"
 
 
 def image_units(model: ModelSpec, precision: str, data: str, digest: str, num_images: int) -> list[Unit]:
-    """The units of the images of a data set, whose digest says all about them."""
+    """Returns the units of a data set's images; `digest` must identify the images and their order."""
     spans = _spans(num_images, NUM_IMAGES_PER_UNIT)
     return [
         Unit(
@@ -109,7 +110,7 @@ def image_units(model: ModelSpec, precision: str, data: str, digest: str, num_im
 
 
 def text_units(model: ModelSpec, precision: str, data: str, texts: Sequence[str]) -> list[Unit]:
-    """The units of the texts of a data set."""
+    """Returns the units of a data set's texts."""
     spans = _spans(len(texts), NUM_TEXTS_PER_UNIT)
     return [
         Unit(
@@ -127,18 +128,18 @@ def text_units(model: ModelSpec, precision: str, data: str, texts: Sequence[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """What a unit, or several together, gave."""
+    """The embeddings of one unit, or of several units joined."""
 
     rows: np.ndarray
     """(n, d) unit rows, float32."""
     numbers: np.ndarray
-    """(n,) int64, the number of each image or text in its data set."""
+    """(n,) int64: the number of each image or text in its data set."""
     problems: tuple[str, ...] = ()
-    """Images that could not be read, and why."""
+    """Descriptions of the images that could not be read."""
 
     @classmethod
     def join(cls, parts: Sequence[Embeddings]) -> Embeddings:
-        """Those of several units, one after the other."""
+        """Concatenate the embeddings of several units."""
         return cls(
             rows=np.concatenate([part.rows for part in parts]),
             numbers=np.concatenate([part.numbers for part in parts]),
@@ -147,7 +148,7 @@ class Embeddings:
 
 
 class EmbeddingStore:
-    """The embeddings in the directory of an evaluation (a path or a URI)."""
+    """Stores the embeddings of an evaluation in its directory (a path or a URI)."""
 
     def __init__(self, directory: str) -> None:
         self._directory = f"{directory}/embeddings"
@@ -155,12 +156,12 @@ class EmbeddingStore:
         filesystem.create_dir(path, recursive=True)
 
     def has(self, unit: Unit) -> bool:
-        """Whether the unit is finished."""
+        """Returns whether the embeddings of a unit are stored."""
         filesystem, path = resolve(self._file(unit))
         return filesystem.get_file_info(path).type == FileType.File
 
     def read(self, unit: Unit) -> Embeddings:
-        """Of a finished unit."""
+        """Read the embeddings of a finished unit."""
         filesystem, path = resolve(self._file(unit))
         with filesystem.open_input_stream(path) as stream:
             arrays = safetensors.numpy.load(stream.read())
@@ -168,7 +169,7 @@ class EmbeddingStore:
         return Embeddings(rows=arrays["rows"], numbers=unit.start + arrays["numbers"], problems=tuple(problems))
 
     def write(self, unit: Unit, embeddings: Embeddings) -> None:
-        """Finish a unit; a reader sees all of it or nothing."""
+        """Store the embeddings of a unit atomically: a reader sees the whole file or none."""
         arrays = {
             "rows": embeddings.rows,
             "numbers": embeddings.numbers - unit.start,
@@ -188,5 +189,5 @@ def _spans(num: int, size: int) -> list[tuple[int, int]]:
 
 
 def _key(*what: Any) -> str:
-    """24 hex digits of all that decides the embeddings of a unit."""
+    """Returns a hash of everything that decides the embeddings of a unit, as 24 hex digits."""
     return hashlib.blake2b(json.dumps([_VERSION, *what]).encode(), digest_size=12).hexdigest()

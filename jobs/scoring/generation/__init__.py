@@ -1,1 +1,1 @@
-"""The parts of `jobs.generate`."""
+"""The modules behind `jobs.generate`: configuration, prompt formats, sampling and records."""

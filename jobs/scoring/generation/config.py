@@ -1,4 +1,4 @@
-"""What a person may set for `jobs.generate`, and what of it decides the texts."""
+"""The configuration of `jobs.generate`, that is, its command line."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ CHOICES = ("auto", "tempnet", "greedy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """A model, prompts, a temperature, and where the texts go."""
+    """The model, the prompts, the temperature, and where the texts are written."""
 
     model: str
-    """A Transformers causal LM: a directory (as training exports it, with `tempnet/` beside it) or a hub name."""
+    """A Transformers causal LM: a hub name or a directory, such as an export of training (with `tempnet/` in it)."""
     prompts: str
     """The file of prompts, in the format that `--format` names."""
     output: str
-    """The file to write. One of the same settings is continued: what it holds is not generated again."""
+    """The file to write. One that was made with the same settings is continued: the texts it already holds are kept."""
     format: Literal["text", "alpaca-eval", "mt-bench", "gsm8k"] = "text"
-    """text: `.txt`, a prompt a line, or JSONL with `prompt` (and `id`). The others: the files of those benchmarks."""
+    """Format of the prompts. text: `.txt` with one prompt per line, or JSONL with `prompt` (and optionally `id`).
+    The others: the files of those benchmarks."""
     temperature: str = "auto"
-    """tempnet: predicted for every token; a number: the same for all; greedy: the largest logit.
-    auto: tempnet where the model has one, else 1."""
+    """Temperature. tempnet: predicted for every token; a number: that constant; greedy: always the most likely
+    token. auto: tempnet if the model has one, else 1."""
     tempnet: str = ""
-    """Where the TempNet is. Default: beside the model."""
+    """Directory or hub name of the TempNet. Default: the one beside the model."""
     tau_max_eval: float | None = None
-    """τ_max of the TempNet here; rescales all its temperatures. Default: what is saved with it."""
+    """τ_max of the TempNet for this job, which rescales all predicted temperatures. Default: the saved value."""
     top_k: int = 0
-    """Draw among the k likeliest tokens only; 0: among all."""
+    """Draw only among the k most likely tokens; 0: among all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that hold this share of the probability only."""
+    """Draw only among the most likely tokens that together hold this share of the probability; 1: among all."""
     num_samples: int = 1
-    """Texts for every prompt."""
+    """Number of texts to generate for every prompt."""
     max_new_tokens: int = 256
-    """Tokens of a text, at most."""
+    """Maximum number of new tokens per text."""
     seed: int = 0
-    """With the prompt's id and the number of the sample it fixes a text, whatever the batch."""
+    """Random seed. With the prompt's id and the sample's number it fixes a text, whatever else is in the batch."""
     batch_size: int = 8
-    """Texts that are generated side by side."""
+    """Number of texts that are generated at the same time."""
     limit: int = 0
-    """Only so many prompts, from the first on; 0: all."""
+    """Use only this many prompts, the first ones of the file; 0: all."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Put prompts into the tokenizer's chat template. auto: where it has one."""
+    """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the base model; a TempNet computes in float32 always."""
+    """Data type of the base model. A TempNet always computes in float32."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto: a GPU where there is one."""
+    """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Allow Transformers to run code that is shipped with the model."""
     entropy: bool = True
-    """Record the entropy of every prediction at τ = 1."""
+    """Record the entropy of every prediction at τ = 1, in nats."""
     html: str = ""
-    """Also write a page here with every token coloured by its τ."""
+    """File for an additional HTML page with every token coloured by its τ. Empty: no page."""
     generator: str = ""
-    """Name of the model in the files of alpaca-eval and mt-bench. Default: `--model`."""
+    """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_new_tokens", "batch_size"):
@@ -82,10 +83,10 @@ class GenerateConfig:
 
     @property
     def fixed_temperature(self) -> float | None:
-        """The number that `temperature` is, or None.
+        """The constant temperature if `temperature` is a number, else None.
 
         Raises:
-            ValueError: if it is neither a number nor a word that means something.
+            ValueError: if it is neither a number nor one of the known words.
         """
         if self.temperature in CHOICES:
             return None

@@ -1,4 +1,4 @@
-"""The files that prompts come in, and the files that benchmarks want back."""
+"""The formats of prompt files, and of the answer files that benchmarks expect."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from jobs.scoring.generation.gsm8k import STOP_STRINGS, extract_answer, few_shot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One thing to be answered."""
+    """One prompt, with one or several user turns."""
 
     id: int | str
-    """Unique in its file; a text is seeded with it."""
+    """Unique within its file; it is part of the random seed of the prompt's texts."""
     turns: tuple[str, ...]
-    """What is asked; a second turn sees the answer to the first."""
+    """The user's messages, in order; every turn also sees the earlier turns and their answers."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What its format needs again in the end."""
+    """Values from the input file that the format needs for grading or exporting."""
 
 
-# A prompt and its finished conversations: the texts of the turns of every sample.
+# A prompt and its finished conversations: for every sample, the generated text of every turn.
 Answered = tuple[Prompt, Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFormat:
-    """How prompts of a kind are read, and what is made of the texts."""
+    """How a kind of prompt file is read, and how the generated texts are graded and exported."""
 
     read: Callable[[Path], Iterator[Prompt]]
-    """Errors name the line (or record) and what is wrong with it."""
+    """Reads the prompts of a file; its errors name the line (or record) and what is wrong with it."""
     stop: tuple[str, ...] = ()
-    """Strings that end a text; a chat model ends its turn itself."""
+    """Strings that end a text. They are not used with a chat template, since a chat model ends its own turn."""
     grade: Callable[[Prompt, str], Mapping[str, Any]] = lambda prompt, text: {}
-    """What a record says about a text beside the text."""
+    """Returns the fields to add to the record of a text, such as whether its answer is correct."""
     export: Callable[[Sequence[Answered], str, str], str] | None = None
-    """(answers, name of the model, settings) → the file that the benchmark wants; None: the records are that file."""
+    """(answers, name of the model, hash of the settings) → content of the file that the benchmark expects. None: the
+    records file itself is the output."""
 
 
 def read_prompts(path: str, format_name: str, limit: int) -> list[Prompt]:
-    """The first `limit` prompts of a file (0: all).
+    """Returns the first `limit` prompts of a file, or all if `limit` is 0.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if a record is malformed, with its line, or an id comes twice, or there is none at all.
+        OSError: if the file cannot be read.
+        ValueError: if a record is malformed (naming its line), if an id occurs twice, or if the file holds no prompts.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"prompts = {path!r} is missing: there is no such file")
@@ -116,7 +117,7 @@ def _read_mt_bench(path: Path) -> Iterator[Prompt]:
 
 
 def _export_mt_bench(answers: Sequence[Answered], generator: str, settings: str) -> str:
-    """Records as FastChat's `gen_model_answer` writes them; `answer_id` is a digest instead of a random string."""
+    """Writes records as FastChat's `gen_model_answer` does, except that `answer_id` is a digest and not random."""
     lines = []
     for prompt, samples in answers:
         identity = hashlib.blake2b(f"{generator}/{settings}/{prompt.id}".encode(), digest_size=11).hexdigest()
@@ -142,7 +143,7 @@ def _grade_gsm8k(prompt: Prompt, text: str) -> Mapping[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(where it is, line number from 1, object) of every line of a JSONL file; blank lines are passed over."""
+    """Yields (location for messages, line number from 1, object) for the lines of a JSONL file that are not blank."""
     for number, line in enumerate(_decode(path).split("\n"), 1):
         if not line.strip():
             continue

@@ -1,6 +1,6 @@
-"""GSM8K with a chain of thought: eight worked examples before the question, the number in the answer, and maj@k.
+"""GSM8K with a chain of thought: prompts with eight worked examples, answer extraction, and the maj@k score.
 
-The examples are those of Wei et al. 2022 (arXiv 2201.11903, Table 20); a majority is taken over several samples as in
+The examples are those of Wei et al. 2022 (arXiv 2201.11903, Table 20). Majority voting over several samples follows
 Wang et al. 2022 (arXiv 2203.11171).
 """
 
@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 _EXAMPLES = Path(__file__).with_name("gsm8k_examples.txt")
-# A minus sign belongs to the number unless it stands between two: 21-15.
+# A minus sign is part of the number, except after a digit or a closing bracket, as in 21-15.
 _NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?\d[\d,]*(?:\.\d+)?")
 _ANNOUNCEMENT = re.compile(r"the answer is", re.IGNORECASE)
 
@@ -21,14 +21,15 @@ STOP_STRINGS = ("\n\n", "Q:")
 
 
 def few_shot_prompt(question: str) -> str:
-    """The examples, then the question, open for an answer."""
+    """Returns the worked examples followed by the question, ending where the model is to answer."""
     return f"{_EXAMPLES.read_text(encoding='utf-8').strip()}\n\nQ: {question.strip()}\nA:"
 
 
 def extract_answer(text: str) -> str | None:
-    """The last number after the last "The answer is"; without one there, the last number of the text; None if it has none.
+    """Returns the answer in canonical form, or None if the text contains no number.
 
-    Written plainly: `1,450.00` and `$1450` are `1450`.
+    The answer is the last number after the last "The answer is", or else the last number of the text. Its canonical
+    form is plain digits: `1,450.00` and `$1450` are `1450`.
     """
     announced = _ANNOUNCEMENT.split(text)[1:]
     numbers = (_NUMBER.findall(announced[-1]) if announced else []) or _NUMBER.findall(text)
@@ -36,10 +37,10 @@ def extract_answer(text: str) -> str | None:
 
 
 def gold_answer(answer: str) -> str:
-    """The number after `####` of a reference solution.
+    """Returns the number after `####` in a reference solution.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such number.
     """
     _, mark, number = answer.rpartition("####")
     if not mark or not (found := _NUMBER.fullmatch(number.strip())):
@@ -48,16 +49,16 @@ def gold_answer(answer: str) -> str:
 
 
 def canonical(number: str) -> str:
-    """A number without signs of currency, thousands or trailing zeros."""
+    """Returns a number without currency signs, thousands separators or trailing zeros after the decimal point."""
     digits = f"{Decimal(re.sub(r'[$,]', '', number)):f}"
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def majority_score(answers: Sequence[str | None], gold: str, k: int) -> float:
-    """maj@k of one question: the share of its groups of k samples whose most frequent answer is right.
+    """Returns maj@k of one question: the share of its groups of k samples whose most frequent answer is correct.
 
-    A sample without a number has no vote; of answers that are equally frequent the first seen counts. maj@1 is the share of
-    right samples. k must divide the number of samples.
+    A sample without a number has no vote. Ties go to the answer that occurs first. maj@1 is the share of correct
+    samples. k must divide the number of samples.
     """
     assert len(answers) % k == 0
     groups = [answers[start : start + k] for start in range(0, len(answers), k)]
@@ -66,5 +67,5 @@ def majority_score(answers: Sequence[str | None], gold: str, k: int) -> float:
 
 
 def divisors(number: int) -> list[int]:
-    """1 … number."""
+    """Returns all divisors of a number, from 1 to the number itself."""
     return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,4 +1,4 @@
-"""The job from prompts to files: everything is checked before the model is loaded, and nothing is generated twice."""
+"""The generation job, from prompts to files: inputs are checked before the model is loaded, and no text is redone."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_
 from jobs.scoring.generation.records import Key, RecordFile, settings_hash
 from jobs.scoring.generation.sampling import Generated, Request, Sampler
 
-# What does not change a text: where it is computed and written, and how many there are of them.
+# Fields that do not change any text: where texts are computed and written, and how many there are.
 _NOT_SETTINGS = ("prompts", "output", "num_samples", "batch_size", "limit", "device", "html", "generator")
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a run of the job did."""
+    """The outcome of a run of the job."""
 
     prompts: list[Prompt]
-    """All that were asked for."""
+    """All prompts of this run."""
     file: RecordFile
-    """All records, also those of earlier runs of the job."""
+    """All records, including those of earlier runs of the job."""
     num_kept: int
-    """Records of these prompts that were there already."""
+    """Number of texts of this run that earlier runs had already generated."""
     lost: list[Key] = field(default_factory=list)
-    """Texts that were not generated, as their prompt does not fit into the context; later turns of these are lost too."""
+    """Texts that were not generated because the prompt does not fit into the context; later turns of such a prompt
+    are lost too."""
     room: int | None = None
-    """Tokens that a prompt may have; None: no limit."""
+    """Maximum number of tokens of a prompt; None: no limit."""
     num_tokens: int = 0
-    """Tokens that were generated."""
+    """Number of tokens generated in this run."""
     seconds: float = 0.0
-    """What generating took, without loading."""
+    """Time spent on generating, in seconds, without loading the model."""
 
     def texts(self, prompt: Prompt, num_samples: int) -> list[list[str]] | None:
-        """The texts of the turns of every sample of a prompt, or None if one is lost."""
+        """Returns, for every sample of a prompt, the texts of its turns, or None if any of them is missing."""
         keys = [[(prompt.id, sample, turn) for turn in range(len(prompt.turns))] for sample in range(num_samples)]
         records = self.file.records
         if not all(key in records for sample in keys for key in sample):
@@ -52,11 +53,12 @@ class Outcome:
 
 
 def run(config: GenerateConfig) -> Outcome:
-    """Generate what is missing, and write what the format wants.
+    """Generate the missing texts, and write the file that the format expects.
 
     Raises:
-        OSError: for files that are not there.
-        ValueError: for bad input; before the model is loaded, unless its vocabulary turns out not to fit.
+        OSError: if an input file does not exist.
+        ValueError: if an input is invalid. It is raised before the model is loaded, except when the loaded model's
+            vocabulary does not fit.
     """
     prompts, prompt_format = read_prompts(config.prompts, config.format, config.limit), FORMATS[config.format]
     tokenizer = load_tokenizer(config.model)
@@ -101,17 +103,17 @@ def run(config: GenerateConfig) -> Outcome:
 
 
 def records_path(config: GenerateConfig, prompt_format: PromptFormat) -> Path:
-    """Where the records go: into the output, or beside it where a benchmark wants something else there."""
+    """Returns the path of the records: the output itself, or a file beside it if the format exports another file."""
     output = Path(config.output)
     return output if prompt_format.export is None else output.with_name(f"{output.name}.records.jsonl")
 
 
 def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFast) -> TempNet | float | None:
-    """The network, the number, or None for the largest logit.
+    """Returns the TempNet, a constant temperature, or None for greedy decoding.
 
     Raises:
-        FileNotFoundError: if a TempNet is wanted and there is none.
-        ValueError: if it was made for another vocabulary, or `tau_max_eval` is not above its τ₀.
+        FileNotFoundError: if a TempNet is requested and there is none.
+        ValueError: if the TempNet was made for another vocabulary, or `tau_max_eval` is not above its τ₀.
     """
     if config.temperature == "greedy":
         return None
@@ -134,10 +136,10 @@ def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFas
 
 
 def room_for_prompts(config: GenerateConfig) -> int | None:
-    """The tokens that a prompt may have; None for a model without a longest context.
+    """Returns the maximum number of tokens of a prompt, or None for a model without a maximum context length.
 
     Raises:
-        ValueError: if `max_new_tokens` leaves none.
+        ValueError: if `max_new_tokens` leaves no room for a prompt.
     """
     model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
     context: int | None = getattr(model, "max_position_embeddings", None)
@@ -152,7 +154,7 @@ def room_for_prompts(config: GenerateConfig) -> int | None:
 
 
 def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_chat: bool) -> dict[str, Any]:
-    """All that decides a text beside its prompt, with digests of the weights."""
+    """Returns everything besides the prompt that decides a text, including digests of the weights."""
     settings = {name: getattr(config, name) for name in GenerateConfig.__slots__ if name not in _NOT_SETTINGS}
     local = Path(config.model)
     if local.is_dir():
@@ -169,9 +171,9 @@ def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_
 def _prompt_text(
     turns: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast, is_chat: bool
 ) -> tuple[str, list[int]]:
-    """What the model reads for the last of these turns, after its answers to the others, and its tokens.
+    """Returns the text that the model reads before it answers the last of these turns, and its token ids.
 
-    Without a chat template turns and answers are paragraphs of one document.
+    Without a chat template, turns and answers are joined as paragraphs of one document.
     """
     if is_chat:
         messages = [{"role": "user", "content": turns[0]}]
@@ -189,7 +191,7 @@ def _prompt_text(
 def _requests(
     outcome: Outcome, turn: int, config: GenerateConfig, tokenizer: PreTrainedTokenizerFast, is_chat: bool
 ) -> list[Request]:
-    """What is to be generated of a turn; what does not fit is counted as lost."""
+    """Returns the requests of one turn that are still missing; texts whose prompt is too long are recorded as lost."""
     records, requests = outcome.file.records, []
     for prompt in outcome.prompts:
         for sample in range(config.num_samples if turn < len(prompt.turns) else 0):

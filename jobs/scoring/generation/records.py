@@ -1,4 +1,4 @@
-"""The file of generated texts: JSON lines that are appended batch by batch, and found again when the job is repeated."""
+"""The file of generated texts: JSON lines that are appended batch by batch and read again when the job is repeated."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# The prompt's id, the number of the sample, the number of the turn.
+# (id of the prompt, number of the sample, number of the turn), the numbers counted from 0.
 Key = tuple[int | str, int, int]
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """16 hex digits that name settings."""
+    """Returns a hash of the settings, as 16 hex digits."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 class RecordFile:
-    """The records of one group of settings; what is appended is whole lines.
+    """The records of texts that were generated with one group of settings; only whole lines are appended.
 
-    Beside the file lies `<file>.settings.json`, which says what the hash in every record stands for.
+    `<file>.settings.json` beside the file holds the settings whose hash is stored in every record.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Read what is there; a last line that was cut is dropped from the file.
+        """Read the existing records. An incomplete last line, left by an interruption, is removed from the file.
 
         Raises:
             OSError: if the file cannot be read or written.
-            ValueError: if it holds something else, or records of other settings.
+            ValueError: if the file holds anything other than records of this job, or records made with other settings.
         """
         self.path = path
         self.settings_path = path.with_name(f"{path.name}.settings.json")
@@ -65,7 +65,7 @@ class RecordFile:
         return "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in names)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records behind the others."""
+        """Append records to the file."""
         with self.path.open("a", encoding="utf-8") as file:
             for record in records:
                 record = {**record, "settings": self.settings}

@@ -1,4 +1,4 @@
-"""A batch of prompts → texts, with the τ and the entropy of every token; a row does not depend on its batch.
+"""Generation of a batch of texts, with τ and entropy for every token; a row does not depend on the rest of its batch.
 
 Shapes: B rows, T tokens.
 """
@@ -36,33 +36,36 @@ class Request:
     """One text to generate."""
 
     key: Key
-    """It seeds the draws, with the job's seed."""
+    """Identifies the text; together with the job's seed it seeds the draws."""
     prompt: str
-    """As the record shows it."""
+    """The prompt's text, as it is stored in the record."""
     ids: list[int]
-    """Its tokens."""
+    """Token ids of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What became of a request; lists have an entry for every token that was drawn, the end-of-text token included."""
+    """The result of a request.
+
+    The lists have one entry for every token that was drawn, including the end-of-text token.
+    """
 
     text: str
-    """Without special tokens, and cut before the string that ended it."""
+    """The generated text without special tokens, cut before the stop string that ended it."""
     ids: list[int]
-    """The tokens."""
+    """Ids of the generated tokens."""
     tau: list[float] | None
-    """The temperature that each was drawn with; None where nothing was drawn (greedy)."""
+    """The temperature that each token was drawn with; None for greedy decoding, which draws nothing."""
     entropy: list[float] | None
-    """The entropy of each prediction at τ = 1, in nats; None if it is not recorded."""
+    """The entropy of each prediction at τ = 1, in nats; None if it was not recorded."""
     finish_reason: str
-    """stop: the model (or a stop string) ended the text; length: `max_new_tokens` did."""
+    """stop: the model or a stop string ended the text; length: it reached `max_new_tokens`."""
 
 
 class Sampler:
-    """A model on its device, ready for batches.
+    """A model on its device, ready to generate batches of texts.
 
-    Of the generation settings that a model is shipped with only its end-of-text tokens are used.
+    Of the generation settings that are shipped with the model, only its end-of-text tokens are used.
     """
 
     def __init__(
@@ -72,7 +75,17 @@ class Sampler:
         temperature: TempNet | float | None,
         stop: Sequence[str] = (),
     ) -> None:
-        """`temperature` is a network, one number, or None for the largest logit; `stop` are strings that end a text."""
+        """Load the model.
+
+        Args:
+            config: the configuration of the job.
+            tokenizer: the model's tokenizer.
+            temperature: a TempNet, a constant temperature, or None for greedy decoding.
+            stop: strings that end a text.
+
+        Raises:
+            ValueError: if the device is a CUDA device and there is none, or the model does not fit the TempNet.
+        """
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
@@ -97,7 +110,7 @@ class Sampler:
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Request]) -> list[Generated]:
-        """The texts of one batch."""
+        """Generate the texts of one batch."""
         config = self.config
         width = max(len(request.ids) for request in requests)
         inputs = {"input_ids": [], "attention_mask": []}  # type: dict[str, list[list[int]]]
@@ -118,7 +131,8 @@ class Sampler:
             elif self.temperature is not None:
                 processors.append(TemperatureLogitsWarper(self.temperature))
             if self.temperature is not None:
-                # Before the draw, so not as options of generate(), whose warpers come after all that it is given.
+                # These are not options of generate(), because its own warpers run after all the given processors, and
+                # the draw must come last.
                 processors += [TopKLogitsWarper(config.top_k)] if config.top_k else []
                 processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1.0 else []
                 processors.append(SeededDraw([_seed(config.seed, request.key) for request in requests]))
@@ -147,7 +161,7 @@ class Sampler:
     def _finish(
         self, ids: list[int], stopped: int | None, tau: list[float] | None, entropy: list[float] | None
     ) -> Generated:
-        """Cut a row after its end, behind which there is only padding."""
+        """Cut a row after its end; only padding follows."""
         ended = next((number for number, token in enumerate(ids, 1) if token in self.ends), None)
         end = min(number for number in (ended, stopped, len(ids)) if number is not None)
         text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
@@ -165,5 +179,5 @@ def _seed(seed: int, key: Key) -> str:
 
 
 def _rows(steps: Sequence[Tensor]) -> list[list[float]]:
-    """(B,) a step → B lists, to six digits."""
+    """Turns a (B,) tensor per step into B lists, with values rounded to six significant digits."""
     return [[float(f"{value:.6g}") for value in row] for row in torch.stack(list(steps), dim=-1).tolist()]

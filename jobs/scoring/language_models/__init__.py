@@ -1,1 +1,1 @@
-"""Evaluation of language models at several temperatures: perplexities, and tasks of lm-evaluation-harness."""
+"""Evaluation of language models at several temperatures: perplexities and tasks of lm-evaluation-harness."""

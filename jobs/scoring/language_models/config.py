@@ -1,4 +1,4 @@
-"""The configuration of an evaluation: which models, at which temperatures, on what, and with which workers."""
+"""The configuration of an evaluation of language models: models, temperatures, tasks and workers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.scoring.language_models.temperatures import Temperature
 
-# The word that stands in `tempnets` for a model that is to be taken without one.
+# The value in `tempnets` for a model that is to be used without a TempNet.
 NO_TEMPNET = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationWorkersSection:
-    """Processes and devices."""
+    """Number and resources of the worker processes."""
 
     num_workers: int = 1
-    """Ray actors, each holding one model at a time; no figure depends on their number."""
+    """Number of Ray actors, each of which holds one model at a time. The results do not depend on it."""
     use_gpu: bool = False
-    """One GPU a worker."""
+    """Reserve one GPU for every worker. False: workers run on CPUs."""
     cpus_per_worker: float = 1.0
-    """CPUs that Ray reserves for a worker, and its number of PyTorch threads."""
+    """CPUs that Ray reserves for every worker; also its number of PyTorch threads."""
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "cpus_per_worker"):
@@ -32,43 +32,45 @@ class EvaluationWorkersSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
-    """Every model is evaluated at every temperature on everything that is named."""
+    """The models, temperatures and tasks; every model is evaluated at every temperature on every task."""
 
     models: tuple[str, ...]
-    """Transformers causal LMs: exported directories or hub names."""
+    """Transformers causal LMs: directories of exports, or hub names."""
     tempnets: tuple[str, ...] = ()
-    """The TempNet of each model, in their order; `none` for a model without. Default: `tempnet/` beside the model."""
+    """The TempNets of the models, in the same order; `none` for a model without one. Default: `tempnet/` in each
+    model's directory."""
     temperatures: tuple[str, ...] = ("one",)
-    """one, fixed:VALUE, tempnet, or tempnet:TAU_MAX, which replaces τ_max at inference."""
+    """Temperatures: one (τ = 1), fixed:VALUE, tempnet, or tempnet:TAU_MAX, which replaces the TempNet's τ_max."""
     wikitext: str = ""
-    """A text file whose word perplexity is wanted; headings `= Title =` of WikiText part it into documents."""
+    """Text file to compute the word perplexity of; WikiText headings `= Title =` split it into documents. Empty:
+    none."""
     detokenize: bool = True
     """Undo WikiText's tokenisation (`1 @,@ 000 ,`) before scoring, as the harness does. Words are counted before."""
     lambada: str = ""
-    """A JSONL file with `text`, whose last word is to be predicted."""
+    """JSONL file with a field `text`, whose last word is to be predicted. Empty: none."""
     tasks: tuple[str, ...] = ()
-    """Tasks, groups or tags of lm-evaluation-harness."""
+    """Names of tasks, groups or tags of lm-evaluation-harness."""
     include_path: str = ""
-    """A directory with task files (YAML) of one's own. Functions that they name are run: it must be trusted."""
+    """Directory with your own task files (YAML). It must be trusted: functions that the files name are run."""
     data_dir: str = ""
-    """The directory that `data_files` of tasks on local files are relative to. Default: the working directory."""
+    """Directory that the `data_files` of tasks on local files are relative to. Default: the working directory."""
     limit: int = 0
-    """Documents of each task that are read, the first ones. 0: all."""
+    """Use only this many documents of each task, the first ones. 0: all."""
     num_fewshot: int = -1
-    """Solved examples before each question of a harness task. -1: as the task says."""
+    """Number of solved examples before each question of a harness task. -1: the task's own default."""
     document_start: bool = True
-    """Put the document-start token before every context, as in training. False: only where there is no context, or
-    where the tokenizer does it by itself, which is how published figures of GPT-2 were made."""
+    """Put the document-start token before every context, as in training. False: only where the context is empty or
+    the tokenizer adds it by itself, which is how published figures of GPT-2 were computed."""
     max_length: int = 0
-    """Tokens that a model sees at a time. 0: as many as it has positions."""
+    """Maximum number of tokens that a model reads at once. 0: all of its positions."""
     batch_size: int = 8
-    """Sequences in a forward pass."""
+    """Number of sequences per forward pass."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the base model. Softmax and TempNet are always float32."""
+    """Data type of the base model. The softmax and TempNet are always float32."""
     trust_remote_code: bool = False
-    """Let Transformers run code that comes with a model."""
+    """Allow Transformers to run code that is shipped with a model."""
     name: str = "evaluation"
-    """Name of the evaluation: its directory in storage keeps finished parts and the results."""
+    """Name of the evaluation; also the name of its directory in storage, which keeps finished units and the results."""
     storage: str = ""
     """Directory or URI that holds evaluations and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
@@ -98,16 +100,16 @@ class EvaluateConfig:
         for name, values in (("temperatures", [one.name for one in self.columns]), ("tasks", self.tasks)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} = {' '.join(values)} names something twice")
-        _ = self.run  # refuses names and storage that cannot be used
+        _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
     def columns(self) -> list[Temperature]:
-        """The temperatures, understood."""
+        """The parsed temperatures."""
         return [Temperature.parse(text) for text in self.temperatures]
 
     @property
     def run(self) -> RunSection:
-        """Name and storage with the rules of training runs."""
+        """Name and storage as the section that training runs use, checked by the same rules."""
         run = RunSection(name=self.name, storage=self.storage)
         _ = run.resolved_storage
         return run

@@ -1,12 +1,12 @@
-"""What keeps an evaluation from being whole."""
+"""The error of an evaluation that could not be completed."""
 
 from __future__ import annotations
 
 
 class EvaluationFailedError(RuntimeError):
-    """A part of an evaluation failed; what was finished is kept."""
+    """Part of an evaluation failed; the finished parts are kept."""
 
     def __init__(self, message: str, table: str = "") -> None:
         super().__init__(message)
         self.table = table
-        """Of all that did not fail, where the other parts were finished."""
+        """The table of all results that could be computed; empty if there is none."""

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness: its model class with temperatures, and its tasks with local data.
+"""Adapters for lm-evaluation-harness: its model class with temperatures, and its tasks with local data.
 
-Log-likelihood tasks see log softmax(L/τ) at every position, so a per-token τ can change which choice wins. Generation that
-samples draws at τ; greedy generation does not depend on it. For a model with a TempNet logits beyond the tokenizer's
-vocabulary (padding) are cut off in every column.
+Log-likelihood tasks use log softmax(L/τ) at every position, so a per-token τ can change which choice wins. Generation
+with sampling draws at τ; greedy generation does not depend on τ. For a model with a TempNet, logits beyond the
+tokenizer's vocabulary (padding) are cut off in every column.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import encode_context
 
-# Builders of `datasets` that read local files.
+# The builders of `datasets` that read local files.
 _LOCAL_DATA = {"json", "csv", "parquet", "text"}
 _NUM_BOOTSTRAPS = 1000
 
@@ -36,10 +36,11 @@ _NUM_BOOTSTRAPS = 1000
 class TemperedLM(HFLM):
     """A causal LM whose logits are divided by τ.
 
-    With `document_start` every context of a log-likelihood request (a multiple-choice question, few-shot examples before
-    it) and every prompt starts with the document-start token, as documents did in training; a context that is too long
-    loses its beginning, that token first. Without it contexts are as the tokenizer makes them. Empty contexts and rolling
-    windows are always opened by the document-start token, once.
+    With `document_start`, every prompt and every context of a log-likelihood request (such as a multiple-choice
+    question with any few-shot examples before it) starts with the document-start token, as documents did in training. A
+    context that is too long is truncated on the left and loses that token first. Without `document_start`, contexts are
+    encoded as the tokenizer does it. Empty contexts and rolling windows always start with exactly one document-start
+    token.
     """
 
     def __init__(
@@ -69,19 +70,19 @@ class TemperedLM(HFLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """The harness's 256 new tokens, or half of a shorter context."""
+        """Maximum number of new tokens: the harness's 256, or half of the context if that is less."""
         return min(256, self.max_length // 2)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text by itself; what opens a context is added by :meth:`_encode_pair`."""
+        """Returns the tokens of a text alone; :meth:`_encode_pair` adds the tokens that start a context."""
         ids = self.tokenizer.encode(string, add_special_tokens=False)
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         ids, continuation_ids = super()._encode_pair(context, continuation)
-        # The harness moves trailing spaces to the continuation; the context that is left is opened here.
+        # The harness moves trailing spaces to the continuation. The start tokens of the context are added here.
         opening = encode_context(self.tokenizer, context.rstrip(), document_start=self._document_start)
         return opening[: len(opening) - len(ids)] + ids, continuation_ids
 
@@ -92,7 +93,7 @@ class TemperedLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Prompts of a generation, padded on the left, with the attention mask."""
+        """Returns prompts for generation, padded on the left, and their attention mask."""
         keep = left_truncate_len or 0
         encoded = [
             encode_context(self.tokenizer, text, document_start=self._document_start)[-keep:] for text in strings
@@ -109,7 +110,8 @@ class TemperedLM(HFLM):
             if generation_kwargs.get("do_sample"):
                 if self._temperature.needs_tempnet:
                     assert isinstance(self._function, TempNet)
-                    # It must listen: generate() puts its own processors, such as a repetition penalty, before ours.
+                    # The TempNet must listen to the model for its inputs, because generate() applies its own
+                    # processors, such as a repetition penalty, before ours.
                     attached = stack.enter_context(attach(self.model, self._function, self._fold))
                     generation_kwargs["logits_processor"] = LogitsProcessorList([attached.processor()])
                 value = self._temperature.value
@@ -118,13 +120,13 @@ class TemperedLM(HFLM):
 
     @cached_property
     def _fold(self) -> CachedFold | None:
-        """Made once, at the first batch that is drawn; None where τ is read from the logits."""
+        """The folded TempNet, created once for the first sampled batch; None if τ must be computed from the logits."""
         assert isinstance(self._function, TempNet)
         return CachedFold.of(self.model, self._function) if can_fold(self.model, self._function) else None
 
 
 class Tasks:
-    """The tasks that can be named: those of a directory of one's own, and the harness's own."""
+    """Looks up tasks by name: those of the user's directory first, then the harness's own."""
 
     def __init__(self, include_path: str, data_dir: str) -> None:
         self.include_path = include_path
@@ -136,13 +138,14 @@ class Tasks:
 
     @cached_property
     def _all(self) -> TaskManager:
-        return TaskManager(include_path=self.include_path or None)  # reads 14 000 files: only when it must be
+        # it reads 14 000 files, so it is created only if needed
+        return TaskManager(include_path=self.include_path or None)
 
     def manager(self, name: str) -> TaskManager:
-        """One that knows the task.
+        """Returns a task manager that knows the task.
 
         Raises:
-            ValueError: for an unknown task, with the nearest names.
+            ValueError: if the task is unknown, with the most similar names.
         """
         if name in self._own.task_index:
             return self._own
@@ -154,10 +157,10 @@ class Tasks:
         raise ValueError(f"task {name!r} is unknown: {hint}")
 
     def data_files(self, name: str) -> list[Path]:
-        """The local files that a task reads; none for a hub data set, a group or a tag.
+        """Returns the local files that a task reads; empty for a hub data set, a group or a tag.
 
         Raises:
-            ValueError: if one is missing.
+            ValueError: if a file is missing.
         """
         kwargs = self._local_kwargs(name)
         found: list[Path] = []
@@ -174,21 +177,25 @@ class Tasks:
         return found
 
     def specification(self, name: str) -> str | dict[str, Any]:
-        """What to hand to `simple_evaluate`: the name, or the task with the data directory filled in."""
+        """Returns what to pass to `simple_evaluate`: the name, or the task with the data directory filled in."""
         kwargs = self._local_kwargs(name)
         if kwargs is None or not self.data_dir:
             return name
         task = {"task": name, "dataset_kwargs": kwargs | {"data_dir": str(Path(self.data_dir).resolve())}}
-        return {"group": f"{name} here", "task": [task]}  # a group is what may override fields of a task it names
+        return {"group": f"{name} here", "task": [task]}  # only a group may override fields of a task that it names
 
     def _local_kwargs(self, name: str) -> dict[str, Any] | None:
-        """`dataset_kwargs` of a task on local files."""
+        """Returns the `dataset_kwargs` of a task on local files, or None for other tasks."""
         values = self.manager(name).task_index[name].cfg or {}
         return (values.get("dataset_kwargs") or {}) if values.get("dataset_path") in _LOCAL_DATA else None
 
 
 def run_task(lm: TemperedLM, tasks: Tasks, name: str, *, limit: int, num_fewshot: int) -> dict[str, float]:
-    """Evaluate one task, group or tag; `<task>/<metric>` → value, a filter other than `none` after a dot."""
+    """Evaluate one task, group or tag.
+
+    Returns:
+        `<task>/<metric>` → value; the name of a filter other than `none` is added after a dot.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     output = simple_evaluate(
         model=lm,
@@ -207,14 +214,14 @@ def _metrics(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
     for task, values in results.items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
-            # A standard error that cannot be had is "N/A" or NaN.
+            # A standard error that cannot be computed is "N/A" or NaN.
             if comma and isinstance(value, int | float) and math.isfinite(value):
                 suffix = "" if filter_name == "none" else f".{filter_name}"
                 yield f"{task}/{metric}{suffix}", float(value)
 
 
 def _strings(value: Any) -> Sequence[str]:
-    """All strings inside a nested value, as `data_files` may be a name, a list, or splits of either."""
+    """Returns all strings in a nested value; `data_files` may be a name, a list, or a mapping of splits to these."""
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, dict) else value or []

@@ -1,4 +1,4 @@
-"""From a configuration to a table: the units that are not finished yet go to Ray workers, the rest is read."""
+"""Running an evaluation: Ray workers compute the unfinished units, finished ones are read, and a table is published."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from jobs.scoring.publishing import PublishedColumn, publish
 
 
 def evaluate(config: EvaluateConfig) -> list[Column]:
-    """Run an evaluation to its end, or continue it; writes `results.md` and `results.json` and returns the columns.
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the columns of the table.
 
     Raises:
-        ValueError, OSError: before anything starts, see :func:`jobs.scoring.language_models.plan.make_plan`.
-        EvaluationFailedError: naming every job that failed, after all others are finished and published.
+        ValueError, OSError: before any work starts, see :func:`jobs.scoring.language_models.plan.make_plan`.
+        EvaluationFailedError: naming every failed job, once all others have finished and the results are
+            published.
     """
     plan = make_plan(config)
     ledger = Ledger(config.run.directory)
@@ -57,10 +58,12 @@ def _unfinished(job: Job, ledger: Ledger) -> Job:
 
 
 def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> dict[str, str]:
-    """Give every worker a job at a time, in order, so that models change seldom; record each as it ends.
+    """Run the jobs on a pool of workers, one job per worker at a time, and record each result as soon as it is there.
+
+    Jobs are handed out in order, so that workers rarely change their model.
 
     Returns:
-        title → reason, of the jobs that failed; they do not keep the others from their work.
+        title → reason for every job that failed; a failed job does not stop the others.
     """
     settings = dataclasses.replace(
         config,
@@ -70,7 +73,7 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> dict[s
     actor: Any = ray.remote(EvaluationWorker).options(
         num_cpus=config.workers.cpus_per_worker,
         num_gpus=1 if config.workers.use_gpu else 0,
-        max_restarts=2,  # a worker whose machine goes away starts again, and so does its job
+        max_restarts=2,  # if a worker's machine is lost, Ray restarts the worker and retries its job
         max_task_retries=2,
         runtime_env={"env_vars": CPU_ENVIRONMENT},
     )
@@ -109,9 +112,9 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> dict[s
 
 
 def _reason(error: RayTaskError | RayActorError) -> str:
-    """What a job failed by, in one line."""
+    """Returns the reason why a job failed, in one line."""
     cause = getattr(error, "cause", None)
-    if cause is None:  # the process ended: Ray says so first, and then what it knows of it
+    if cause is None:  # the process died: the first line of Ray's message says so, and details follow
         return str(error).strip().splitlines()[0]
     return " ".join(f"{type(cause).__name__}: {cause}".split())
 

@@ -1,6 +1,6 @@
-"""From a configuration to jobs: models and tasks are checked, texts are tokenised and cut. Nothing here needs Ray.
+"""Planning an evaluation: models and tasks are checked, and texts are tokenised and cut into jobs. Ray is not needed.
 
-Everything that can be refused is refused here.
+All checks that can fail an evaluation before it starts are made here.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Plan:
     temperatures: list[Temperature]
     jobs: list[Job]
     num_words: int
-    """Words of the WikiText file that are scored."""
+    """Number of words of the WikiText file that are scored."""
     num_bytes: int
-    """Bytes of the same text."""
+    """Number of UTF-8 bytes of the same text."""
 
     @property
     def units(self) -> list[Unit]:
@@ -60,10 +60,10 @@ class Plan:
 
 
 def make_plan(config: EvaluateConfig) -> Plan:
-    """Check everything, and cut the work into jobs.
+    """Check the configuration, and divide the work into jobs.
 
     Raises:
-        ValueError, OSError: naming the field, the value and what would be legal.
+        ValueError, OSError: naming the field, its value and the legal values.
     """
     _ = resolved_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
@@ -74,7 +74,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
     for label, path, tempnet in zip(model_labels(config.models), config.models, _tempnets(config), strict=True):
         spec, tokenizer = _model_spec(config, label, path, tempnet)
         models.append(spec)
-        # A detokenised page may have nothing left to score; a document of no tokens has no windows.
+        # A page may be empty after detokenisation; a document without tokens has no windows.
         wikitext = [
             window
             for page in pages
@@ -134,7 +134,7 @@ def _harness_unit(config: EvaluateConfig, spec: ModelSpec, temperature: Temperat
 
 
 def _task_digest(tasks: Tasks, name: str) -> str:
-    """Of the harness, the directory of one's own tasks, and the local data of the task."""
+    """Returns a digest of the harness's version, the user's task files, and the local data of the task."""
     if name in (WIKITEXT, LAMBADA):
         raise ValueError(
             f"tasks names {name!r}: use --{name} FILE, or the harness's lambada_openai and lambada_standard"
@@ -145,7 +145,7 @@ def _task_digest(tasks: Tasks, name: str) -> str:
 
 
 def _tempnets(config: EvaluateConfig) -> list[str]:
-    """Where the TempNet of each model is; empty for none."""
+    """Returns the location of each model's TempNet; an empty string if it has none."""
     if config.tempnets:
         return ["" if path == NO_TEMPNET else path for path in config.tempnets]
     beside = [Path(model) / PAIRED_DIRECTORY for model in config.models]
@@ -174,7 +174,7 @@ def _model_spec(
                 f"temperature {temperature.name!r} needs a TempNet, and {path} has none beside it: name one in tempnets, "
                 f"or leave this temperature out"
             )
-        temperature.function(network)  # refuses a τ_max below τ₀
+        temperature.function(network)  # raises ValueError for a τ_max that is not above τ₀
     max_length = resolve_max_length(base, tokenizer)
     if config.max_length > max_length:
         raise ValueError(f"max_length = {config.max_length} is more than the {max_length} positions of {path}")
@@ -204,5 +204,5 @@ def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _absolute(path: str) -> str:
-    """The path for workers, whose working directory is another; hub names stay."""
+    """Returns an absolute path, because workers have another working directory; hub names are left unchanged."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -1,6 +1,6 @@
-"""Windows → negative log-likelihoods at several temperatures, from one forward pass of the base model.
+"""Computing negative log-likelihoods of windows at several temperatures, from one forward pass of the base model.
 
-Softmax, τ and entropy are computed in float32 for a chunk of tokens at a time; sums are float64.
+Softmax, τ and entropy are computed in float32 for a chunk of tokens at a time; sums are accumulated in float64.
 Shapes: B windows, T tokens, V vocabulary, N target tokens.
 """
 
@@ -20,18 +20,18 @@ from jobs.scoring.language_models.windows import Window
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """What one temperature gives on some windows."""
+    """The score of some windows at one temperature."""
 
     nll: float = 0.0
-    """Sum of −log p over the targets, in nats."""
+    """Sum of −log p over the target tokens, in nats."""
     num_tokens: int = 0
     num_windows: int = 0
     num_greedy: int = 0
-    """Windows all of whose targets have the largest logit."""
+    """Number of windows in which every target has the largest logit."""
     tau: list[np.ndarray] = field(default_factory=list)
-    """τ of the targets, in pieces, window after window in the order of scoring."""
+    """τ of the targets, as a list of arrays, window after window in the order of scoring."""
     entropy: list[np.ndarray] = field(default_factory=list)
-    """Entropy at τ = 1 of the same predictions, in nats."""
+    """Entropy of the same predictions at τ = 1, in nats."""
 
 
 @torch.no_grad()
@@ -43,14 +43,21 @@ def score_windows(
     vocab_size: int | None,
     batch_size: int,
 ) -> dict[str, Score]:
-    """Score windows at each of some temperatures.
+    """Score windows at each of several temperatures.
 
     Args:
-        functions: name → what gives τ.
-        vocab_size: logits beyond it are padding and left out. None: all count.
+        base: the base model.
+        windows: the windows to score.
+        functions: name → function that returns τ for logits.
+        vocab_size: logits beyond it are padding and ignored. None: all logits count.
+        batch_size: number of windows per forward pass.
+
+    Returns:
+        name → score at that temperature.
     """
     scores = {name: Score() for name in functions}
-    order = sorted(windows, key=lambda window: -len(window.inputs))  # neighbours need little padding
+    # sorted by length, so that batches need little padding
+    order = sorted(windows, key=lambda window: -len(window.inputs))
     for at in range(0, len(order), batch_size):
         _score_batch(base, order[at : at + batch_size], functions, scores, vocab_size)
     return scores
@@ -65,7 +72,7 @@ def _score_batch(
 ) -> None:
     device = base.device
     length = max(len(window.inputs) for window in windows)
-    # Padding on the right needs no mask: the model is causal and no position behind a window is scored.
+    # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
     inputs = torch.tensor([window.inputs + (0,) * (length - len(window.inputs)) for window in windows], device=device)
     logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
     positions = [
@@ -98,6 +105,6 @@ def _score_batch(
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """(N, V) → (N,) entropy of the softmax at τ = 1, in nats."""
+    """Returns the entropy (N,) of softmax(logits) at τ = 1, in nats; logits are (N, V)."""
     log_probs = torch.log_softmax(logits, dim=-1)
     return -(log_probs.exp() * log_probs).sum(-1)

@@ -1,4 +1,4 @@
-"""Results of units → one column of figures a model and temperature → a Markdown table and JSON."""
+"""From results of units to a table: one column of figures per model and temperature, as Markdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A model at a temperature."""
+    """The column of one model at one temperature."""
 
     model: ModelSpec
     temperature: Temperature
@@ -36,12 +36,12 @@ class Column:
 
     @property
     def title(self) -> str:
-        """For a person."""
+        """Heading of the column."""
         return f"{self.model.label} · {self.temperature.name}"
 
 
 def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
-    """The figures of all models and temperatures; a task of which a unit is not finished has none."""
+    """Returns the columns of all models and temperatures, without figures for tasks that have unfinished units."""
     units = defaultdict[tuple[str, str, str], list[Unit]](list)
     for unit in plan.units:
         units[unit.model.label, unit.temperature.name, unit.task].append(unit)
@@ -84,10 +84,11 @@ def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[s
 
 
 def markdown(columns: list[Column]) -> str:
-    """A table with a column for every model and temperature and a row for every figure."""
+    """Returns a table with one column per model and temperature and one row per figure."""
     names = list(dict.fromkeys(name for column in columns for name in column.metrics))
     tasks = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    names.sort(key=lambda name: tasks.index(name.partition("/")[0]))  # a later column may have brought figures of τ
+    # figures of τ may appear only in a later column, so they are moved to their task
+    names.sort(key=lambda name: tasks.index(name.partition("/")[0]))
     rows = [["", *(column.title for column in columns)]]
     for name in names:
         if "_stderr" not in name:
@@ -111,5 +112,5 @@ def _cell(metrics: dict[str, float], name: str) -> str:
 
 
 def _exp(value: float) -> float:
-    """exp, ∞ where it overflows."""
+    """Returns exp(value), or ∞ if it would overflow."""
     return math.exp(value) if value < 700 else math.inf

@@ -1,4 +1,4 @@
-"""The temperatures that a model is evaluated at: a constant, or what its TempNet predicts for every token.
+"""The temperatures of an evaluation: a constant, or what the model's TempNet predicts for every token.
 
 Shapes: V vocabulary, "…" any leading dimensions.
 """
@@ -14,29 +14,29 @@ from torch import Tensor
 
 from tempnet.network import TempNet
 
-# (…, V) float32 logits → (…,) τ.
+# Maps float32 logits (…, V) to temperatures (…,).
 TemperatureFunction = Callable[[Tensor], Tensor]
 
-# Elements of a float32 chunk of logits: 64 MiB.
+# Number of elements of a float32 chunk of logits (64 MiB).
 _CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:
-    """One column of the results."""
+    """A temperature to evaluate at; it forms one column of the results for every model."""
 
     name: str
-    """As it is written: `one`, `fixed:0.7`, `tempnet`, `tempnet:1.5`."""
+    """Its normal form: `one`, `fixed:0.7`, `tempnet` or `tempnet:1.5`."""
     needs_tempnet: bool
     value: float | None
-    """The constant; or τ_max at inference, None being the network's own."""
+    """The constant temperature; or, for a TempNet, τ_max at inference, where None keeps the network's own."""
 
     @classmethod
     def parse(cls, text: str) -> Temperature:
-        """Read what a person wrote.
+        """Parse a temperature from the command line.
 
         Raises:
-            ValueError: naming what would be legal.
+            ValueError: naming the legal values.
         """
         kind, _, number = text.partition(":")
         try:
@@ -54,33 +54,34 @@ class Temperature:
         return cls(name=name, needs_tempnet=kind == "tempnet", value=value)
 
     def function(self, network: TempNet | None) -> TemperatureFunction:
-        """What gives τ for logits.
+        """Returns the function that maps logits to τ.
 
         Args:
-            network: the model's TempNet, which must be there for a column that needs it; its parameters are shared.
+            network: the model's TempNet, required if `needs_tempnet`. Its parameters are shared with the returned
+                function.
 
         Raises:
-            ValueError: for a τ_max that is not above τ₀.
+            ValueError: if τ_max is not above τ₀.
         """
         if not self.needs_tempnet:
             value = self.value
             assert value is not None
             return lambda logits: torch.full(logits.shape[:-1], value, device=logits.device)
         assert network is not None
-        variant = copy.copy(network)  # the same parameters under another configuration
+        variant = copy.copy(network)  # a shallow copy: the same parameters with a configuration of its own
         if self.value is not None:
             variant.set_tau_max_eval(self.value)
         return variant
 
 
 def num_rows_a_chunk(vocab_size: int) -> int:
-    """Rows of logits that are held in float32 at a time."""
+    """Returns the number of rows of logits to hold in float32 at a time."""
     return max(1, _CHUNK_ELEMENTS // vocab_size)
 
 
 @torch.no_grad()
 def divide_(logits: Tensor, function: TemperatureFunction) -> Tensor:
-    """logits/τ in place, (B, T, V) float32; τ is computed for a chunk of tokens at a time."""
+    """Divide float32 logits (B, T, V) by τ in place; τ is computed for a chunk of tokens at a time."""
     rows = logits.view(-1, logits.shape[-1])
     for chunk in rows.split(num_rows_a_chunk(rows.shape[-1])):
         chunk.div_(function(chunk).unsqueeze(-1))

@@ -1,6 +1,7 @@
-"""Units of work, and the ledger of those that are finished: one JSON file a unit, named by a hash of what decides its result.
+"""Units of work, and the ledger of finished ones: one JSON file per unit, named by a hash.
 
-The batch size, the workers and the device are no part of the hash: they change nothing but the last digits.
+The hash covers everything that decides a unit's result. It leaves out the batch size, the workers and the device, which
+affect only the last digits.
 """
 
 from __future__ import annotations
@@ -19,57 +20,57 @@ from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature
 from jobs.scoring.language_models.windows import Window
 
-# Goes up whenever this program would compute something else from the same input.
+# Increase this whenever the same input would give another result.
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as data that travels to the workers."""
+    """Description of a model, to be sent to the workers."""
 
     label: str
-    """How it is called in the results."""
+    """Name of the model in the results."""
     path: str
     tempnet: str
-    """Where its TempNet is; empty: it has none."""
+    """Location of its TempNet; empty if it has none."""
     vocab_size: int | None
-    """With a TempNet: the effective vocabulary; logits beyond it are left out."""
+    """The effective vocabulary of a model with a TempNet, whose further logits are ignored; None without a TempNet."""
     max_length: int
     digest: str
-    """Of the base model's files."""
+    """Digest of the base model's files."""
     tempnet_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A model at a temperature on a task, or on a slice of one."""
+    """One model at one temperature on one task, or on one slice of a task."""
 
     model: ModelSpec
     temperature: Temperature
     task: str
     part: int
-    """The ordinal of the slice."""
+    """Number of the slice within the task, from 0."""
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker does at a time: units of one model and one task that share a forward pass, one a temperature."""
+    """One item of work for a worker: the units of one model and task that share forward passes, one per temperature."""
 
     units: tuple[Unit, ...]
     windows: tuple[Window, ...] = ()
-    """What to score; empty for a task of the harness."""
+    """The windows to score; empty for a task of the harness."""
 
     @property
     def title(self) -> str:
-        """For a person."""
+        """Name of the job in messages."""
         first = self.units[0]
         part = f" part {first.part + 1}" if self.windows else ""
         return f"{first.model.label} · {first.task}{part} · {', '.join(unit.temperature.name for unit in self.units)}"
 
 
 def unit_key(model: ModelSpec, temperature: Temperature, dtype: str, **what: Any) -> str:
-    """24 hex digits of all that decides the result of a unit."""
+    """Returns a hash of everything that decides the result of a unit, as 24 hex digits."""
     content = {
         "version": _VERSION,
         "model": model.digest,
@@ -83,7 +84,7 @@ def unit_key(model: ModelSpec, temperature: Temperature, dtype: str, **what: Any
 
 
 class Ledger:
-    """The finished units of an evaluation directory (a path or a URI)."""
+    """Stores the results of finished units in the directory of an evaluation (a path or a URI)."""
 
     def __init__(self, directory: str) -> None:
         self._directory = f"{directory}/units"
@@ -91,18 +92,21 @@ class Ledger:
         filesystem.create_dir(path, recursive=True)
 
     def read(self, unit: Unit) -> dict[str, Any] | None:
-        """The result of a unit, or None if it is not finished."""
+        """Returns the result of a unit, or None if it is not finished."""
         record = read_json(f"{self._directory}/{unit.key}.json")
         return record and record["result"]
 
     def arrays(self, unit: Unit) -> dict[str, np.ndarray]:
-        """`tau` and `entropy`, one value a target."""
+        """Returns the arrays `tau` and `entropy` of a unit, with one value per target."""
         filesystem, path = resolve(f"{self._directory}/{unit.key}.safetensors")
         with filesystem.open_input_stream(path) as stream:
             return safetensors.numpy.load(stream.read())
 
     def write(self, unit: Unit, outcome: Score | dict[str, float], seconds: float) -> None:
-        """Record a finished unit, with the seconds that its job took; its JSON file comes last."""
+        """Store the result of a unit, with the seconds that its job took.
+
+        The JSON file is written last, since its existence marks the unit as finished.
+        """
         result: Mapping[str, Any]
         if isinstance(outcome, Score):
             names = ("nll", "num_tokens", "num_windows", "num_greedy")

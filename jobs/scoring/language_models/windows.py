@@ -1,7 +1,8 @@
-"""Texts → windows of tokens to be scored: the rolling windows of a document, or a context with its last word.
+"""Turning texts into windows of tokens to score: rolling windows of a document, or a context with its last word.
 
-A window is what the model reads, and the targets of its last positions. The document-start token (the one that opened
-every document in training) stands in front of a document and, unless it is turned off, of every context.
+A window holds the tokens that the model reads, and the targets of its last positions. The document-start token (the one
+that begins every document in training) is placed before every document and, unless this is turned off, before every
+context.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from lm_eval.utils import get_rolling_token_windows
 from pipelines.text.tokenization import document_start_id
 from transformers import PreTrainedTokenizerFast
 
-# Tokens in one unit of work. It decides where texts are cut, so that no figure depends on the number of workers.
+# Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
 NUM_TOKENS_PER_SLICE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens that are read, and the targets of the last `len(targets)` of them."""
+    """Tokens that the model reads, and the targets of the last `len(targets)` of them."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
 
 
 def read_text(path: str) -> str:
-    """The content of a UTF-8 file.
+    """Returns the content of a UTF-8 file.
 
     Raises:
-        ValueError: if it is not UTF-8, or empty.
+        ValueError: if the file is not UTF-8, or is empty.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -47,9 +48,10 @@ def read_text(path: str) -> str:
 
 
 def wikitext_pages(text: str) -> list[str]:
-    """The documents of a WikiText file, each from its heading `= Title =` on; a text without headings is one document.
+    """Returns the documents of a WikiText file; each begins at a heading `= Title =`.
 
-    These are the pages of the data set that lm-evaluation-harness scores (62 in the test split, 60 in the validation split).
+    A text without headings is one document. These are the pages of the data set that lm-evaluation-harness scores (62
+    in the test split, 60 in the validation split).
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
@@ -61,16 +63,20 @@ def wikitext_pages(text: str) -> list[str]:
 
 
 def num_words(page: str) -> int:
-    """Words as lm-evaluation-harness counts them: the pieces between runs of whitespace, empty ones at the ends included."""
+    """Returns the number of words as lm-evaluation-harness counts them.
+
+    These are the pieces between runs of whitespace, including empty ones at the ends.
+    """
     return len(re.split(r"\s+", page))
 
 
 def document_windows(
     tokenizer: PreTrainedTokenizerFast, page: str, *, max_length: int, detokenize: bool
 ) -> list[Window]:
-    """The rolling windows of a document: every token is a target exactly once, the first one after the document start.
+    """Returns the rolling windows of a document, in which every token is a target exactly once.
 
-    The windows do not overlap, except that the last one is filled up with context, as lm-evaluation-harness does it.
+    The document-start token precedes the first token. The windows do not overlap, except that the last one is filled up
+    with context, as in lm-evaluation-harness.
     """
     text = wikitext_detokenizer({"page": page}) if detokenize else page
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -81,7 +87,7 @@ def document_windows(
 
 
 def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
-    """(context, last word) of every line of a JSONL file with `text`.
+    """Returns (context, last word) for every line of a JSONL file with a field `text`, at most `limit` (0: all).
 
     Raises:
         ValueError: naming the line that cannot be read.
@@ -104,7 +110,7 @@ def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
 
 
 def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_start: bool) -> list[int]:
-    """Tokens of a text that opens a context: with the document-start token in front, or as the tokenizer does it."""
+    """Returns the tokens of a context: with the document-start token in front, or as the tokenizer encodes it."""
     if not document_start:
         return tokenizer.encode(text)
     start = document_start_id(tokenizer)
@@ -115,9 +121,9 @@ def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_st
 def pair_window(
     tokenizer: PreTrainedTokenizerFast, context: str, continuation: str, *, max_length: int, document_start: bool
 ) -> Window:
-    """A context and the continuation to be scored; what is too long loses its beginning.
+    """Returns the window of a context and the continuation to score; one that is too long is truncated on the left.
 
-    As in lm-evaluation-harness the two are tokenised together and parted where the context alone would end.
+    As in lm-evaluation-harness, the two are tokenised together and split where the context alone would end.
     """
     if context:
         whole = encode_context(tokenizer, context + continuation, document_start=document_start)
@@ -130,7 +136,7 @@ def pair_window(
 
 
 def slices(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Consecutive windows with NUM_TOKENS_PER_SLICE tokens at most (or a single window)."""
+    """Yields groups of consecutive windows with at most NUM_TOKENS_PER_SLICE tokens each, or a single longer window."""
     part: list[Window] = []
     num_tokens = 0
     for window in windows:
@@ -144,7 +150,7 @@ def slices(windows: Sequence[Window]) -> Iterator[list[Window]]:
 
 
 def windows_digest(windows: Sequence[Window]) -> str:
-    """32 hex digits of the tokens of windows."""
+    """Returns a hash of the windows' tokens, as 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     for window in windows:
         for part in (window.inputs, window.targets):

@@ -1,4 +1,4 @@
-"""The Ray actor of an evaluation: it holds one model at a time and works off jobs."""
+"""The Ray actor of an evaluation, which holds one model at a time and runs jobs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.scoring import Score, score_windows
 from jobs.scoring.language_models.units import Job, ModelSpec
 
-# One result a unit of a job, in order, and the seconds that the job took.
+# The results of a job's units, in order, and the seconds that the job took.
 JobResult = tuple[list[Score | dict[str, float]], float]
 
 
 class EvaluationWorker:
-    """Runs jobs; loads a model when the first job with it comes."""
+    """Runs jobs, and loads a model when the first job needs it."""
 
     def __init__(self, config: EvaluateConfig) -> None:
-        os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would open a pool of all CPUs to bootstrap standard errors
+        # else the harness opens a process pool over all CPUs to bootstrap standard errors
+        os.environ["DISABLE_MULTIPROC"] = "1"
         torch.set_num_threads(max(1, int(config.workers.cpus_per_worker)))
         self._config = config
         self._tasks = Tasks(config.include_path, config.data_dir)
@@ -66,7 +67,7 @@ class EvaluationWorker:
 
     def _model(self, spec: ModelSpec) -> tuple[ModelSpec, PreTrainedModel, TempNet | None, PreTrainedTokenizerFast]:
         if self._loaded is None or self._loaded[0] != spec:
-            self._loaded = None  # frees the one before
+            self._loaded = None  # free the previous model first
             dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
             network: TempNet | None = None
             if spec.tempnet:

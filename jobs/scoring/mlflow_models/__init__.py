@@ -1,1 +1,1 @@
-"""What a training run leaves behind, as models in MLflow: its checkpoints, and the export that predicts temperatures."""
+"""The results of a training run as MLflow models: its checkpoints, and its export, which predicts temperatures."""

@@ -1,4 +1,4 @@
-"""The code of a logged model, which MLflow copies and runs: models from code, nothing is pickled."""
+"""The code of the logged model, which MLflow copies and runs ("models from code"), so that nothing is pickled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jobs.scoring.mlflow_models.predictors import TextPredictor, predictor_kind
 
 
 class TemperatureModel(PythonModel):
-    """A table with a column `text` → a table with a column `tau`, and what else the kind of export gives."""
+    """Turns a table with the column `text` into one with the column `tau` and any others of this kind of export."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Read the export."""
+        """Load the export."""
         export = Path(context.artifacts["export"])
         kind = predictor_kind(export)
         assert kind is not None, "only an export with a TempNet is logged"
@@ -25,7 +25,7 @@ class TemperatureModel(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """A row for every row."""
+        """Returns one row of predictions for every input row."""
         return self._predict(model_input["text"].tolist())
 
 

@@ -1,4 +1,4 @@
-"""Exports as functions from texts to temperatures, one for each kind of export; tensors are read from safetensors only.
+"""Predictors that turn texts into temperatures, one for each kind of export; tensors are read from safetensors only.
 
 Shapes: n texts.
 """
@@ -34,20 +34,20 @@ _BATCH_SIZE = 16
 
 
 class TextPredictor(Protocol):
-    """Made from the directory of an export, which it reads."""
+    """Predicts temperatures of texts with an export, whose directory it is created from."""
 
     outputs: Schema
-    """Columns of what it predicts."""
+    """Schema of the predicted table."""
 
     def __init__(self, export: Path) -> None: ...
 
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """A row for every text."""
+        """Returns one row for every text."""
         ...
 
 
 class TokenTemperatures:
-    """Of a language model: the tokens of a text, the τ that each was predicted with, and their mean (NaN without tokens)."""
+    """Predicts with a language model: the tokens, the τ that predicts each, and the mean τ (NaN without tokens)."""
 
     outputs = Schema(
         [
@@ -63,7 +63,7 @@ class TokenTemperatures:
         self._tokenizer = load_tokenizer(str(export))
 
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """`tau`, `tokens` and `token_tau`."""
+        """Returns the columns `tau`, `tokens` and `token_tau`."""
         ids = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         predictions = self._predictor.predict([np.array(row, dtype=np.int32) for row in ids])
         token_tau = [prediction.tau.astype(np.float64) for prediction in predictions]
@@ -77,7 +77,7 @@ class TokenTemperatures:
 
 
 class CaptionTemperatures:
-    """Of a dual encoder: the τ of every caption, by the TempNet of its texts."""
+    """Predicts with a dual encoder: the τ of every caption, by the TempNet of its texts."""
 
     outputs = Schema([ColSpec(DataType.double, "tau")])
 
@@ -87,13 +87,13 @@ class CaptionTemperatures:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """`tau`."""
+        """Returns the column `tau`."""
         tau = self._tempnet(torch.from_numpy(self._encoder.texts(texts)))
         return pd.DataFrame({"tau": tau.double().numpy()})
 
 
 class SentenceTemperatures:
-    """Of a sentence encoder: the τ of every text, cut to the tokens of a span."""
+    """Predicts with a sentence encoder: the τ of every text, which is cut to the tokens of a training span."""
 
     outputs = Schema([ColSpec(DataType.double, "tau")])
 
@@ -104,13 +104,13 @@ class SentenceTemperatures:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> pd.DataFrame:
-        """`tau`."""
+        """Returns the column `tau`."""
         rows = F.normalize(self._encoder.encode(texts, self._tokenizer, batch_size=_BATCH_SIZE), dim=-1)
         return pd.DataFrame({"tau": self._tempnet(rows).double().numpy()})
 
 
 def predictor_kind(export: Path) -> type[TextPredictor] | None:
-    """What predicts temperatures with an export; None for one without a TempNet."""
+    """Returns the class that predicts temperatures with an export, or None if the export has no TempNet."""
     if (export / TEXT_TEMPNET_DIRECTORY).is_dir():
         return CaptionTemperatures
     if find_tempnet(export) is None:

@@ -1,7 +1,8 @@
-"""Writing a run's models into MLflow, as often as one likes: what is there is not written again, what is gone is removed.
+"""Recording a run's models in MLflow. It can be repeated: existing models are kept, and stale ones are removed.
 
-The client is told its server; MLflow's own `log_model` would log to whatever server the process is set to. A model whose
-files lie elsewhere is what MLflow calls external: a tag says where they are, and it can be registered like any other.
+The functions here use a client for an explicit server, since MLflow's own `log_model` would log to whichever server the
+process is set to. A model whose files lie outside MLflow is what MLflow calls external: a tag holds their location, and
+the model can be registered like any other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, INPUTS, predictor_kind
 
 CHECKPOINT, TEMPNET = "checkpoint", "tempnet"
-"""Types of models, by which MLflow's list can be filtered."""
+"""Model types, by which MLflow's list of models can be filtered."""
 
 _ROOT = Path(__file__).parents[3]
 _CODE = [str(_ROOT / room) for room in ("jobs", "pipelines", "tempnet")]
@@ -50,7 +51,7 @@ _PACKAGES = (
 
 
 def record_checkpoints(run: TrackedRun, directory: str) -> None:
-    """Make the whole checkpoints in a run's directory its external models, and remove those whose checkpoint is gone."""
+    """Record the complete checkpoints of a run as external models, and remove the models whose checkpoint is gone."""
     steps = {f"{directory}/{name}": step for name, step in whole_checkpoints(directory).items()}
     models = RunModels(run)
     recorded = {model.tags["uri"]: model for model in models.of_type(CHECKPOINT)}
@@ -64,12 +65,13 @@ def record_checkpoints(run: TrackedRun, directory: str) -> None:
 
 
 def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) -> None:
-    """Make a run's export a model that predicts temperatures, in the place of what was recorded before.
+    """Record a run's export as a model that predicts temperatures, replacing any that was recorded before.
 
     Args:
-        export: one without a TempNet is not recorded.
-        step: after which it was written.
-        max_gib: a larger export becomes an external model, which holds the TempNet alone.
+        run: the MLflow run.
+        export: directory or URI of the export. An export without a TempNet is not recorded.
+        step: training step after which the export was written.
+        max_gib: a larger export becomes an external model, to which only the TempNet is copied.
     """
     filesystem, path = resolve(export)
     sizes = {
@@ -99,10 +101,10 @@ def record_export(run: TrackedRun, export: str, *, step: int, max_gib: float) ->
 
 
 def _save(model: Model, export: Path, to: Path) -> None:
-    """Write the model: the export, the code that reads it (this checkout's), signature and example."""
+    """Write the model: the export, this checkout's code that reads it, a signature and an input example."""
     kind = predictor_kind(export)
     assert kind is not None
-    # A progress bar for every copy and a line for every check are no news at the end of a run.
+    # These are only noise at the end of a run: a progress bar for every copy, and a log line for every check.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
     mlflow.pyfunc.save_model(
@@ -118,31 +120,33 @@ def _save(model: Model, export: Path, to: Path) -> None:
 
 
 class RunModels:
-    """The models of one run."""
+    """The MLflow models of one run."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient(run.uri)
         self._run = self._client.get_run(run.run_id)
 
     def of_type(self, model_type: str) -> list[LoggedModel]:
-        """Those that are there, whole or not."""
+        """Returns the run's models of a type, complete or not."""
         return self._client.search_logged_models(
             [self._run.info.experiment_id],
             filter_string=f"source_run_id = '{self._run.info.run_id}' AND model_type = '{model_type}'",
         )
 
     def remove(self, model: LoggedModel) -> None:
-        """Delete it; the files of an external one are not touched."""
+        """Delete a model; the files of an external model are not touched."""
         self._client.delete_logged_model(model.model_id)
 
     @contextmanager
     def added(
         self, name: str, model_type: str, *, uri: str, step: int, is_external: bool
     ) -> Iterator[tuple[Model, Path]]:
-        """A new model with the run's parameters and its validation scores of the step; it is there once the block has ended.
+        """Create a model with the run's parameters and the step's scores; it is complete once the block ends.
+
+        If the block raises an exception, the model is deleted.
 
         Yields:
-            its description, and the directory for the description and the other files, which does not exist yet.
+            the model's MLflow description, and the path of the directory for all its files. The block must create it.
         """
         client, run = self._client, self._run
         tags = {"uri": uri, "step": str(step)} | ({MLFLOW_MODEL_IS_EXTERNAL: "true"} if is_external else {})
@@ -176,7 +180,7 @@ class RunModels:
             raise
 
     def _scores(self, step: int, model_id: str) -> list[Metric]:
-        """The validation scores of a step, as those of the model."""
+        """Returns the run's validation scores at a step as metrics of the model."""
         run_id = self._run.info.run_id
         return [
             Metric(metric.key, metric.value, metric.timestamp, step, model_id=model_id, run_id=run_id)

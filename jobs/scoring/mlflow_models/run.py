@@ -1,4 +1,4 @@
-"""The models of a training run in MLflow: its checkpoints and its export."""
+"""Recording the checkpoints and the export of a training run as models in MLflow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jobs.engine.tracking import TrackedRun
 
 
 def record_models(config: TrainingConfig, tracked: TrackedRun, outcome: Mapping[str, Any] | None) -> None:
-    """Make the checkpoints that a run has kept models in MLflow, and its export, if the run has an outcome.
+    """Record the checkpoints that a run has kept as MLflow models, and also its export if the run has an outcome.
 
     See `jobs.engine.recording.RecordModels`.
     """
-    # Imported when training is over: it loads all that predicts.
+    # Imported only after training, because it imports all the prediction code.
     from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
 
     record_checkpoints(tracked, config.run.directory)

@@ -1,1 +1,1 @@
-"""Evaluating sentence encoders: transfer to small classification tasks, and correlation with similarity judgements."""
+"""Evaluation of sentence encoders: transfer to small classification tasks, and correlation with similarity scores."""

@@ -1,4 +1,4 @@
-"""A cell: one model on one task. Finished cells are kept, so that an interrupted evaluation goes on with what is left."""
+"""Cells, each of which is one model on one task; finished cells are stored, so that an evaluation can continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jobs.engine.fingerprints import model_digest
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 
-# Goes up whenever this program would compute other figures from the same input.
+# Increase this whenever the same input would give other figures.
 _VERSION = 2
 _MOST_TOKENS = 512
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -29,21 +29,22 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as data that travels to the workers."""
+    """Description of a model, to be sent to the workers."""
 
     label: str
-    """How it is called in the results."""
+    """Name of the model in the results."""
     path: str
     digest: str
     num_tokens: int
-    """Longer sentences are cut to these."""
+    """Maximum number of tokens per sentence; longer sentences are cut."""
 
     @classmethod
     def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> ModelSpec:
-        """The specification of an encoder, which is loaded once to see that this is possible.
+        """Returns the description of an encoder, which is loaded once to check that it can be.
 
         Raises:
-            ValueError: naming the path, if there is none or it has no tokenizer.
+            ValueError: naming the path, if there is no encoder, if it has no tokenizer, or if it has fewer positions
+                than `num_tokens`.
         """
         try:
             check_source(path)
@@ -64,37 +65,37 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One model on one set of sentences."""
+    """One model on one task or one set of similarity judgements."""
 
     model: ModelSpec
     data: SentenceTask | Judgements
     options: Mapping[str, Any]
-    """What else decides the figures."""
+    """All other settings that decide the figures."""
 
     @property
     def title(self) -> str:
-        """For a person."""
+        """Name of the cell in messages."""
         return f"{self.model.label} · {self.data.name}"
 
     @property
     def key(self) -> str:
-        """24 hex digits of all that decides the figures."""
+        """Hash of everything that decides the figures, as 24 hex digits."""
         content = [_VERSION, self.model.digest, self.model.num_tokens, dict(self.options), self.data.digest]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
 
     def file(self, directory: str) -> str:
-        """Where its figures are kept."""
+        """Returns the path of the file that stores the figures."""
         return f"{directory}/cells/{self.key}.json"
 
     def stored(self, directory: str) -> dict[str, float] | None:
-        """The figures, if it is finished."""
+        """Returns the stored figures, or None if the cell is not finished."""
         return read_json(self.file(directory))
 
 
 def cells(
     config: EvaluateSentencesConfig, models: Sequence[ModelSpec], data: Sequence[SentenceTask | Judgements]
 ) -> list[Cell]:
-    """Every model on everything, models first."""
+    """Returns a cell for every combination of model and data, ordered by model."""
     options = {"precision": config.precision}
     folds = {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
     return [
@@ -105,7 +106,10 @@ def cells(
 
 
 def compute(cell: Cell, *, batch_size: int, use_gpu: bool) -> dict[str, float]:
-    """The figures of a cell: accuracy, or correlations; the number of sentences, and the share of them that was cut."""
+    """Compute the figures of a cell.
+
+    These are accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut.
+    """
     model = SentenceEncoder.from_pretrained(cell.model.path, autocast_dtype=_DTYPES[cell.options["precision"]])
     model.to("cuda" if use_gpu else "cpu")
     tokenizer = load_tokenizer(cell.model.path, needs_eos=False)

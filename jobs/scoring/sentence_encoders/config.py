@@ -1,4 +1,4 @@
-"""The configuration of an evaluation of sentence encoders: which models, on which tasks, and with which workers."""
+"""The configuration of an evaluation of sentence encoders: the models, the tasks and the workers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from jobs.scoring.language_models.config import EvaluationWorkersSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSentencesConfig:
-    """Every model is evaluated on all data that is named."""
+    """The models and the data; every model is evaluated on all the data."""
 
     models: tuple[str, ...]
-    """Encoders as `train_sentences` exports them, or any Transformers text encoders: directories or hub names."""
+    """Directories or hub names of the models: exports of `train_sentences`, or any Transformers text encoders."""
     data: str = ""
-    """A directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/)."""
+    """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Empty: no tasks."""
     tasks: tuple[str, ...] = ()
-    """Of MR, CR, SUBJ, MPQA, SST2, TREC, MRPC. Empty: those that are there."""
+    """Tasks to evaluate on, of MR, CR, SUBJ, MPQA, SST2, TREC, MRPC. Empty: all tasks found in `data`."""
     similarity: tuple[str, ...] = ()
-    """NAME=FILE: judgements of similarity: lines of score, tab, sentence, tab, sentence; or STS benchmark's files."""
+    """Similarity judgements as NAME=FILE: lines of score, tab, sentence, tab, sentence; or files of the STS
+    benchmark."""
     num_folds: int = 10
-    """Of the cross-validation where a task gives no test sentences."""
+    """Number of cross-validation folds for tasks without test sentences."""
     num_inner_folds: int = 5
-    """Of the one in which the regularisation is chosen, where a task gives no development sentences."""
+    """Number of folds used to choose the regularisation, for tasks without development sentences."""
     seed: int = 0
-    """Of the folds."""
+    """Random seed of the folds."""
     num_tokens: int = 0
-    """Longer sentences are cut to these. 0: what the model was saved with, 512 at most."""
+    """Maximum tokens per sentence; longer sentences are cut. 0: the number saved with the model, or else its
+    positions, at most 512."""
     batch_size: int = 64
-    """Sentences in a forward pass."""
+    """Number of sentences per forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the encoders; embeddings are float32."""
+    """Precision in which the encoders run. Embeddings are always float32."""
     max_bad_share: float = 0.01
-    """Share of a task's lines that may be unreadable before the job fails; they are counted in the table."""
+    """Largest share of a task's lines, in [0, 1], that may be unreadable before the job fails. They are counted."""
     name: str = "sentence-evaluation"
-    """Name of the evaluation: its directory in storage keeps what is finished, and the results."""
+    """Name of the evaluation; also the name of its directory in storage, which keeps finished cells and the results."""
     storage: str = ""
     """Directory or URI that holds evaluations and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
@@ -66,11 +68,11 @@ class EvaluateSentencesConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
         if not 0.0 <= self.max_bad_share <= 1.0:
             raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
-        _ = self.run  # refuses names and storage that cannot be used
+        _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
     def run(self) -> RunSection:
-        """Name and storage with the rules of training runs."""
+        """Name and storage as the section that training runs use, checked by the same rules."""
         run = RunSection(name=self.name, storage=self.storage)
         _ = run.resolved_storage
         return run
@@ -80,7 +82,7 @@ class EvaluateSentencesConfig:
         """The tasks to evaluate on.
 
         Raises:
-            FileNotFoundError: if `data` is no directory, or holds none.
+            FileNotFoundError: if `data` is not a directory, or contains no task.
         """
         if not self.data:
             return ()

@@ -1,4 +1,4 @@
-"""From a configuration to a table: cells that are not finished go to Ray workers, the rest is read."""
+"""Running an evaluation: Ray workers compute the unfinished cells, finished ones are read, and a table is published."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jobs.scoring.sentence_encoders.table import Column, markdown
 
 
 def evaluate(config: EvaluateSentencesConfig) -> list[Column]:
-    """Run an evaluation to its end, or continue it; writes `results.md` and `results.json` and returns the columns.
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the columns of the table.
 
     Raises:
-        ValueError, OSError: naming the field and the value, before anything starts.
-        TooManyProblemsError: for data of which too much is unreadable.
+        ValueError, OSError: naming the field and the value, before any work starts.
+        TooManyProblemsError: if too large a share of the data is unreadable.
         EvaluationFailedError: if a cell failed.
     """
     _ = resolved_uri(config.tracking, config.run.resolved_storage)
@@ -70,11 +70,11 @@ def evaluate(config: EvaluateSentencesConfig) -> list[Column]:
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
-    """Everything to evaluate on.
+    """Read all the data to evaluate on.
 
     Raises:
         FileNotFoundError, ValueError: naming the field and the file.
-        TooManyProblemsError: naming the data, the share and the first problems.
+        TooManyProblemsError: naming the data, the number of unreadable lines and the first problems.
     """
     names = config.present_tasks
     try:
@@ -97,7 +97,7 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
 
 
 def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
-    """Refuse more folds than a class of the task has sentences.
+    """Check that every class of the task has at least as many sentences as there are folds.
 
     Raises:
         ValueError: naming the field, the value and the number of sentences.
@@ -108,7 +108,8 @@ def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
         if config.num_folds > smallest:
             name, number = "num_folds", config.num_folds
         else:
-            smallest -= -(-smallest // config.num_folds)  # what is left of a class when a fold is taken out
+            # the sentences of the class that remain when one fold is held out
+            smallest -= -(-smallest // config.num_folds)
     elif "dev" in task.parts:
         return
     if number > smallest:
@@ -118,7 +119,7 @@ def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
 
 
 def _compute_all(config: EvaluateSentencesConfig, left: Sequence[Cell]) -> None:
-    """One Ray task a cell; each is written as it is finished."""
+    """Compute every cell in its own Ray task, and write its figures as soon as it is finished."""
     start_ray()
     workers = config.workers
     check_resources(

@@ -1,4 +1,4 @@
-"""Figures of all models as a Markdown table: a column a model, a row a figure."""
+"""The figures of all models as a Markdown table with one column per model and one row per figure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A model."""
+    """The column of one model."""
 
     model: ModelSpec
     metrics: dict[str, float] = field(default_factory=dict)
-    """`<data>/<figure>` → share from 0 to 1, correlation, or number."""
+    """`<data>/<figure>` → a share from 0 to 1, a correlation, or a count."""
 
     @property
     def mean_accuracy(self) -> float | None:
-        """Over the tasks; None if there are none."""
+        """Mean accuracy over the tasks, from 0 to 1; None if there are no tasks."""
         accuracies = [value for name, value in self.metrics.items() if name.endswith("/accuracy")]
         return statistics.fmean(accuracies) if accuracies else None
 
 
 def markdown(columns: list[Column]) -> str:
-    """The table; shares and correlations are in per cent. Nothing unreadable, or nothing cut, has no row."""
+    """Returns the table, with shares and correlations in per cent.
+
+    A row that counts unreadable lines or cut texts is left out if it would be 0 for every model.
+    """
     rows = [["%", *(column.model.label for column in columns)]]
     for name in dict.fromkeys(name for column in columns for name in column.metrics):
         data, _, figure = name.partition("/")

@@ -1,7 +1,8 @@
-"""How well frozen sentence embeddings serve a small task: logistic regression, as SentEval does it (arXiv 1803.05449 §3).
+"""Evaluation of frozen sentence embeddings on small tasks by logistic regression, as in SentEval (arXiv 1803.05449 §3).
 
-Where a task has test sentences, the regularisation is chosen on its development sentences, or by cross-validation within the
-training ones where it has none; elsewhere accuracy is the mean over folds, with the choice made anew within each.
+If a task has test sentences, the regularisation is chosen on its development sentences, or by cross-validation on the
+training sentences if it has none. Otherwise accuracy is the mean over cross-validation folds, and the regularisation is
+chosen anew within every fold.
 
 Shapes: n sentences, d size of the embedding.
 """
@@ -16,14 +17,14 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 
-# SentEval's grid of inverse strengths.
+# SentEval's grid of inverse regularisation strengths.
 INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 4))
 _NUM_ITERATIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Features (n, d) and classes (n,)."""
+    """Features (n, d) and class labels (n,)."""
 
     features: np.ndarray
     labels: np.ndarray
@@ -33,18 +34,18 @@ class Labelled:
 
 
 def pair_features(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(n, 2d): |u − v| and u·v, element by element."""
+    """Returns the features (n, 2d) of sentence pairs: |u − v| and u·v, element by element."""
     return np.concatenate([np.abs(first - second), first * second], axis=1)
 
 
 def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inner_folds: int, seed: int) -> float:
-    """Accuracy from 0 to 1.
+    """Returns the accuracy of a logistic regression, from 0 to 1.
 
     Args:
-        parts: `train`, `test` and perhaps `dev`; or `all`.
-        num_folds: of `all`.
-        num_inner_folds: in which the regularisation is chosen.
-        seed: of the folds.
+        parts: `train`, `test` and optionally `dev`; or only `all`, which is cross-validated.
+        num_folds: number of folds into which `all` is divided.
+        num_inner_folds: number of folds used to choose the regularisation if there is no `dev`.
+        seed: random seed of the folds.
 
     Raises:
         ValueError: if a class has fewer samples than there are folds.
@@ -65,7 +66,13 @@ def transfer_accuracy(parts: Mapping[str, Labelled], *, num_folds: int, num_inne
 
 
 def similarity_figures(first: np.ndarray, second: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Spearman's and Pearson's correlation of cosines with judgements (n,); (n, d) rows of any length."""
+    """Returns Spearman's and Pearson's correlation of the cosine similarities with the judgements.
+
+    Args:
+        first: (n, d) embeddings of the first sentences; they need not be normalised.
+        second: (n, d) embeddings of the second sentences.
+        scores: (n,) judgements.
+    """
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = (first * second).sum(1) / np.maximum(norms, 1e-12)
     return {"spearman": float(spearmanr(cosines, scores)[0]), "pearson": float(pearsonr(cosines, scores)[0])}
@@ -77,7 +84,7 @@ def _chosen_within(data: Labelled, num_folds: int, seed: int) -> float:
         strength: float(np.mean([_accuracy(inside, outside, strength) for inside, outside in folds]))
         for strength in INVERSE_STRENGTHS
     }
-    return max(means, key=lambda strength: means[strength])  # of equal ones the stronger regularisation
+    return max(means, key=lambda strength: means[strength])  # among equal ones this takes the strongest regularisation
 
 
 def _folds(data: Labelled, num_folds: int, seed: int) -> list[tuple[Labelled, Labelled]]:

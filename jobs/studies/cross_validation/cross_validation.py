@@ -1,4 +1,4 @@
-"""A cross-validation as trials: checks, Ray, MLflow, and the table at the end."""
+"""Running a cross-validation as trials: checks, Ray, MLflow, and the table at the end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossValidation:
-    """What a configuration comes to, known before anything starts."""
+    """The plan of a cross-validation, known before anything starts."""
 
     config: CrossValidationConfig
     cells: list[ClassifierConfig]
     examples: list[ClassifierPlan]
-    """Of one cell of every task."""
+    """Plans of one cell of every task."""
 
     def describe(self) -> str:
-        """For a person."""
+        """Returns the plan as text for the terminal."""
         grid, run = self.config.grid, self.config.run
         settings = ", ".join(setting.name for setting in grid.settings[:3])
         more = len(grid.settings) - 3
@@ -48,9 +48,9 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
     """Check everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, its value and the legal values.
     """
-    # The cells' own storage is no place for a database: they log where the whole does.
+    # The cells log to the MLflow store of the whole; by default they would create a database in their own storage.
     uri = tracking_uri(config)
     tracking = dataclasses.replace(config.tracking, uri=uri, enabled=bool(uri))
     config = dataclasses.replace(config, tracking=tracking)
@@ -60,10 +60,10 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
 
 
 def cross_validate(work: CrossValidation) -> Results[Row]:
-    """Run it to its end, or continue it; writes `results.md` and `results.json` into the run's directory.
+    """Run or continue a cross-validation, and write `results.md` and `results.json` into its directory.
 
     Raises:
-        ValueError: for a taken name, or too small a cluster.
+        ValueError: if another configuration has taken the name, or the cluster is too small.
     """
     config = work.config
     claim_directory(config)

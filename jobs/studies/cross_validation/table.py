@@ -1,4 +1,4 @@
-"""The results of a cross-validation: a row for every task and setting, and its difference to cross-entropy, fold by fold."""
+"""The results of a cross-validation: a row per task and setting, and its fold-by-fold difference from cross-entropy."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ BASELINE = "ce"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setting on one task; accuracies from 0 to 100."""
+    """The results of one setting on one task; accuracies are from 0 to 100."""
 
     task: str
     setting: str
     accuracies: Sequence[float]
-    """Of the cells that are there."""
+    """Accuracies of the finished cells."""
     num_failed: int
     accuracy: Estimate | None
-    """None where every cell failed."""
+    """Estimate of the accuracy; None if every cell failed."""
     difference: Estimate | None
-    """To the baseline, over the cells that both have; None without one."""
+    """Difference from the baseline, over the cells that both have; None if there are none."""
     num_better: int
-    """Cells in which this setting is better than the baseline."""
+    """Number of cells in which this setting is better than the baseline."""
     num_worse: int
 
 
 def rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Of all tasks and settings.
+    """Returns the rows of all tasks and settings.
 
     Args:
-        outcomes: name of the run → outcome, of the cells that did not fail.
+        config: the configuration of the cross-validation.
+        outcomes: name of a run → its outcome, for the cells that did not fail.
     """
     grid, found = config.grid, []
     test_share = 1.0 / (grid.num_folds - 1)
@@ -70,7 +71,7 @@ def rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]
 
 
 def markdown(found: Sequence[Row], config: CrossValidationConfig) -> str:
-    """The table, and what it says."""
+    """Returns the table, followed by mean differences and an explanation."""
     cells = [["task", "setting", "accuracy, %", "against ce", "p", "better / worse", "failed"]]
     for row in found:
         difference = row.difference

@@ -1,1 +1,1 @@
-"""The papers' tables and figures as experiments: what is run, what the paper has, and what it claims."""
+"""The papers' tables and figures as experiments: the runs to make, the papers' figures, and the papers' claims."""

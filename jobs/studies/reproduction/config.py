@@ -1,4 +1,4 @@
-"""What a person may set for `jobs.reproduce`."""
+"""The configuration of `jobs.reproduce`, that is, its command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jobs.engine.named_values import named_values
 from jobs.studies.reproduction.experiment import Scale
 from jobs.studies.reproduction.experiments.registry import find
 
-# What an experiment sets for each of its runs, and how a person sets it instead.
+# Fields that an experiment sets itself for each of its runs, and what the user should set instead.
 _OWN_FIELDS = {
     "run.name": "--name is that of the whole",
     "run.seed": "--seeds says how many there are",
@@ -27,26 +27,28 @@ _OWN_FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReproduceConfig:
-    """An experiment, its scale, and what is changed of it."""
+    """The experiment, its scale, and changes to it."""
 
     experiment: Annotated[str, tyro.conf.Positional]
-    """Table or figure."""
+    """Id of the experiment: a table or figure of a paper."""
     scale: Scale = "small"
-    """small: minutes on two CPU cores and the sample data; full: the paper's."""
+    """Scale. small: minutes on two CPU cores with the sample data; full: the scale of the paper."""
     seeds: int = 3
-    """Runs of every arm. What was run with fewer is found again."""
+    """Number of seeds, that is, runs per arm. Runs that were made with fewer seeds before are used again."""
     steps: int | None = None
-    """Of every run. None: those of the experiment."""
+    """Number of training steps of every run. None: the experiment's own number."""
     arms: tuple[str, ...] = ()
-    """Only these rows of the table (and what they start from). Empty: all."""
+    """Run only these rows of the table (and the runs that they start from). Empty: all rows."""
     change: tuple[str, ...] = ()
-    """FIELD=VALUE, of all runs: data.train=DIR temperature.gamma=0.2; what an arm changes itself comes after it."""
+    """Changes to the configuration of all runs, as FIELD=VALUE: data.train=DIR temperature.gamma=0.2. An arm's own
+    changes take precedence."""
     data: tuple[str, ...] = ()
-    """NAME=PATH, of what models are scored on: senteval=DIR, wikitext=FILE; a dry run shows the names."""
+    """Data that models are scored on, as NAME=PATH: senteval=DIR, wikitext=FILE. A dry run shows the names."""
     num_concurrent: int = 0
-    """Runs at a time. 0: as many as the cluster has room for."""
+    """Maximum number of runs at a time. 0: as many as fit into the cluster."""
     name: str = ""
-    """Directory of the results in storage. Default: reproduce-EXPERIMENT-SCALE and, of what is not as usual, a digest."""
+    """Name of the results' directory in storage. Default: reproduce-EXPERIMENT-SCALE, with a digest of any settings
+    that are not the defaults."""
     storage: str = ""
     """Directory or URI that holds runs, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="reproduce"))
@@ -63,7 +65,7 @@ class ReproduceConfig:
 
     @property
     def run(self) -> RunSection:
-        """Name and storage with the rules of training runs."""
+        """Name and storage as the section that training runs use, checked by the same rules."""
         run = RunSection(name=self.name or self._usual_name, storage=self.storage)
         _ = run.resolved_storage
         return run
@@ -80,7 +82,7 @@ class ReproduceConfig:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """`section.field` → value: numbers, True, None and the like as Python writes them, all else as text."""
+        """`section.field` → value; numbers, True, None and the like are read as Python literals, all else as text."""
         found = {name.replace("-", "_"): _value(text) for name, text in named_values("change", self.change).items()}
         if own := found.keys() & _OWN_FIELDS.keys():
             name = min(own)
@@ -93,7 +95,7 @@ class ReproduceConfig:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Name → path."""
+        """Name → path of the data that models are scored on."""
         return {name: absolute_path(path) for name, path in named_values("data", self.data).items()}
 
 

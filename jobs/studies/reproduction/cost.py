@@ -1,11 +1,11 @@
-"""What an experiment costs, before it is run: GPU-hours by the papers' own clocks where they give them, else by FLOPs.
+"""The estimated cost of an experiment: GPU-hours from the papers' timings if they give them, else from FLOPs.
 
-The papers' clocks (TempNet Tables 1 and 14), in GPU-hours a step with the method: training GPT-2 1.28 h for 10 000 steps on 8
-A6000, and likewise CLIP on CC3M 2.42 h, frozen LLaMA-2 7B 3.98 h and 13B 10.33 h; LLaMA-2 Chat 1.42, 3.68 and 11.4 A100-hours
-for a run.
+The papers' timings (TempNet Tables 1 and 14) are turned into GPU-hours per step with the method: training GPT-2 1.28 h
+for 10 000 steps on 8 A6000, and likewise CLIP on CC3M 2.42 h, frozen LLaMA-2 7B 3.98 h and 13B 10.33 h; LLaMA-2 Chat
+7B, 13B and 70B 1.42, 3.68 and 11.4 A100-hours per run.
 
-By FLOPs: 6·N·D for N trained parameters and D tokens (2·N·D through a frozen base), for images the forward products of their
-tower ×3; at 40 % of the 312 TFLOP/s of an A100.
+FLOPs are 6·N·D for N trained parameters and D tokens (2·N·D through a frozen base), and for images 3 times the forward
+FLOPs of their tower. They are assumed to run at 40 % of the 312 TFLOP/s of an A100.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jobs.tasks.sentence_encoder.config import SentenceConfig
 _A100_FLOPS = 312e12
 _UTILIZATION = 0.4
 
-# Parameters, in millions, of what full-scale presets start from.
+# Number of parameters, in millions, of the models that full-scale presets start from.
 _MILLIONS = {
     "EleutherAI/pythia-160m": 162.0,
     "huggyllama/llama-7b": 6_738.0,
@@ -39,10 +39,11 @@ _MILLIONS = {
 }
 _GPT2_MILLIONS = 124.4
 
-# Forward GFLOPs of one image of 224 pixels and one caption: ResNet-50 with DistilBERT (30 tokens), CLIP ViT-B/32 (77 tokens).
+# Forward GFLOPs of one image of 224 × 224 pixels and one caption: ResNet-50 with DistilBERT (30 tokens), CLIP ViT-B/32
+# (77 tokens).
 _PAIR_GFLOPS = {"microsoft/resnet-50": 8.2 + 2 * 0.066 * 30, "openai/clip-vit-base-patch32": 8.8 + 2 * 0.063 * 77}
 
-# Name of a preset's start → GPU-hours a step, and whose clock that is.
+# Beginning of a preset's name → GPU-hours per step, and the source of the timing.
 _PAPER_HOURS = {
     "gpt2-scratch": (1.28 * 8 / 10_000, "Table 14: 1.28 h for 10 000 steps on 8 A6000"),
     "clip-cc3m": (2.42 * 8 / 10_000, "Table 14: 2.42 h for 10 000 steps on 8 A6000"),
@@ -53,7 +54,7 @@ _PAPER_HOURS = {
     "llama2-chat-70b-frozen": (11.4 / 20_000, "Table 1: 11.4 A100-hours for 20 000 steps"),
 }
 
-# Roughly the core-seconds of a step of the small twins, and of start, validations and end of a run: from the outcomes of
+# Rough core-seconds per step of the small presets, and of the start, validations and end of a run. They are taken from
 # the runs of docs/log.md that were made two at a time on two cores with busy neighbours.
 _SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.45, ClassifierConfig: 0.25}
 _SMALL_START = 45.0
@@ -61,22 +62,22 @@ _SMALL_START = 45.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of some runs."""
+    """The estimated cost of some runs."""
 
     hours: float
     unit: str
     """`GPU-hours` or `core-hours`."""
     bases: tuple[str, ...]
-    """What the figure rests on."""
+    """What the estimate is based on."""
 
     def describe(self) -> str:
-        """For a person."""
+        """Returns the cost as text for the terminal."""
         amount = f"{self.hours:,.0f}" if self.hours >= 10 else f"{self.hours:.2g}"
         return f"about {amount} {self.unit} ({'; '.join(self.bases)})"
 
 
 def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
-    """Of all these runs together."""
+    """Returns the cost of all these runs together."""
     if not any(config.workers.use_gpu for config in configs):
         hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
         return Cost(hours=hours, unit="core-hours", bases=("roughly, by the small twins' pace on two busy cores",))
@@ -107,7 +108,8 @@ def _flops_per_step(config: TrainingConfig) -> float:
         num_parameters = 1e6 * (_millions(config, config.model.path) if config.model.path else _GPT2_MILLIONS)
         return (2 if config.model.is_frozen else 6) * num_parameters * size * config.data.context_length
     if isinstance(config, SentenceConfig):
-        # Spans are mean(Beta(4, 2)) and mean(Beta(2, 4)) of the way from the shortest to the longest.
+        # The mean lengths of spans are min_length plus the mean of Beta(4, 2) (anchors) or Beta(2, 4) (positives) times
+        # the width.
         data = config.data
         width = data.max_length - data.min_length
         tokens = data.num_anchors * (
@@ -115,15 +117,15 @@ def _flops_per_step(config: TrainingConfig) -> float:
         )
         return 6 * 1e6 * _millions(config, config.model.path) * size * tokens
     assert isinstance(config, ClassifierConfig)
-    # A cell's model.path may be the export of another run, which no full-scale preset has.
+    # model.path of a cell may be the export of another run, which no full-scale preset has.
     return 6 * 1e6 * _millions(config, config.model.path) * size * config.data.num_tokens
 
 
 def _millions(config: TrainingConfig, path: str) -> float:
-    """Of the model at a path; of one's own weights, those of the preset that they stand for."""
+    """Returns the parameters, in millions, of the model at a path; for an unknown path, those of the preset's model."""
     return _MILLIONS.get(path) or _MILLIONS.get(_usual(config).model.path, _GPT2_MILLIONS)
 
 
 def _usual(config: TrainingConfig) -> Any:
-    """What the preset of a run has."""
+    """Returns the configuration of a run's preset."""
     return PRESETS[max((name for name in PRESETS if config.run.name.startswith(f"{name}-")), key=len)]()

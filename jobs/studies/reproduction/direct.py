@@ -1,4 +1,4 @@
-"""Figures for which nothing is trained: parameter counts, and the time of steps and of generation."""
+"""Figures that need no training: parameter counts, and the time of training steps and of generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.network import TempNet, TempNetConfig
 
-# Base → its TempNets: their number, what they read, and its size. 50 304: GPT-2's vocabulary, padded.
+# Base model → the number and the configuration of its TempNets. 50 304 is GPT-2's vocabulary, padded.
 _NETWORKS = {
     "CLIP": (2, TempNetConfig.for_embeddings(256, rho=8.0)),
     "GPT-2": (1, TempNetConfig.for_logits(50_304)),
@@ -26,7 +26,10 @@ _NUM_NEW_TOKENS = 32
 
 
 def parameter_counts(seed: int) -> dict[str, dict[str, float]]:
-    """Parameters of the TempNets of a base, counted and by d0·d1 + d1 + d1·d2 + d2 + 2 (Table 13)."""
+    """Returns the number of the TempNets' parameters for every base, counted and by formula (Table 13).
+
+    The formula is d0·d1 + d1 + d1·d2 + d2 + 2 per network.
+    """
     found = {}
     for base, (number, config) in _NETWORKS.items():
         with torch.device("meta"):
@@ -38,11 +41,12 @@ def parameter_counts(seed: int) -> dict[str, dict[str, float]]:
 
 
 def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
-    """What TempNet and the robust loss add to a step of training and to generation (Table 14), for one seed.
+    """Returns a function of the seed that measures what TempNet and the robust loss add to the run time (Table 14).
 
-    Plain and with TempNet are timed in turn, round after round; `training` and `generation` are medians over the rounds of
-    the time against the plain one's of the same round, the others tokens a second. Random weights and tokens: the shape
-    decides. On a GPU where the preset wants one.
+    The plain model and the one with a TempNet are timed in turn, round after round. `training` and `generation` are
+    medians over the rounds of the ratio to the plain model's time in the same round; the other figures are tokens per second.
+    Weights and tokens are random, since only their shapes matter. The measurement runs on a GPU if the preset requires
+    one.
     """
 
     def measure(seed: int) -> dict[str, dict[str, float]]:
@@ -68,7 +72,10 @@ def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mappin
 
 
 def _in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Seconds of every form in every round; the first round, which warms up, is left out, and none is always the first."""
+    """Returns the seconds of every form in every round, without the first round, which warms up.
+
+    The order alternates, so that no form always comes first.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     orders = itertools.cycle([list(forms), list(forms)[::-1]])
     for number, order in zip(range(_NUM_ROUNDS + 1), orders, strict=False):
@@ -91,8 +98,8 @@ def _device(config: LanguageModelConfig) -> torch.device:
 
 
 def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Forward, backward, clipping and AdamW, always of the same batch."""
-    # As `jobs.engine.deepspeed_engine` has it.
+    """Returns a function that does one step: forward, backward, clipping and AdamW, always with the same batch."""
+    # The same optimiser as in `jobs.engine.deepspeed_engine`.
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=None if ids.is_cuda else True)
 
     def step() -> None:
@@ -105,7 +112,7 @@ def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Te
 
 
 def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    """A step of training, by form."""
+    """Returns the functions that do a training step, by form."""
     import dataclasses
 
     from jobs.tasks.language_model.models import build_model
@@ -126,7 +133,7 @@ def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
 
 
 def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
-    """Sampling some tokens for a batch of prompts, by form."""
+    """Returns the functions that sample tokens for a batch of prompts, by form."""
     from jobs.tasks.language_model.models import build_base, build_tempnet, resolved_rho
     from pipelines.text.tokenization import load_tokenizer
     from tempnet.inference import CachedFold, attach

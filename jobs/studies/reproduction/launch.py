@@ -1,4 +1,4 @@
-"""An experiment as trials: checks, data prepared once, runs in the order that they need each other, scores, verdicts."""
+"""Running an experiment: checks, data preparation, runs in the order of their dependencies, scores and verdicts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not
 
 
 def run_reproduction(work: Reproduction) -> Results[StudyResult]:
-    """Run it to its end, or continue it; writes `results.md`, `results.json` and `figures.png` into its directory.
+    """Run or continue an experiment, and write `results.md`, `results.json` and `figures.png` into its directory.
 
     Raises:
-        ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and what would be legal; whatever
-            can be known beforehand, before Ray starts.
+        ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and the legal values.
+            Whatever can be checked beforehand is raised before Ray starts.
     """
     config = work.config
     print(work.describe() + "\n", flush=True)
@@ -77,12 +77,12 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
 
 
 def measures_of_runs(work: Reproduction) -> dict[str, Sequence[Measure]]:
-    """Of each run those of the study that it is made for: another study's may mean nothing of it."""
+    """Returns each run's measures, which are those of the study that it is made for; others may not apply to it."""
     return {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
 
 
 def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and what is a number beside them."""
+    """Returns the figures of a run's outcome: `validation/<score>`, `rivals/<figure>`, and other numbers by name."""
     scores = {name: float(value) for name, value in outcome.items() if isinstance(value, int | float)}
     for section in ("validation", "rivals"):
         scores |= {f"{section}/{name}": float(value) for name, value in outcome.get(section, {}).items()}
@@ -90,10 +90,10 @@ def scores_of(outcome: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check(work: Reproduction) -> list[Plan]:
-    """The plan of the first run of every arm, but of those that start from a run that is yet to be made.
+    """Returns the plan of every arm's first run, except for runs that start from a run that has not been made yet.
 
     Raises:
-        ValueError, OSError: naming the field and what would be legal, also for data that only the latter read.
+        ValueError, OSError: naming the field and the legal values, also for data that only those later runs read.
     """
     for name, path in work.scoring_data.items():
         if path and is_local(path) and not Path(path).exists():
@@ -115,17 +115,17 @@ def _check(work: Reproduction) -> list[Plan]:
 
 
 def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
-    """Those that need no other first; what starts from one that failed is failed."""
+    """Run everything, beginning with runs that depend on no other; what starts from a failed run counts as failed."""
     outcomes = run_trials(_rounds(runs), length=len(runs), **options)
     failed = dict(outcomes.failed)
-    for run in runs:  # bases come before what starts from them
+    for run in runs:  # a base precedes the runs that start from it
         if run.after in failed:
             failed.setdefault(run.name, f"{run.after}, which it starts from, failed")
     return Outcomes(finished=outcomes.finished, failed=failed)
 
 
 def _rounds(runs: Sequence[Run]) -> Rounds:
-    """Every run in the first round before which the one that it starts from has finished."""
+    """Yields rounds of trials; every run is in the first round after the run that it starts from has finished."""
     left, finished = list(runs), {run.name for run in runs if outcome_of(run) is not None}
     while ready := [run for run in left if not run.after or run.after in finished]:
         left = [run for run in left if run not in ready]
@@ -163,7 +163,7 @@ def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Re
         if run.name in outcomes.finished
     }
     scores: dict[str, dict[str, float]] = {name: scores_of(run.outcome) for name, run in finished.items()}
-    # What others start from may be no row of the table, and of another kind.
+    # Runs that others start from may not be rows of the table, and may be of another kind.
     bases = {arm.after for arm in study.arms}
     rows = {run.name for run in planned.runs if run.arm.name not in bases}
     wanted = [run for name, run in finished.items() if name in rows]

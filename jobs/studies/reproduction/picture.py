@@ -1,4 +1,4 @@
-"""What an experiment found as a picture: every measure with its intervals, or the course of training."""
+"""The results of an experiment as a figure: every measure with its intervals, or its course during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_NUM_PANELS = 4
 
 
 def png(results: Sequence[StudyResult]) -> bytes:
-    """The file."""
+    """Returns the content of a PNG file with the figure."""
     content, figure = io.BytesIO(), draw(results)
     figure.savefig(content, format="png", dpi=110)
     plt.close(figure)
@@ -29,7 +29,7 @@ def png(results: Sequence[StudyResult]) -> bytes:
 
 
 def draw(results: Sequence[StudyResult]) -> Figure:
-    """A row of panels for every study that chance has a part in."""
+    """Draws a row of panels for every study that has random measures."""
     drawn = [result for result in results if _measured(result)]
     figure = plt.figure(figsize=(11, sum(map(_height, drawn))), layout="constrained")
     rows = figure.subfigures(len(drawn), 1, height_ratios=[_height(result) for result in drawn], squeeze=False)[:, 0]
@@ -46,12 +46,12 @@ def draw(results: Sequence[StudyResult]) -> Figure:
 
 
 def has_picture(results: Sequence[StudyResult]) -> bool:
-    """Whether chance has a part in anything."""
+    """Returns whether any study has random measures to draw."""
     return any(_measured(result) for result in results)
 
 
 def _measured(result: StudyResult) -> list[Measure]:
-    """What any arm has figures of, without what is exact."""
+    """Returns the random measures of a study, without exact ones, for which any arm has figures."""
     return [
         measure
         for measure in result.study.measures
@@ -64,7 +64,7 @@ def _height(result: StudyResult) -> float:
 
 
 def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
-    """Every arm on a line of its own, from above: seeds as points, mean and 95 % interval."""
+    """Draws every arm on its own line, from the top: seeds as points, mean and 95 % interval."""
     names = [arm.name for arm in result.study.arms]
     for height, arm in enumerate(result.study.arms):
         values = result.values(arm, measure)
@@ -78,7 +78,7 @@ def _draw_measure(panel: Axes, result: StudyResult, measure: Measure) -> None:
 
 
 def _draw_course(panel: Axes, result: StudyResult) -> None:
-    """A line with its interval for every arm over the course of training."""
+    """Draws a line with intervals for every arm over the course of training."""
     measures = result.study.measures
     shares = [(number + 1) / len(measures) for number in range(len(measures))]
     for arm in result.study.arms:

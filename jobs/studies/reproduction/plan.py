@@ -1,4 +1,4 @@
-"""What an experiment comes to before anything is run: its runs, their cost, and the data that they need."""
+"""The plan of an experiment before anything is run: its runs, their cost, and the data that they need."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class PlannedStudy:
 
     study: Study
     runs: list[Run]
-    """Of all arms and replicates; two arms may share one."""
+    """Runs of all arms and replicates; two arms may share a run."""
     test_share: float
-    """As `jobs.studies.estimates.estimate` takes it."""
+    """n_test/n_train, as in `jobs.studies.estimates.estimate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """What a configuration comes to."""
+    """The plan that a configuration leads to."""
 
     config: ReproduceConfig
     experiment: Experiment
     studies: list[PlannedStudy]
     tracking_uri: str
-    """Empty: nothing is tracked."""
+    """URI of the MLflow store; empty if nothing is tracked."""
 
     @property
     def num_left_out(self) -> int:
-        """Statements of the claim whose arms were not asked for."""
+        """Number of the claim's statements that are left out because not all of their arms were requested."""
         whole = sum(len(study.statements) for study in self.experiment.studies(self.config.scale))
         return whole - sum(len(planned.study.statements) for planned in self.studies)
 
     @property
     def runs(self) -> dict[str, Run]:
-        """Name → run, of all studies."""
+        """Name → run, for all studies."""
         return {run.name: run for planned in self.studies for run in planned.runs}
 
     @property
     def scoring_data(self) -> dict[str, str]:
-        """Name → path, of all studies."""
+        """Name → path of the data that models are scored on, for all studies."""
         named = {
             name: path
             for planned in self.studies
@@ -65,7 +65,7 @@ class Reproduction:
         return named | {name: path for name, path in self.config.paths.items() if name in named}
 
     def describe(self) -> str:
-        """For a person."""
+        """Returns the plan as text for the terminal."""
         config, experiment, runs = self.config, self.experiment, list(self.runs.values())
         finished = sum(outcome_of(run) is not None for run in runs)
         lines = [
@@ -93,16 +93,16 @@ class Reproduction:
 
 
 def make_reproduction(config: ReproduceConfig) -> Reproduction:
-    """Make all configurations; needs no data.
+    """Make the configurations of all runs; this needs no data.
 
     Raises:
-        ValueError, ConnectionError: naming the field, the value and what would be legal.
+        ValueError, ConnectionError: naming the field, its value and the legal values.
     """
     experiment = find(config.experiment)
     storage = config.run.resolved_storage
     uri = resolved_uri(config.tracking, storage)
     tracking = {**dataclasses.asdict(config.tracking), "uri": uri, "enabled": bool(uri)}
-    del tracking["preset"], tracking["paper"]  # those of the runs' own presets
+    del tracking["preset"], tracking["paper"]  # these are taken from the runs' own presets
     studies = [
         PlannedStudy(
             study=study,
@@ -136,17 +136,17 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
 
 
 def outcome_of(run: Run) -> Mapping[str, Any] | None:
-    """That of a finished run, else None."""
+    """Returns the outcome of a finished run, else None."""
     return read_json(f"{run.config.run.directory}/outcome.json")
 
 
 def is_local(path: str) -> bool:
-    """Whether a path can be looked for here."""
+    """Returns whether a path is a local path, as opposed to a URI."""
     return "://" not in path
 
 
 def where(name: str, path: str) -> str:
-    """Whether a path is there, for a person; tokenizers and models may be on the hub."""
+    """Returns, as text for the user, whether a path exists; tokenizers and models may be on the hub."""
     if not is_local(path):
         return "a URI"
     if Path(path).exists():
@@ -157,8 +157,11 @@ def where(name: str, path: str) -> str:
 
 
 def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
-    """The studies with those arms that are named, what these start from, and what is stated of them alone; what is left
-    without an arm is left out."""
+    """Returns the studies restricted to the named arms.
+
+    The arms that these start from are kept, too, as are the statements about only the kept arms. Studies without a
+    named arm are left out.
+    """
     studies = list(studies)
     if not names:
         return studies

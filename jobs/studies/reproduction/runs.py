@@ -1,6 +1,7 @@
-"""From an arm and a seed to the configuration of a training run, named by what it is, so that it is found again.
+"""Turning an arm and a seed into the configuration of a training run, with a name by which it is found again.
 
-Experiments share runs: the name of one is its preset, its seed and a digest of everything that identifies it.
+The name consists of the preset, a digest of everything that identifies the run, and the seed, so experiments share
+equal runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PRESETS: dict[str, Callable[[], Any]] = {
     **sentences.PRESETS,
     **classifiers.PRESETS,
 }
-"""Of all jobs, whose names differ."""
+"""Preset name → function that returns its configuration, for all jobs; the names are distinct."""
 
 SMALL_WORKERS = {"workers.num_workers": 1, "workers.cpus_per_worker": 0.7, "workers.num_threads": 1}
-"""One thread a run, so that runs lie side by side."""
+"""Settings of small runs: one thread per run, so that several runs fit side by side."""
 
 _PATHS = (
     "data.train", "data.validation", "data.train_captions", "data.validation_captions", "data.directory", "data.file",
@@ -40,16 +41,16 @@ _PATHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate:
-    """What chance is drawn by."""
+    """The source of randomness of a run: its seed and, in a cross-validation, its fold."""
 
     number: int
-    """Of the seed, from 0 on."""
+    """Number of the seed, from 0."""
     seed: int
     fold: int = 0
 
     @property
     def name(self) -> str:
-        """The same for all arms."""
+        """Name of the replicate, which is the same for all arms."""
         return f"{self.number}.{self.fold}"
 
 
@@ -61,24 +62,24 @@ class Run:
     replicate: Replicate
     config: TrainingConfig
     after: str
-    """Name of the run that it starts from; empty: of none."""
+    """Name of the run that this one starts from; empty if there is none."""
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self.config.run.name
 
 
 def preset_of(arm: Arm, scale: Scale) -> str:
-    """The name of an arm's preset at a scale."""
+    """Returns the name of an arm's preset at a scale."""
     return f"{arm.preset}-small" if scale == "small" else arm.preset
 
 
 def replicates_of(arm: Arm, scale: Scale, num_seeds: int) -> list[Replicate]:
-    """Seeds 0, 1, …; of a cross-validation its own seeds, each with every fold.
+    """Returns the replicates of an arm: the seeds 0, 1, …; for a cross-validation its own seeds, each with every fold.
 
     Raises:
-        ValueError: if it has fewer seeds.
+        ValueError: if the cross-validation has fewer seeds than requested.
     """
     config = PRESETS[preset_of(arm, scale)]()
     if not isinstance(config, CrossValidationConfig):
@@ -93,7 +94,7 @@ def replicates_of(arm: Arm, scale: Scale, num_seeds: int) -> list[Replicate]:
 
 
 def test_share(study: Study, scale: Scale) -> float:
-    """n_test/n_train where the study's replicates are folds, else 0."""
+    """Returns n_test/n_train if the study's replicates are folds, else 0."""
     configs = [PRESETS[preset_of(arm, scale)]() for arm in study.arms if arm.preset]
     folds = [config.grid.num_folds for config in configs if isinstance(config, CrossValidationConfig)]
     return 1.0 / (folds[0] - 1) if folds else 0.0
@@ -109,16 +110,19 @@ def runs_of(
     tracking: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> list[Run]:
-    """All runs, those that others start from before them; one that two arms have in common occurs for each.
+    """Returns all runs of a study, each after the run it starts from; a run that arms share is listed for each of them.
 
     Args:
-        directory: where runs lie.
-        prepared: where prepared data lie.
-        tracking: fields of `tracking`.
-        overrides: `section.field` → value, before the arms' own; of runs that have the field.
+        study: the study.
+        scale: small or full.
+        num_seeds: number of seeds.
+        directory: where the runs are stored.
+        prepared: where prepared data are stored.
+        tracking: fields of the section `tracking`.
+        overrides: `section.field` → value, applied to the runs that have the field, before the arms' own changes.
 
     Raises:
-        ValueError: naming a field that is not there, or what a configuration refuses.
+        ValueError: naming a field that does not exist, or if a configuration is invalid.
     """
     found: dict[tuple[str, str], Run] = {}
     place: dict[str, Any] = {"run.storage": directory, "run.prepared": prepared}
@@ -129,7 +133,7 @@ def runs_of(
         if not arm.preset:
             continue
         for replicate in replicates_of(arm, scale, num_seeds):
-            # A base that many start from is trained once for every seed, not for every fold.
+            # A base that many runs start from is trained once per seed, not once per fold.
             before = found[arm.after, f"{replicate.number}.0"] if arm.after else None
             start = {"model.path": before.config.run.export_directory} if before else {}
             preset = preset_of(arm, scale)
@@ -152,15 +156,15 @@ def _before_changes(preset: str, replicate: Replicate) -> TrainingConfig:
 
 
 def _named(config: Config, preset: str, replicate: Replicate, *, is_small: bool) -> Config:
-    if is_small:  # one checkpoint, at the end
+    if is_small:  # keep only one checkpoint, at the end
         config = with_fields(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
     return with_fields(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
 
 
 def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
-    """What makes the plan of such a configuration."""
-    # Imported late: a dry run should not wait for Transformers.
+    """Returns the function that makes the plan of such a configuration."""
+    # Imported here so that a dry run need not import Transformers.
     if isinstance(config, ClipConfig):
         from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
 
@@ -179,7 +183,7 @@ def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
 
 
 def needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
-    """Field → data and models that runs read and that no run of theirs makes."""
+    """Returns field → paths of the data and models that runs read and that none of these runs makes."""
     made = {config.run.export_directory for config in configs}
     found: dict[str, list[str]] = {}
     for config in configs:

@@ -1,4 +1,4 @@
-"""What the exports of finished runs are scored on, by the evaluation jobs; every score is kept and found again by them."""
+"""Scoring the exports of finished runs with the evaluation jobs, which keep every score and reuse it."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ _UNTRACKED = TrackingSection(enabled=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A run with its outcome."""
+    """A finished run with its outcome."""
 
     config: TrainingConfig
     outcome: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self.config.run.name
 
     @property
     def export(self) -> str:
-        """Where its model is."""
+        """Location of its exported model."""
         return str(self.outcome["export"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where scores are made."""
+    """The resources for scoring: a directory, data and workers."""
 
     directory: str
-    """Of the experiment."""
+    """Directory of the experiment."""
     data: Mapping[str, str]
-    """Name → path, of what the scoring needs."""
+    """Name → path of the data that the scoring needs."""
     workers: EvaluationWorkersSection
 
 
 class Scoring(Protocol):
-    """One kind of scores."""
+    """One way of scoring exports."""
 
     @property
     def data(self) -> Mapping[str, str]:
-        """Name → where the data are unless `--data NAME=PATH` says so; empty: need not be."""
+        """Name → default path of the data, which `--data NAME=PATH` replaces; an empty path: the data are optional."""
         ...
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Name of a run → its scores. Needs Ray.
+        """Returns name of a run → its scores. Ray must be running.
 
         Raises:
             ValueError, OSError, EvaluationFailedError: as the evaluation jobs.
@@ -62,18 +62,19 @@ class Scoring(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrieval:
-    """Recalls of dual encoders on held-out images with captions, and zero-shot accuracies: `<set>/<figure>`."""
+    """Scores dual encoders: recalls on held-out images with captions, and zero-shot accuracies, as `<set>/<figure>`."""
 
     retrieval: Mapping[str, str]
-    """Name of a set → its images."""
+    """Name of a set → path of its images."""
     captions: Mapping[str, str] = field(default_factory=dict)
-    """Name of a set → json in Karpathy's form, whose test split is taken; empty: beside the images."""
+    """Name of a set → JSON file in Karpathy's form, of which the test split is used; empty: the captions beside the
+    images."""
     zero_shot: Mapping[str, str] = field(default_factory=dict)
-    """Name of a set → a folder of images a class."""
+    """Name of a set → path with one folder of images per class."""
 
     @property
     def data(self) -> Mapping[str, str]:
-        """Every set by its name; its captions by `<name>_captions`."""
+        """Paths of the sets by name, and of their captions by `<name>_captions`."""
         return {
             **self.retrieval,
             **self.zero_shot,
@@ -81,7 +82,7 @@ class Retrieval:
         }
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """By `jobs.evaluate_clip`."""
+        """Scores the runs with `jobs.evaluate_clip`."""
         from jobs.scoring.dual_encoders.config import EvaluateClipConfig
         from jobs.scoring.dual_encoders.launch import evaluate
 
@@ -104,7 +105,7 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Accuracies of sentence encoders on SentEval's tasks: `<task>/accuracy`, and `mean_accuracy`."""
+    """Scores sentence encoders on SentEval's tasks: `<task>/accuracy`, and `mean_accuracy`."""
 
     directory: str
     num_folds: int = 10
@@ -112,11 +113,11 @@ class Transfer:
 
     @property
     def data(self) -> Mapping[str, str]:
-        """One directory."""
+        """The directory of SentEval's tasks."""
         return {"senteval": self.directory}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """By `jobs.evaluate_sentences`."""
+        """Scores the runs with `jobs.evaluate_sentences`."""
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
         from jobs.scoring.sentence_encoders.launch import evaluate
 
@@ -140,26 +141,26 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """Word perplexity of WikiText-2, LAMBADA, and harness tasks of language models, each at its own temperature.
+    """Scores language models at their own temperatures: WikiText-2 word perplexity, LAMBADA, and harness tasks.
 
-    A model that has a TempNet is scored at the `temperatures`, another at τ = 1: `<task>/<figure>`, and for others than the
-    model's own `<task>/<figure> at <temperature>`.
+    A model with a TempNet is scored at the `temperatures`, any other at τ = 1. Scores are named `<task>/<figure>`, or
+    `<task>/<figure> at <temperature>` for temperatures other than the model's own.
     """
 
     wikitext: str = "data/wikitext2_test.txt"
     lambada: str = "data/lambada_test.jsonl"
-    """Empty: not scored."""
+    """JSONL file of LAMBADA; empty: it is not scored."""
     tasks: tuple[str, ...] = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
     temperatures: tuple[str, ...] = ("tempnet",)
-    """As `jobs.evaluate_lm` takes them."""
+    """Temperatures for models with a TempNet, as in `jobs.evaluate_lm`."""
 
     @property
     def data(self) -> Mapping[str, str]:
-        """The two files; the harness finds its tasks on the hub."""
+        """The two files; the harness loads its tasks from the hub."""
         return {"wikitext": self.wikitext} | ({"lambada": self.lambada} if self.lambada else {})
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """By `jobs.evaluate_lm`."""
+        """Scores the runs with `jobs.evaluate_lm`."""
         from jobs.scoring.language_models.config import EvaluateConfig
         from jobs.scoring.language_models.launch import evaluate
         from tempnet.loading import find_tempnet
@@ -194,18 +195,18 @@ class Language:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A validation score in the course of training: `<score>@1` … `<score>@num_points`."""
+    """Reads a validation score in the course of training: `<score>@1` … `<score>@num_points`."""
 
     score: str
     num_points: int
 
     @property
     def data(self) -> Mapping[str, str]:
-        """Nothing."""
+        """No data are needed."""
         return {}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """What was found at every num_points-th of the steps."""
+        """Returns the scores of the validations nearest to `num_points` evenly spaced steps."""
         found = {}
         for run in runs:
             history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
@@ -218,10 +219,10 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyCaptions:
-    """How the temperatures of pairs with noise in their captions differ from those of the others, %: `noisy_tau`.
+    """Compares the temperatures of pairs with noisy captions with those of the other pairs, in %: `noisy_tau`.
 
-    TempNets are asked anew; iSogCLR's temperatures are those of its last checkpoint. Which pairs have noise at `share`
-    depends on the seed alone, so that a run without noise shows how much of the difference is not the noise's.
+    TempNets predict them anew; iSogCLR's temperatures are read from its last checkpoint. Which pairs are noisy at
+    `share` depends on the seed alone, so a run without noise shows how much of the difference is not due to the noise.
     """
 
     share: float = 0.15
@@ -229,11 +230,11 @@ class NoisyCaptions:
 
     @property
     def data(self) -> Mapping[str, str]:
-        """That of the training."""
+        """No data beyond those of the training are needed."""
         return {}
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
-        """Means over images and captions of the training set."""
+        """Returns the differences, as means over images and captions of the training set."""
         return {run.name: {"noisy_tau": self._difference(run)} for run in runs}
 
     def _difference(self, run: FinishedRun) -> float:
@@ -257,7 +258,7 @@ class NoisyCaptions:
 
 
 def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
-    """(2, n) of images and captions."""
+    """Returns the predicted temperatures (2, n) of images and captions."""
     import torch
 
     from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
@@ -275,7 +276,10 @@ def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
 
 
 def _stored(directory: str, num_pairs: int) -> Any:
-    """(2, N) of all training pairs, from the last checkpoint, in which they lie with their owners."""
+    """Returns the temperatures (2, N) of all training pairs from the last checkpoint.
+
+    In a checkpoint, every rank has saved the samples that it owns.
+    """
     import numpy as np
     from safetensors.numpy import load_file
 

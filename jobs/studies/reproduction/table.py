@@ -1,4 +1,4 @@
-"""The paper's table beside ours, and what is made of the claim: Markdown and JSON."""
+"""The paper's table beside ours, and the verdict on the claim, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jobs.studies.reproduction.verdicts import Judged, Replicates, Verdict, over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """A study with its figures."""
+    """A study with its figures and verdicts."""
 
     study: Study
     replicates: Replicates
@@ -25,17 +25,17 @@ class StudyResult:
     test_share: float
 
     def values(self, arm: Arm, measure: Measure) -> list[float]:
-        """Of all replicates that have the measure."""
+        """Returns the values of a measure, for all replicates of an arm that have it."""
         values = [measure.value(scores) for scores in self.replicates.get(arm.name, {}).values()]
         return [value for value in values if math.isfinite(value)]
 
     def estimate(self, arm: Arm, measure: Measure) -> Estimate | None:
-        """The mean of a cell with its interval."""
+        """Returns the mean of a table cell with its interval."""
         return summarize(self.values(arm, measure), test_share=self.test_share, is_exact=measure.is_exact)
 
 
 def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
-    """Everything."""
+    """Returns the whole report in Markdown."""
     config, experiment = work.config, work.experiment
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
     steps = f", {config.steps:,} steps a run" if config.steps else ""
@@ -65,12 +65,12 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
 
 
 def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verdict:
-    """Of all its statements."""
+    """Returns the verdict on the claim, from all its statements."""
     return overall([one for result in results for one in result.judged], num_left_out=work.num_left_out)
 
 
 def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
-    """Every figure of every run, the paper's, the statements and the verdicts."""
+    """Returns the content of `results.json`: all figures of all runs, the paper's figures, statements and verdicts."""
     return {
         "configuration": dataclasses.asdict(work.config),
         "experiment": {"id": work.experiment.id, "source": work.experiment.source, "claim": work.experiment.claim},
@@ -106,7 +106,7 @@ def _statements(result: StudyResult) -> str:
 
 
 def result_digits(result: StudyResult, measure: str) -> int:
-    """Of a measure by its name."""
+    """Returns the number of digits with which a measure is shown, by its name."""
     return next(one.digits for one in result.study.measures if one.name == measure)
 
 

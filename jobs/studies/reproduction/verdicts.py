@@ -1,14 +1,15 @@
-"""Does the claim hold? One rule for all of them.
+"""The rule that decides whether a claim holds, which is the same for all experiments.
 
-A statement bounds a weighted sum of figures, which is formed seed by seed, so that what a seed does to all arms alike falls
-out (a paired difference; a single figure; a difference of differences). It
+A statement bounds a weighted sum of figures. The sum is formed seed by seed, so that what a seed does to all arms alike
+cancels out (as in a paired difference; the sum may also be a single figure or a difference of differences). The
+statement
 
     holds                           if the 95 % interval of its mean over the seeds lies within the bound,
     does not hold                   if the interval lies outside,
-    cannot be seen at this scale    otherwise, and where there is no interval (a single seed, no figures).
+    cannot be seen at this scale    otherwise, and if there is no interval (a single seed, no figures).
 
-A claim holds if all its statements do, and does not hold if one of them does not. Intervals are not widened for the number of
-statements: of 20 statements about equal arms one is expected to be decided by chance.
+A claim holds if all its statements do, and does not hold if one of them does not. Intervals are not widened for the
+number of statements: of 20 statements about equal arms, one is expected to be decided by chance.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Replicates = Mapping[str, Mapping[str, Scores]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A statement with what was found."""
+    """A statement with its estimate and verdict."""
 
     statement: Statement
     estimate: Estimate | None
-    """Of the weighted sum; None where no seed has all of its figures."""
+    """Estimate of the weighted sum; None if no seed has all of its figures."""
     num_replicates: int
     verdict: Verdict
 
 
 def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: bool = False) -> Estimate | None:
-    """The mean of figures with its interval; None of no figures, or where one is no number."""
+    """Returns the mean of figures with its interval, or None if there are no figures or one of them is not finite."""
     if not values or not all(map(math.isfinite, values)):
         return None
     found = estimate(values, test_share)
@@ -50,11 +51,13 @@ def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: boo
 def judge(
     statement: Statement, replicates: Replicates, measures: Mapping[str, Measure], *, test_share: float = 0.0
 ) -> Judged:
-    """Hold a statement against the figures.
+    """Judge a statement by the figures.
 
     Args:
-        measures: by name.
-        test_share: as `jobs.studies.estimates.estimate` takes it.
+        statement: the statement.
+        replicates: the scores of all arms.
+        measures: name → measure.
+        test_share: as in `jobs.studies.estimates.estimate`.
     """
     arms = {arm for arm, _ in statement.weights}
     common = set.intersection(*(set(replicates.get(arm, {})) for arm in arms))
@@ -71,7 +74,7 @@ def judge(
 
 
 def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
-    """The rule for one statement."""
+    """Returns the verdict on one statement."""
     if found is None or math.isnan(found.half_width):
         return UNSEEN
     lower, upper = found.mean - found.half_width, found.mean + found.half_width
@@ -83,10 +86,11 @@ def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
 
 
 def overall(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
-    """The rule for all of them together; nothing stated is nothing seen.
+    """Returns the verdict on all statements of a claim; without any statement, nothing can be seen.
 
     Args:
-        num_left_out: statements whose arms were not run, which are not seen either.
+        judged: the judged statements.
+        num_left_out: number of statements whose arms were not run, which count as not seen.
     """
     verdicts = {one.verdict for one in judged} | ({UNSEEN} if num_left_out else set())
     if "does not hold" in verdicts:

@@ -1,1 +1,1 @@
-"""Sweeps: one training run for every point of a grid, and which of them lands in the band of mean temperature."""
+"""Sweeps: training runs at many points of a grid or search, and which of them end in a band of mean temperature."""

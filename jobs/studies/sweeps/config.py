@@ -1,4 +1,4 @@
-"""The configuration of a sweep: what is trained, which of its fields vary, and what is looked for."""
+"""The configuration of a sweep: what is trained, which fields vary, and which temperatures are looked for."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ Base = TypeVar("Base", bound=TrainingConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSection:
-    """Which fields vary, and what is looked for."""
+    """Which fields vary, and what the sweep looks for."""
 
     axes: tuple[str, ...]
-    """FIELD=VALUE,VALUE,…: numeric fields of the base: temperature.rho=9,10 optimizer.learning_rate_base=1e-4,1e-5."""
+    """Fields to vary, as FIELD=VALUE,VALUE,…, which are numeric fields of the base: temperature.rho=9,10
+    optimizer.learning_rate_base=1e-4,1e-5."""
     search: Literal["grid", "random", "band"] = "grid"
-    """grid: every combination. random: num_trials combinations of values drawn between the smallest and the largest of each
-    axis, evenly, or in proportion where the largest is 10 times the smallest or more. band: the value of the first axis,
-    between its smallest and largest, that brings the mean temperature into the band; then the others' values there, by
-    successive halving, and on from the best; trials that cannot end in the band are cut short."""
+    """grid: every combination of the values. random: num_trials points, each value drawn between the axis's smallest
+    and largest value (log-uniformly if the largest is at least 10 times the smallest, else uniformly). band:
+    searches the first axis, between its smallest and largest value, for the value that brings the mean temperature
+    into the band; then the other axes' values there by successive halving; then continues from the best point. It
+    stops trials early that cannot end in the band."""
     num_trials: int = 8
-    """Of a random search."""
+    """Number of trials of a random search."""
     budget: float = 4.0
-    """Of a band search: as many steps as so many whole trials have, at most; 4 is a quarter of a grid of 16."""
+    """Budget of a band search, in whole trials' worth of steps, never exceeded; 4 is a quarter of a grid of 16."""
     seed: int = 0
-    """Of a random search; the runs' own is base.run.seed."""
+    """Random seed of a random search. The seed of the training runs is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
-    """Where the mean temperature of validation should lie."""
+    """Lower and upper bound of the band in which the mean temperature of the validation should lie."""
     num_concurrent: int = 0
-    """Trials at a time. 0: as many as the cluster has room for."""
+    """Maximum number of trials at a time. 0: as many as fit into the cluster."""
 
     def __post_init__(self) -> None:
         _ = self.values
@@ -56,7 +58,7 @@ class SweepSection:
         """Field → values.
 
         Raises:
-            ValueError: for what is no list of numbers.
+            ValueError: if an axis is not a list of numbers.
         """
         found = {}
         axes = named_values(
@@ -78,33 +80,37 @@ class SweepSection:
 
     @property
     def max_num_trials(self) -> int:
-        """How many trials there are; of a band search, where none is cut short before half of its steps, at most."""
+        """Number of trials.
+
+        For a band search this is the maximum, since no trial is stopped before half of its steps.
+        """
         if self.search == "band":
             return int(2 * self.budget)
         return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
 
     @property
     def length(self) -> float:
-        """In steps of whole trials, at most."""
+        """Length of the sweep in whole trials; for a band search, its maximum."""
         return self.budget if self.search == "band" else self.max_num_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig(Generic[Base]):
-    """A sweep; its name, directory and experiment are those of the base."""
+    """A sweep; its name, directory and experiment are those of the base configuration."""
 
     base: Base
     sweep: SweepSection
 
     def __post_init__(self) -> None:
-        # First the ends, which a person has typed: what lies between is refused where one of them is.
+        # The corners come first, as the user typed their values; if a point between them is invalid, one of the corners
+        # is too.
         for point in [*search.corners(self.sweep.values), *next(self.start())]:
             setting = self._setting(point)
             if self.sweep.search == "band":
                 self._check_band(setting)
 
     def _check_band(self, trial: Base) -> None:
-        temperature: Any = trial.temperature  # type: ignore[attr-defined]  # of both kinds that are swept
+        temperature: Any = trial.temperature  # type: ignore[attr-defined]  # both kinds have it
         low, high = temperature.tau_range
         if not temperature.has_free_tau:
             raise ValueError(
@@ -118,11 +124,11 @@ class SweepConfig(Generic[Base]):
 
     @property
     def run(self) -> RunSection:
-        """Name and place of the whole."""
+        """Name and storage of the sweep as a whole."""
         return self.base.run
 
     def start(self, value: float | None = None) -> Search:
-        """The search, from its beginning; a band search begins at `value` of the first axis."""
+        """Returns the search from its beginning; a band search first tries `value` on the first axis."""
         sweep = self.sweep
         whole = {name for name in sweep.values if _kind(self.base, name) == "int"}
         if sweep.search == "grid":
@@ -135,11 +141,13 @@ class SweepConfig(Generic[Base]):
         return search.band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
 
     def trial(self, point: Point) -> Base:
-        """The run that a point makes, in a directory within that of the sweep; prepared data are shared.
+        """Returns the configuration of the run at a point.
+
+        Its directory is within that of the sweep, and prepared data are shared.
 
         Raises:
-            ValueError: naming the axis, for a field that is not there or is no number, or a value that is refused; or a
-                storage that cannot be used.
+            ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid; also
+                if the storage cannot be used.
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
         config = self._setting(point)
@@ -149,8 +157,10 @@ class SweepConfig(Generic[Base]):
         return dataclasses.replace(config, run=run)
 
     def _setting(self, point: Point) -> Base:
-        """The base with the values of a point, without a place of its own: where runs go is only asked for when they are
-        made, since the storage of a preset may not be usable until the command line has named another.
+        """Returns the base configuration with the values of a point, before the run has a name and storage of its own.
+
+        The storage is resolved only when runs are made, since the storage of a preset may not be usable until the
+        command line has set another.
 
         Raises:
             ValueError: as :meth:`trial`.
@@ -164,23 +174,23 @@ class SweepConfig(Generic[Base]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelSweep(SweepConfig[LanguageModelConfig]):
-    """Of `jobs.train_lm`."""
+    """A sweep of `jobs.train_lm`."""
 
     base: LanguageModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipSweep(SweepConfig[ClipConfig]):
-    """Of `jobs.train_clip`."""
+    """A sweep of `jobs.train_clip`."""
 
     base: ClipConfig
 
 
 def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
-    """The values of a point in the types of their fields.
+    """Returns the values of a point, converted to the types of their fields.
 
     Raises:
-        ValueError: naming the axis, for a field that is no number or does not matter.
+        ValueError: naming the axis, if its field is not a number or does not affect the outcome of a run.
     """
     values: dict[str, float | int] = {}
     for name, value in point.items():
@@ -197,10 +207,10 @@ def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
 
 
 def _kind(config: TrainingConfig, name: str) -> str:
-    """int or float, also of a field that may be None; the whole type of one that is no number."""
+    """Returns int or float for a numeric field, even if it may be None, and the full type for any other field."""
     section, _, field = name.rpartition(".")
     kinds = {item.name: str(item.type) for item in dataclasses.fields(getattr(config, section, config))}
-    kind = kinds.get(field, "float")  # what is not there is refused when it is set
+    kind = kinds.get(field, "float")  # a field that does not exist is refused when it is set
     if kind.split(" ")[0] == "int":
         return "int"
     return "float" if "float" in kind else kind

@@ -1,4 +1,4 @@
-"""What a sweep remembers of itself from one start to the next, beside what its trials have left."""
+"""The record of a sweep's rounds and failures, which is kept from one start of the sweep to the next."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pipelines.storage import read_json, write_json
 
 
 class Course:
-    """The rounds that a sweep has come to, in `rounds.json` beside its trials.
+    """The rounds of a sweep so far, stored in `rounds.json` beside its trials.
 
-    A search that is made again asks for the same trials, as long as the same comes of them. One that failed would be tried
-    again, might end well this time, and lead to other rounds: what was trained in the later ones would be lost. So a failure
-    that the search has gone on from stands; one in the last round is tried again.
+    When a sweep is continued, its search is repeated, and requests the same trials as long as these have the same
+    outcomes. A failed trial that were tried again might succeed this time and lead to other rounds, so that the
+    training of the later rounds would be lost. Therefore a failure is final once trials of a later round have begun; a
+    failed trial of the last round is tried again.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._rounds: list[dict[str, str]] = []  # name → error, empty where there was none
+        self._rounds: list[dict[str, str]] = []  # name → error, or an empty string if there was none
         self._before: list[dict[str, str]] = (read_json(self._record) or {"rounds": []})["rounds"]
         self.points: dict[str, Point] = {}
-        """Name → point, of all trials."""
+        """Name → point, for all trials."""
         self.settled = self._settled()
-        """Name → error of those that are not tried again."""
+        """Name → error of the failed trials that are not tried again."""
 
     @property
     def _record(self) -> str:
@@ -42,12 +43,12 @@ class Course:
         return any(read_json(f"{self._directory}/{name}/{file}") is not None for file in files)
 
     def begin(self, points: Mapping[str, Point]) -> None:
-        """A round of these."""
+        """Begin a round of these points."""
         self.points |= points
         self._rounds.append(dict.fromkeys(points, ""))
         self.save(self.settled)
 
     def save(self, failed: Mapping[str, str]) -> None:
-        """What failed so far, with what was known of later rounds before."""
+        """Save the failures so far, and keep the records of later rounds from earlier starts."""
         self._rounds = [{name: failed.get(name, error) for name, error in one.items()} for one in self._rounds]
         write_json(self._record, {"rounds": [*self._rounds, *self._before[len(self._rounds) :]]})

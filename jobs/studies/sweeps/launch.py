@@ -1,4 +1,4 @@
-"""A sweep as trials: checks, Ray, data prepared once, MLflow, and the report at the end."""
+"""Running a sweep as trials: checks, Ray, data preparation, MLflow, and the report at the end."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from pipelines.storage import read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a configuration comes to, known before anything starts."""
+    """The plan of a sweep, known before anything starts."""
 
     config: SweepConfig[Any]
     make_plan: Callable[[Any], Plan]
     plans: Sequence[Plan]
-    """Of the first round's trials, then of those at the ends of the axes."""
+    """Plans of the first round's trials, followed by those of the trials at the ends of the axes."""
 
     @property
     def first(self) -> Plan:
-        """Of the first trial."""
+        """Plan of the first trial."""
         return self.plans[0]
 
     def describe(self) -> str:
-        """For a person."""
+        """Returns the plan as text for the terminal."""
         config, run = self.config, self.config.run
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
         limit = "at most " if config.sweep.search == "band" else ""
@@ -64,9 +64,9 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
     """Check everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError: naming the field, its value and the legal values.
     """
-    # The trials' own storage is no place for a database: they log where the whole does.
+    # The trials log to the MLflow store of the sweep; by default they would create a database in their own storage.
     uri = tracking_uri(config.base)
     tracking = dataclasses.replace(config.base.tracking, uri=uri, enabled=bool(uri))
     config = dataclasses.replace(config, base=dataclasses.replace(config.base, tracking=tracking))
@@ -77,16 +77,17 @@ def make_sweep(config: SweepConfig[Any]) -> Sweep:
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
-    """Run it to its end, or continue it; writes `results.md`, `results.json` and `report.html` into the run's directory.
+    """Run or continue a sweep, and write `results.md`, `results.json` and `report.html` into its directory.
 
     Raises:
-        ValueError: for a taken name, or too small a cluster.
+        ValueError: if another configuration has taken the name, or the cluster is too small.
     """
     config, band = sweep.config, sweep.config.sweep.band
     find_directory(config)
     print(sweep.describe(), flush=True)
     start_ray()
-    room_for(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)  # refused before data are prepared
+    # raises ValueError before data are prepared
+    room_for(config.base, sweep.first.data_cpus, config.sweep.num_concurrent)
     data_sets = prepare_once(sweep.plans)
     claim_directory(config)
     parent = open_parent(
@@ -138,17 +139,17 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
 
 
 def tau_mean(outcome: Mapping[str, Any]) -> float:
-    """Of the last validation; NaN where there is none."""
+    """Returns the mean temperature of the last validation, or NaN if there is none."""
     return float(outcome["validation"].get("tau_mean", math.nan))
 
 
 def _rounds(sweep: Sweep, course: Course) -> Rounds:
-    """The search of a sweep as trials."""
+    """Runs the search of a sweep as rounds of trials."""
     config, band = sweep.config, sweep.config.sweep.band
     is_watched = config.sweep.search == "band"
     search = config.start(_calibrated_rho(config) if is_watched else None)
     batch = next(search)
-    halving: Any = None  # an actor, once there is something to be measured by
+    halving: Any = None  # an actor, created once there is a trial to compare others with
     while True:
         configs = [config.trial(point) for point in batch]
         points = {trial.run.name: point for trial, point in zip(configs, batch, strict=True)}
@@ -158,13 +159,14 @@ def _rounds(sweep: Sweep, course: Course) -> Rounds:
             name = trial.run.name
             watch = None
             if is_watched:
-                # A point that is alone in its round has been chosen by what the others came to.
+                # A point that is alone in its round was chosen from the results of the others, so it does not compete
+                # with them.
                 race = halving if len(batch) > 1 else None
                 watch = TrialWatch(trial=name, rule=_band_rule(trial, band), halving=race)
             if name not in course.settled:
                 trials.append(Trial(config=trial, make_plan=sweep.make_plan, watch=watch))
             if halving is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
-                _tell(halving, name, outcome, band)  # of a sweep that is continued
+                _tell(halving, name, outcome, band)  # for a trial that finished before the sweep was continued
         finished: Mapping[str, Any] = {}
         if trials:
             outcomes = yield trials
@@ -173,7 +175,7 @@ def _rounds(sweep: Sweep, course: Course) -> Rounds:
         seen = [_seen(points[trial.run.name], finished.get(trial.run.name), trial.run.num_steps) for trial in configs]
         if is_watched and halving is None:
             inside = [name for name, one in zip(points, seen, strict=True) if one.is_in(band)]
-            if inside:  # from now on there is something to be measured by
+            if inside:  # now there is a trial to compare others with
                 halving = ray.remote(Halving).options(num_cpus=0).remote(config.base.run.num_steps)
                 for name in inside:
                     _tell(halving, name, finished[name], band)
@@ -184,7 +186,11 @@ def _rounds(sweep: Sweep, course: Course) -> Rounds:
 
 
 def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
-    """On a frozen language model the ρ whose mean optimal temperature is in the middle of the band; else nothing is known."""
+    """Returns the first ρ to try, or None if nothing is known beforehand.
+
+    For a frozen language model whose first axis is ρ, it is the ρ whose mean optimal temperature is in the middle of
+    the band.
+    """
     base, band = config.base, config.sweep.band
     if not (
         isinstance(base, LanguageModelConfig)
@@ -196,12 +202,12 @@ def _calibrated_rho(config: SweepConfig[Any]) -> float | None:
         base.temperature, rho=None, target_entropy=None, calibrated_tau=math.sqrt(band[0] * band[1])
     )
     prepared = make_language_model_plan(dataclasses.replace(base, temperature=temperature)).prepare()
-    prepared.write_records(config.run.directory)  # continued, the search begins with the same ρ
+    prepared.write_records(config.run.directory)  # so that a continued search begins with the same ρ
     return float(prepared.outcome["rho"])
 
 
 def _tell(halving: Any, name: str, outcome: Mapping[str, Any], band: tuple[float, float]) -> None:
-    """What a trial that has ended had at the rung."""
+    """Tell the successive halving about the validations of a trial that has ended."""
     validations = [Validation(step=one["step"], scores=one["scores"]) for one in outcome["validations"]]
     ranks = [rank(one, band) for one in validations]
     ray.get(halving.goes_on.remote(name, [one.step for one in validations], ranks))
@@ -215,5 +221,5 @@ def _seen(point: Point, outcome: Mapping[str, Any] | None, num_steps: int) -> Se
 
 
 def _band_rule(config: TrainingConfig, band: tuple[float, float]) -> BandRule:
-    tau_min, tau_max = config.temperature.tau_range  # type: ignore[attr-defined]  # of both kinds that are swept
+    tau_min, tau_max = config.temperature.tau_range  # type: ignore[attr-defined]  # both kinds have it
     return BandRule(band=band, tau_min=tau_min, tau_max=tau_max, num_steps=config.run.num_steps)

@@ -1,7 +1,8 @@
-"""What decides among the trials in the band: the validation loss that is comparable between them, the lower the better.
+"""The objective among trials in the band: a validation loss that is comparable between them, the lower the better.
 
-For language models −log p of the next token, for dual encoders that of the pair that belongs together among all held-out
-ones (`tempnet.contrastive.retrieval.cross_entropy`), at the model's own temperatures. The training loss depends on ρ.
+For language models it is −log p of the next token; for dual encoders, −log p of the matching partner among all held-out
+ones (`tempnet.contrastive.retrieval.cross_entropy`); both at the model's own temperatures. The training loss is not
+comparable, because it depends on ρ.
 """
 
 from __future__ import annotations
@@ -13,5 +14,5 @@ TITLE = "cross-entropy at τ"
 
 
 def loss_of(scores: Mapping[str, float]) -> float:
-    """Of a validation, in nats; NaN where there is none."""
+    """Returns the objective of a validation, in nats; NaN if it has none."""
     return float(scores.get("cross_entropy_tau", math.nan))

@@ -1,4 +1,4 @@
-"""The papers' grids of ρ and the TempNet's learning rate (TempNet §6.1, Table 6), and their twins."""
+"""The paper's grids of ρ and the TempNet's learning rate (TempNet §6.1, Table 6), and their small versions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def clip_rho_lr() -> ClipSweep:
 
 
 def gpt2_rho_lr_small() -> LanguageModelSweep:
-    """Two cores, sample text, a smaller model than gpt2-scratch-small: 4 values of ρ × 4 learning rates."""
+    """For two cores, sample text and a smaller model than gpt2-scratch-small: 4 values of ρ × 4 learning rates."""
     base = language_models.gpt2_scratch_small()
     axes = ("temperature.rho=2,2.5,3,3.5", "optimizer.learning_rate_tempnet=3e-3,6e-3,1e-2,2e-2")
     return LanguageModelSweep(
@@ -51,7 +51,7 @@ def gpt2_rho_lr_small() -> LanguageModelSweep:
             model=replace(base.model, hidden_size=128, num_layers=2, num_heads=4),
             tracking=replace(base.tracking, paper="TempNet, §6.1"),
             temperature=replace(base.temperature, rho=2.7, target_entropy=None),
-            # One worker a trial, so that two trials run side by side.
+            # One worker per trial, so that two trials run at the same time.
             workers=replace(base.workers, num_workers=1, zero_stage=0),
             validation=replace(base.validation, every=30),
         ),
@@ -60,7 +60,7 @@ def gpt2_rho_lr_small() -> LanguageModelSweep:
 
 
 def clip_rho_lr_small() -> ClipSweep:
-    """Two cores, sample images: the paper's four ρ but the last (above log 127) × 4 learning rates."""
+    """For two cores and the sample images: 4 values of ρ (4 to 7) × 4 learning rates; band 0.01 to 0.02."""
     base = clip.PRESETS["clip-cc3m-tempnet-small"]()
     assert isinstance(base, clip.ClipConfig)
     axes = ("temperature.rho=4,5,6,7", "optimizer.learning_rate_tempnet=3e-4,1e-3,3e-3,1e-2")
@@ -69,7 +69,7 @@ def clip_rho_lr_small() -> ClipSweep:
             base,
             run=replace(base.run, name="clip-rho-lr-small", num_steps=300),
             workers=replace(base.workers, num_workers=1, zero_stage=0),
-            # A sweep of ρ looks for the one that brings the mean of τ into the band, so that nothing else may hold it there.
+            # A sweep of ρ looks for the value that brings the mean τ into the band, so nothing else may steer the mean.
             temperature=replace(base.temperature, target_tau=None),
             optimizer=replace(base.optimizer, rest_share_tempnet=0.0),
             validation=replace(base.validation, every=30),

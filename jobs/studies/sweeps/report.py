@@ -1,4 +1,4 @@
-"""What a sweep found: a table, the chosen trial, and a page with the mean temperature over each axis and the band."""
+"""The report of a sweep: a table, the chosen trial, and a page with the mean temperature over each axis."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from matplotlib.figure import Figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A trial."""
+    """The results of one trial."""
 
     name: str
     point: Mapping[str, float]
     tau_mean: float
-    """NaN where the trial failed."""
+    """Mean temperature of the last validation; NaN if the trial failed."""
     loss: float
     is_in_band: bool
     num_steps: int
-    """That it ran for; 0 where it failed."""
+    """Number of steps that the trial ran for; 0 if it failed."""
     history: Sequence[tuple[int, float, float]]
-    """Step, mean τ and loss of every validation."""
+    """(step, mean τ, loss) of every validation."""
     stopped: str
-    """Why it was cut short; empty where it was not."""
+    """Reason why the trial was stopped early; empty if it was not."""
     error: str
-    """Empty where it did not fail."""
+    """Error of a failed trial; empty if it did not fail."""
 
 
 def row(
@@ -47,10 +47,14 @@ def row(
     error: str,
     band: tuple[float, float],
 ) -> Row:
-    """Of a trial.
+    """Returns the row of a trial.
 
     Args:
-        outcome: None where it failed.
+        name: name of the trial.
+        point: field → value.
+        outcome: outcome of the trial; None if it failed.
+        error: error of a failed trial, else empty.
+        band: bounds of the mean temperature.
     """
     outcome = outcome or {}
     scores = outcome.get("validation", {})
@@ -73,12 +77,12 @@ def row(
 
 
 def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, str]:
-    """The best trial in the band, or, where none lies there, the nearest to it; and why."""
+    """Returns the best trial in the band or, if none lies in it, the nearest to it; and the reason for the choice."""
     inside = [row for row in found if row.is_in_band and math.isfinite(row.loss)]
     if inside:
         best = min(inside, key=lambda row: row.loss)
         return best, f"of the {len(inside)} trials in the band it has the best {TITLE}"
-    # A trial that was cut short has not ended anywhere; it is better than nothing.
+    # The final temperature of a stopped trial is unknown, so stopped trials are used only if there are no others.
     with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [
         row for row in found if math.isfinite(row.tau_mean)
     ]
@@ -89,10 +93,12 @@ def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None,
 
 
 def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
-    """The table, the choice and the price.
+    """Returns the table, the chosen trial and the number of steps taken, in Markdown.
 
     Args:
-        num_grid_steps: of one whole run for every combination of the axes' values.
+        found: the rows, at least one.
+        band: bounds of the mean temperature.
+        num_grid_steps: number of steps of one whole run for every combination of the axes' values.
     """
     axes = list(found[0].point)
     best, why = chosen(found, band)
@@ -117,7 +123,7 @@ def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: in
 
 
 def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
-    """A self-contained page: pictures within it, then the table."""
+    """Returns a self-contained HTML page with embedded figures, followed by the table."""
     axes = list(found[0].point)
     best, why = chosen(found, band)
     header = "".join(
@@ -145,7 +151,7 @@ def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
 
 
 def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
-    """Mean τ, with the band, and the loss over every axis; trials that differ only in it are joined."""
+    """Draws mean τ, with the band, and the loss over every axis; lines join trials that differ only in that axis."""
     axes = list(found[0].point)
     figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
     for column, axis in enumerate(axes):
@@ -172,7 +178,7 @@ def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
 
 
 def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
-    """Mean τ, with the band, and the loss of every trial over its validations."""
+    """Draws mean τ, with the band, and the loss of every trial over its validations."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
     for row in found:
         steps = [step for step, _, _ in row.history]
@@ -189,7 +195,10 @@ def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
 
 
 def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
-    """A line a trial through its axes, mean τ and loss, each on its own scale; those in the band are green."""
+    """Draws parallel coordinates: a line per trial through its axes, mean τ and loss, each with its own scale.
+
+    Lines of trials in the band are green.
+    """
     axes = list(found[0].point)
     columns = [*axes, "mean τ", TITLE]
     shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
@@ -226,7 +235,7 @@ def _is_wide(values: Sequence[float]) -> bool:
 
 
 def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Trials that differ only in an axis, in its order, by what they have in common."""
+    """Groups trials that differ only in one axis, sorted by it; the keys describe the values that they share."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(found, key=lambda row: row.point[axis]):
         rest = ", ".join(f"{name.rpartition('.')[2]} {value:g}" for name, value in row.point.items() if name != axis)

@@ -1,7 +1,7 @@
-"""Which points a sweep tries: rounds of them, the next one chosen from what came of those before.
+"""The searches of a sweep: rounds of points, in which a round may be chosen from the results of the previous ones.
 
-A search is a generator: it yields the points of a round and is sent what came of them. As it depends on nothing else, a
-sweep that was interrupted makes the same search again, and finds in their directories the trials that it asks for.
+A search is a generator: it yields the points of a round and is sent their results. It depends on nothing else, so a
+sweep that was interrupted repeats the same search, and finds the finished trials in their directories.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ import numpy as np
 Point: TypeAlias = dict[str, float]
 """Field → value."""
 Axes: TypeAlias = Mapping[str, Sequence[float]]
-"""Field → its values; a search that goes between them reads the first and the last in size as ends."""
+"""Field → its values. Searches that also try values in between use the smallest and the largest as ends."""
 
-# d log τ̄ / dρ per nat: what the papers' sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03, .95, .81, .69).
+# Prior of d log τ̄ / dρ, per nat: what the paper's sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03,
+# .95, .81, .69).
 PRIOR_SLOPE = -0.35
-# From one end of that sweep to the other, which is all that may be thought of an axis that is not ρ.
+# Prior fall of log τ̄ from one end to the other, as in that sweep; the only guess there is for an axis other than ρ.
 PRIOR_FALL = PRIOR_SLOPE * 2.5
-# Of log τ̄ between two trials of one seed; what differs by less says nothing of the direction.
+# Noise of log τ̄ between two trials with the same seed; a smaller difference says nothing about the direction.
 _NOISE = 0.02
-# Of the loss, in proportion: which of two trials is the better one cannot be told below that.
+# Relative difference in loss below which two trials count as equally good.
 _TIE = 1e-3
 _NUM_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What came of a point."""
+    """The result of a point."""
 
     point: Point
     tau_mean: float
-    """NaN if the trial failed."""
+    """Mean temperature of the last validation; NaN if the trial failed."""
     loss: float
-    """Of the validation; NaN if the trial failed."""
+    """Validation loss, in nats; NaN if the trial failed."""
     share: float
-    """Of its steps that it ran for, 1 if it was not cut short; of a trial that failed, 1 too."""
+    """Share of its steps that the trial ran for: 1 if it was not stopped early, and also if it failed."""
 
     def is_in(self, band: tuple[float, float]) -> bool:
-        """Whether a whole trial ended there."""
+        """Returns whether the trial ran for all its steps and ended in the band."""
         return self.share == 1.0 and band[0] <= self.tau_mean <= band[1]
 
 
@@ -51,22 +52,27 @@ Search: TypeAlias = Generator[list[Point], list[Seen], None]
 
 
 def grid(axes: Axes) -> Search:
-    """Every combination, in one round."""
+    """Yields every combination of the values, in one round."""
     yield [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def corners(axes: Axes) -> list[Point]:
-    """Every combination of the smallest and the largest values: where a point between is refused, one of these is too."""
+    """Returns every combination of the axes' ends; if a point in between is invalid, one of these is too."""
     ends = [{min(values), max(values)} for values in axes.values()]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*ends)]
 
 
 def random(axes: Axes, *, num_trials: int, seed: int, whole: Collection[str] = ()) -> Search:
-    """`num_trials` points between the ends of the axes, in one round: even, or in proportion where the larger end is 10 times
-    the smaller or more. One that is drawn again is left out.
+    """Yields `num_trials` random points between the ends of the axes, in one round.
+
+    Values are drawn log-uniformly if the larger end is at least 10 times the smaller, else uniformly. Points that are
+    drawn again are left out.
 
     Args:
-        whole: the axes of whole numbers.
+        axes: the axes.
+        num_trials: number of points to draw.
+        seed: random seed.
+        whole: names of the axes whose values are whole numbers.
     """
     rng = np.random.default_rng(seed)
     drawn = [{name: _drawn(values, rng, name in whole) for name, values in axes.items()} for _ in range(num_trials)]
@@ -82,23 +88,27 @@ def band(
     slope: float = PRIOR_SLOPE,
     whole: Collection[str] = (),
 ) -> Search:
-    """The value of the first axis that brings the mean temperature into the band, and the best of the other axes there.
+    """Searches the first axis for the value that brings the mean temperature into the band, then the other axes there.
 
-    The first axis (ρ, say) is one in which the mean temperature is expected to fall. It is tried at `start` with the middle
-    of all others; every observation then shifts the line log τ̄ = a + b·ρ, whose slope is the papers' until two
-    observations give their own, and once the middle of the band lies between two of them it is interpolated. Where its ends
-    do not reach the band, the other axes are tried from there. When a whole trial has ended in the band, combinations of the
-    other axes race there in one round, the better ones to the end (`jobs.studies.sweeps.stopping`). What is left of the
-    budget goes on from the best one: to a combination beside it that the race had no room for, as the loss may still fall
-    there, at that value of the first axis which should bring it to the middle of the band; where there is none, to values
-    of the first axis that should lead to that end of the band where the loss has been lower.
+    The mean temperature is expected to fall along the first axis (such as ρ). The search tries `start` on it, with the
+    middle values of all other axes. Then it follows the line log τ̄ = a + b·ρ: each observation shifts it, and its
+    slope is the prior until two observations measure it. Once observations lie on both sides of the middle of the band,
+    it interpolates between them. If the first axis's ends do not reach the band, values of the other axes are tried
+    from there.
+
+    When a whole trial has ended in the band, combinations of the other axes compete there in one round, of which the
+    better ones run to the end (`jobs.studies.sweeps.stopping`). The rest of the budget continues from the best trial.
+    Neighbouring combinations that the round had no room for come first, as the loss may still fall there; the first
+    axis is set to the value that should bring them to the middle of the band. If there are none, values of the first
+    axis follow that should lead to the end of the band where the loss has been lower.
 
     Args:
-        band: of the mean temperature.
-        budget: in steps of whole trials; never exceeded.
-        start: of the first axis; None: its middle.
-        slope: what is known of it before, as :func:`measured_slope` takes it.
-        whole: the axes of whole numbers.
+        axes: the axes; the first one is the axis that moves the mean temperature.
+        band: bounds of the mean temperature.
+        budget: number of steps in whole trials; never exceeded.
+        start: first value to try on the first axis; None: its middle.
+        slope: prior of d log τ̄ / d value along the first axis, as in :func:`measured_slope`.
+        whole: names of the axes whose values are whole numbers.
     """
     first, *others = axes
     is_whole = first in whole
@@ -122,7 +132,11 @@ def band(
         )
 
     def slope_at(near: Seen) -> float:
-        """Of log τ̄ in the first axis: that beside `near`, or where more of its values were tried."""
+        """Returns the slope of log τ̄ along the first axis.
+
+        It is measured at the combination of the other axes that has most values of the first axis, or at `near`'s if
+        tied.
+        """
         ended = [near, *(one for one in seen if one.share == 1.0 and one.tau_mean > 0.0)]
         courses: dict[Any, list[tuple[float, float]]] = {}
         for one in ended:
@@ -134,11 +148,11 @@ def band(
     combinations = [dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values())]
 
     def distance(one: Point, other: Point) -> int:
-        """In values of the axes."""
+        """Returns the distance between two combinations, in numbers of values along the axes."""
         return sum(abs(values.index(one[name]) - values.index(other[name])) for name, values in rest.items())
 
     def untried_beside(point: Point) -> list[Point]:
-        """Combinations of the other axes that were tried nowhere, the nearest first."""
+        """Returns the combinations of the other axes that have not been tried, the nearest to `point` first."""
         tried = [{name: one.point[name] for name in rest} for one in seen]
         return sorted((one for one in combinations if one not in tried), key=lambda one: distance(one, point))
 
@@ -155,8 +169,8 @@ def band(
                 return
             seen += yield [{first: nearest.point[first], **beside[0]}]
     value = inside[0].point[first]
-    # From there outwards: what is left out for want of steps is what is farthest.
-    # One whole trial is kept for what the race leaves open.
+    # The nearest combinations come first, so that the farthest are left out if the budget is too small for all.
+    # One whole trial's worth of the budget is kept for the decisions after this round.
     if round_ := [{first: value, **point} for point in untried_beside(inside[0].point)][: max(0, int(left() - 1.0))]:
         seen += yield round_
     while left() >= 1.0:
@@ -185,13 +199,16 @@ def band(
 
 
 def _distance_to(band: tuple[float, float], tau: float) -> float:
-    """In proportion, from the middle."""
+    """Returns the absolute difference between log τ and the middle of the band on the log scale."""
     return abs(math.log(tau) - math.log(band[0] * band[1]) / 2)
 
 
 def _extrapolated(whole: Sequence[Seen], near: Seen, point: Point) -> float:
-    """The mean temperature to expect at a point that differs from that of `near` in one axis: on the power law through `near`
-    and the nearest of the whole trials that differ from it in that axis alone; `near`'s own where none does."""
+    """Returns the mean temperature to expect at a point that differs from `near` in one axis.
+
+    It lies on the power law through `near` and the nearest of the whole trials that differ from it in that axis alone.
+    If there is none, it is `near`'s own mean temperature.
+    """
     (axis,) = [name for name, value in point.items() if near.point[name] != value]
     others = [
         one
@@ -207,8 +224,11 @@ def _extrapolated(whole: Sequence[Seen], near: Seen, point: Point) -> float:
 
 
 def _better_part(inside: Sequence[Seen], best: Seen, band: tuple[float, float]) -> tuple[float, float]:
-    """The quarter of the band, in proportion, at the end towards which the loss falls; the whole band while one trial is all
-    there is. A language model's loss follows its mean temperature beyond the band (docs/log.md): the best lies at an end."""
+    """Returns the quarter of the band, on a log scale, at the end towards which the loss falls.
+
+    While there is only one trial, it returns the whole band. A language model's loss follows its mean temperature
+    beyond the band (docs/log.md), so the best value lies at an end of the band.
+    """
     rest = [one.tau_mean for one in inside if one is not best]
     if not rest:
         return band
@@ -225,24 +245,25 @@ def next_value(
     slope: float = PRIOR_SLOPE,
     is_whole: bool = False,
 ) -> float | None:
-    """The value of an axis at which the mean temperature should be in the middle of the band.
+    """Returns the value of an axis at which the mean temperature should be in the middle of the band.
 
     Args:
-        seen: value and mean temperature of the trials so far, the latter NaN where one failed.
+        seen: (value, mean temperature) of the trials so far; NaN for the temperature of a failed trial.
         ends: the smallest and the largest value that may be tried.
-        start: what is tried first.
-        slope: d log τ̄ / d value, as :func:`measured_slope` takes it.
+        band: bounds of the mean temperature.
+        start: the value to try first.
+        slope: prior of d log τ̄ / d value, as in :func:`measured_slope`.
         is_whole: whether the value must be a whole number.
 
     Returns:
-        None if there is nothing left to try between the ends.
+        the value, or None if there is nothing left to try between the ends.
     """
     low, high = ends
     goal = math.log(band[0] * band[1]) / 2
     known = sorted((value, math.log(tau) - goal) for value, tau in seen if tau > 0.0)
     tried = [value for value, _ in seen]
     if not known:
-        # Nothing is known but that those points failed: go on towards the end.
+        # All that is known is that those points failed, so move on towards the upper end.
         candidate = start
         for _ in tried:
             candidate = (candidate + high) / 2
@@ -250,7 +271,8 @@ def next_value(
         brackets = [(one, other) for one, other in itertools.pairwise(known) if (one[1] > 0.0) != (other[1] > 0.0)]
         if brackets:
             (left, before), (right, after) = min(brackets, key=lambda pair: abs(pair[0][1]) + abs(pair[1][1]))
-            # Kept off the ends of the bracket: an observation is noisy, and a bound is flat.
+            # Kept away from the ends of the bracket, because observations are noisy and the temperature is flat near
+            # its bounds.
             share = min(max(before / (before - after), 0.1), 0.9)
             candidate = left + share * (right - left)
         else:
@@ -264,13 +286,15 @@ def next_value(
 def measured_slope(
     seen: Sequence[tuple[float, float]], *, band: tuple[float, float], prior: float = PRIOR_SLOPE
 ) -> float:
-    """d log τ̄ / d value by the two observations nearest to the middle of the band; the prior where there is one or none.
+    """Returns d log τ̄ / d value by the two observations nearest to the band's middle, or the prior if fewer exist.
 
-    The prior may be off by a factor of 4, no more. The observations decide the sign unless they differ by no more than
-    noise: in a short run the temperature may rise in ρ.
+    The prior is taken to be off by a factor of at most 4. The observations decide the sign unless their difference is
+    within the noise, since in a short run the temperature may rise with ρ.
 
     Args:
         seen: as in :func:`next_value`.
+        band: bounds of the mean temperature.
+        prior: the slope that is assumed before there are observations.
     """
     goal = math.log(band[0] * band[1]) / 2
     known = sorted(((value, math.log(tau) - goal) for value, tau in seen if tau > 0.0), key=lambda one: abs(one[1]))

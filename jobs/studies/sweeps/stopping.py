@@ -1,5 +1,8 @@
-"""When a trial of a band search ends early: its mean temperature has settled outside the band, it diverges, or others with
-the same number of steps are better (asynchronous successive halving, arXiv 1810.05934)."""
+"""The rules that stop trials of a band search early.
+
+A trial is stopped if its mean temperature has settled outside the band, if it diverges, or if others with the same
+number of steps are better (asynchronous successive halving, arXiv 1810.05934).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ from jobs.engine.watch import Validation
 from jobs.studies.sweeps.objective import TITLE, loss_of
 
 Rank: TypeAlias = tuple[bool, float]
-"""The higher the better."""
+"""(whether the mean temperature is in the band, −loss); the higher the better."""
 
-# Of the steps. Before, the mean temperature of joint training says little: it turns when the base has learnt the most of what
-# it will (docs/log.md).
+# Share of the steps before which no trial is stopped. Until then the mean temperature of joint training says little: it
+# turns when the base model has learnt most of what it will learn (docs/log.md).
 _GRACE_SHARE = 0.5
 # Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`.
 _BOUND_SHARE = 0.01
-# How much faster than of late a mean temperature may be expected to move, before it counts as settled.
+# A mean temperature counts as settled only if it could not reach the band even at this multiple of its recent pace.
 _HOPE = 2.0
-# And how far it may still go against that: in log τ̄ and half of the steps. Over 78 whole trials it moved by −.22 to .20 from
-# half to the end (docs/log.md).
+# In addition, log τ̄ may still move this far against its trend in half of the steps. Over 78 whole trials it moved by
+# −.22 to .20 from half of the steps to the end (docs/log.md).
 _SWING = 0.2
-# Successive halving: the share of trials that go on is 1/η.
+# Successive halving: a share of 1/η of the trials goes on.
 _ETA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandRule:
-    """Whether the mean temperature of a run can still end in the band."""
+    """Decides whether the mean temperature of a run can still end in the band."""
 
     band: tuple[float, float]
     tau_min: float
@@ -41,11 +44,11 @@ class BandRule:
     num_steps: int
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Why not; nothing while it can, or where the loss has no temperature.
+        """Returns why the run cannot end in the band, or an empty string if it may or if its loss has no temperature.
 
-        From the pace of log τ̄ over the last third of the steps so far, times what is left: rates fall towards the end, so it
-        will rather move less. As it may still turn, it must be farther off than turns go. Two validations in a row have to
-        agree.
+        The change still to expect is extrapolated from the pace of log τ̄ over the last third of the steps so far.
+        Learning rates fall towards the end, so it will rather move less. As the temperature may still turn, it must be
+        farther from the band than such turns go. Two successive validations have to agree.
         """
         if len(validations) < 3 or validations[-1].step < _GRACE_SHARE * self.num_steps:
             return ""
@@ -75,11 +78,11 @@ class BandRule:
 
 
 class Halving:
-    """Asynchronous successive halving: a trial goes on if it is among the better half of those seen at the rung.
+    """Asynchronous successive halving: a trial goes on if it is in the better half of the trials that reached the rung.
 
     Args:
-        num_steps: of a whole trial; the only rung is at half of it: a higher rate that is best at last may still be behind
-            at a quarter (docs/log.md).
+        num_steps: steps of a whole trial. The only rung is at half of them, since a higher learning rate that is best
+            in the end may still be behind at a quarter (docs/log.md).
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -87,9 +90,10 @@ class Halving:
         self._ranks: dict[str, Rank] = {}
 
     def goes_on(self, trial: str, steps: Sequence[int], ranks: Sequence[Rank]) -> bool:
-        """Whether a trial with these validations so far, the last one new, is worth its next steps.
+        """Returns whether a trial with these validations, the last of which is new, should continue.
 
-        What it had at the rung is taken in later too, so that a continued sweep only has to tell of the trials again.
+        Its rank at the rung is recorded even if it is reported later, so a continued sweep only has to report its
+        trials again.
         """
         reached = next((index for index, step in enumerate(steps) if step >= self._rung), None)
         if reached is None:
@@ -100,22 +104,22 @@ class Halving:
 
 
 def rank(validation: Validation, band: tuple[float, float]) -> Rank:
-    """In the band first, then the loss."""
+    """Returns the rank of a validation: being in the band counts first, then the loss."""
     scores = validation.scores
     return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWatch:
-    """Ends one trial; see `jobs.engine.watch.Watch`."""
+    """Decides when to stop one trial; see `jobs.engine.watch.Watch`."""
 
     trial: str
     rule: BandRule
     halving: ActorHandle | None = None
-    """A `Halving` that the trials share; None: only the band counts."""
+    """A `Halving` actor that the trials share; None: the trial does not compete with others."""
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Divergence first, then the band, then the others."""
+        """Returns why to stop the trial, or an empty string; checks divergence, then the band, then other trials."""
         loss = loss_of(validations[-1].scores)
         if not math.isfinite(loss):
             return f"it diverges: {TITLE} is {loss} at step {validations[-1].step}"

@@ -1,1 +1,1 @@
-"""Many training runs as the trials of one experiment."""
+"""Running many training runs as the trials of one experiment."""

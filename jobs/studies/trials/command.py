@@ -1,4 +1,4 @@
-"""The command of a job that makes many runs: what it will do, what came of it, and where to look."""
+"""The command line of a job that makes many runs: shows the plan, or runs it and says where the results are."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Generic[Row]):
-    """What came of many runs."""
+    """The results of many runs."""
 
     rows: Sequence[Row]
     table: str
     failed: Mapping[str, str]
-    """Name of a trial → its error."""
+    """Name of a failed trial → its error."""
     directory: str
     tracking_uri: str
-    """Empty: nothing was tracked."""
+    """URI of the MLflow store; empty if nothing was tracked."""
 
 
 class Work(Protocol):
-    """What a configuration comes to, known before anything starts."""
+    """The plan that a configuration leads to, known before anything starts."""
 
     def describe(self) -> str:
-        """For a person."""
+        """Returns the plan as text for the terminal."""
         ...
 
 
@@ -46,12 +46,16 @@ def run_command(
     dry_run: bool,
     files: str,
 ) -> int:
-    """Make the work; print it, or run it and print the results; returns the exit status: 1 if a trial failed.
+    """Make the plan, and either print it or run it and print the results; returns the exit status, 1 if a trial failed.
 
-    Exits with a message on whatever is refused, and on Ctrl-C.
+    Exits with a message if the configuration is refused, and on Ctrl-C.
 
     Args:
-        files: what is worth opening in the directory.
+        config: the configuration of the job.
+        make: checks the configuration and returns the plan.
+        run: runs the plan.
+        dry_run: only print the plan.
+        files: names of the files in the results directory to point the user to.
     """
     from pipelines.problems import TooManyProblemsError
 

@@ -1,4 +1,4 @@
-"""What holds trials together: their parent run in MLflow, and what is published of all of them."""
+"""What a group of trials has in common: a parent run in MLflow, and published results."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ def open_parent(
     num_trials: int,
     data_sets: Mapping[str, tuple[str, str, str]],
 ) -> TrackedRun | None:
-    """The MLflow run that the trials are shown under, found again when they are continued; None where `uri` is empty.
+    """Open the MLflow parent run of the trials, or find it again if they are continued; returns None if `uri` is empty.
 
     Args:
-        config: the dataclass that everything follows from.
+        config: the dataclass that configures the job; its fields become parameters of the run.
+        run: name and directory of the job.
+        tracking: the tracking settings.
+        uri: URI of the MLflow store.
+        num_trials: number of trials, logged as a parameter.
         data_sets: context → (name, digest, source URI).
     """
     if not uri:
@@ -58,14 +62,20 @@ def publish(
     metrics: Mapping[str, float],
     failed: Mapping[str, str],
 ) -> Results[Row]:
-    """Write `results.md`, `results.json` and other files into the run's directory and, with the metrics, to the parent run,
-    which ends; returns what a person is shown.
+    """Publish results in the run's directory and in MLflow, and return what to show to the user.
+
+    Writes `results.md`, `results.json` and other files into the run's directory. They and the metrics are also logged
+    to the parent run, which is then finished.
 
     Args:
-        table: in markdown; what MLflow shows above all else.
-        content: of `results.json`, which says beside it what failed.
-        files: name → content, of the others.
-        failed: name of a trial → its error.
+        run: name and directory of the job.
+        parent: the MLflow parent run; None: nothing is tracked.
+        rows: the rows of results, which are returned to the caller.
+        table: the table in Markdown, which MLflow shows as the run's description.
+        content: content of `results.json`, to which the failed trials are added.
+        files: name → content of further files.
+        metrics: metrics of the parent run.
+        failed: name of a failed trial → its error.
     """
     contents: dict[str, str | bytes] = {
         "results.md": table + "\n",
@@ -90,7 +100,7 @@ def publish(
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
+    """Returns the value with NaN and infinity replaced by None, since JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Data that trials share, prepared before they start: side by side they would write the same files."""
+"""Preparing the data that trials share, before they start; concurrent trials would otherwise write the same files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from jobs.engine.task import Plan
 
 
 def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
-    """What every plan reads, once for each way to prepare it; needs Ray.
+    """Prepare the data of all plans, once for each distinct data configuration. Ray must be running.
 
     Returns:
-        Context → (name, digest, source URI), for MLflow; those of the second way are `train-1` and so on.
+        context → (name, digest, source URI), for MLflow. The contexts of the second data configuration are `train-1`
+            and so on.
     """
     different: dict[str, Plan] = {}
     for plan in plans:

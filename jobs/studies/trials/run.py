@@ -1,8 +1,8 @@
-"""Many training runs as the trials of one Ray Tune experiment: side by side as far as the cluster has room.
+"""Running many training runs as the trials of one Ray Tune experiment, as many at a time as fit into the cluster.
 
-A trial is a run like any other, with a directory, checkpoints and an outcome of its own, in which it is found again: a
-finished one is not run again, a stopped one continues. Nothing of Tune's own state is read back. One that fails, by an error
-or because its process was killed, is reported as failed and does not end the others.
+A trial is an ordinary run with its own directory, checkpoints and outcome. From these it is recognised when the job is
+started again: a finished trial is not repeated, and an interrupted one continues. Tune's own state is never read back.
+A trial that fails, by an error or because its process was killed, is reported as failed and does not end the others.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from jobs.engine.watch import Watch
 from jobs.scoring.mlflow_models.run import record_models
 from pipelines.storage import read_json, resolve
 
-# Of the process that drives a trial; its workers have their own.
+# Logical CPUs of the process that drives a trial; the trial's workers have their own.
 _DRIVER_CPUS = 0.01
 _SECONDS_OF_OUTAGE = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run that is to be made."""
+    """A training run to be made."""
 
     config: TrainingConfig
     make_plan: Callable[[Any], Plan]
     keep_checkpoints: bool = True
-    """False: they are deleted once the outcome is there."""
+    """Whether to keep the checkpoints; False: they are deleted once the run has an outcome."""
     watch: Watch | None = None
-    """May end it early."""
+    """A rule that may end the run early; None: it runs to its end."""
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self.config.run.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What became of the trials, in the order in which they were asked for."""
+    """The outcomes of the trials, in the order in which the trials were requested."""
 
     finished: Mapping[str, dict[str, Any]]
-    """Name → outcome."""
+    """Name of a finished trial → its outcome."""
     failed: Mapping[str, str]
-    """Name → the error."""
+    """Name of a failed trial → its error."""
 
 
 Rounds: TypeAlias = Generator[Sequence[Trial], Outcomes, None]
-"""Yields the trials of a round, side by side as far as there is room, and is sent what became of them."""
+"""Generator that yields the trials of a round, which may run concurrently, and is sent their outcomes."""
 
 
 def one_round(trials: Sequence[Trial]) -> Rounds:
-    """All of them, whatever comes of the others."""
+    """Yields all trials in a single round."""
     yield trials
 
 
@@ -84,20 +84,20 @@ def run_trials(
     data_cpus: float,
     describe: Callable[[Mapping[str, Any]], str],
 ) -> Outcomes:
-    """Run, continue or find every trial; needs Ray.
+    """Run or continue every trial that is not finished yet, and return the outcomes of all. Ray must be running.
 
     Args:
-        rounds: the trials, at least one; the next round may depend on what came of the ones before.
-        length: of all rounds together, in whole trials, at most; for the progress.
-        directory: for what Tune writes.
-        parent: the MLflow run that those of the trials are shown under; where this is ended, so are they.
-        num_concurrent: trials at a time; 0: as many as there is room for.
-        data_cpus: logical CPUs that a trial reads with.
-        describe: an outcome in a few words.
+        rounds: yields the trials, at least one; a round may depend on the outcomes of the previous ones.
+        length: maximum length of all rounds together, in whole trials; used to report progress.
+        directory: where Tune writes its files.
+        parent: the MLflow parent run of the trials' runs. If it is ended, so are they.
+        num_concurrent: maximum number of trials at a time; 0: as many as fit into the cluster.
+        data_cpus: logical CPUs that each trial uses to read data.
+        describe: describes an outcome in a few words.
 
     Raises:
-        ValueError: if the cluster has no room for so many, another configuration holds a trial's directory, or another
-            driver runs these trials.
+        ValueError: if the cluster cannot run so many trials at a time, if a trial's directory holds another
+            configuration, or if another driver is running these trials.
     """
     with Lease(directory), mark_if_ended(parent):
         search = _RoundSearch(rounds)
@@ -105,8 +105,9 @@ def run_trials(
         if search.is_over:
             return search.outcomes()
         num_at_once = room_for(search.first.config, data_cpus, num_concurrent)
-        # What Tune would write and print beside it is of no use here: runs have their own directories, MLflow and lines.
-        # Ctrl-C ends the job: Tune would end the trials instead, which would then be reported as failed.
+        # Tune's own output files and printing are not needed: runs have their own directories, MLflow runs and lines.
+        # Tune's handling of Ctrl-C is turned off, since it would end only the trials, which would then be reported as
+        # failed. Here Ctrl-C ends the job.
         os.environ |= {
             "RAY_CHDIR_TO_TRIAL_DIR": "0",
             "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -145,14 +146,14 @@ def run_trials(
         }
         if parent is not None and outcomes.failed:
             with survive_outage("the end of the trials that failed"):
-                end_children(parent, "FAILED")  # one whose process was killed could not say so
+                end_children(parent, "FAILED")  # a trial whose process was killed could not record this itself
         return Outcomes(
             finished=outcomes.finished, failed={name: reasons.get(name, why) for name, why in outcomes.failed.items()}
         )
 
 
 class _RoundSearch(Searcher):
-    """Rounds as Tune asks for them: one trial at a time, none while a round is still running that others wait for."""
+    """Hands trials to Tune one at a time, and none while the next round still waits for trials of the current one."""
 
     def __init__(self, rounds: Rounds) -> None:
         super().__init__()
@@ -163,19 +164,20 @@ class _RoundSearch(Searcher):
         self._running: dict[str, Trial] = {}
         self._failed: dict[str, str] = {}
         self.finished: dict[str, dict[str, Any]] = {}
-        self.shares: dict[str, float] = {}  # of its steps, for every trial that has ended here
+        # name → share of its steps that it ran, for every trial that has ended in this session
+        self.shares: dict[str, float] = {}
         self.is_over = False
         self.error: Exception | None = None
-        """Of the rounds, which Tune would swallow."""
+        """An error raised by the rounds; it is kept here because Tune would swallow it."""
         self._start_round(next(rounds))
 
     @property
     def first(self) -> Trial:
-        """All are of a size."""
+        """The first trial; all trials need the same resources."""
         return self._asked[0]
 
     def outcomes(self) -> Outcomes:
-        """So far."""
+        """Returns the outcomes so far."""
         names = [trial.name for trial in self._asked]
         return Outcomes(
             finished={name: self.finished[name] for name in names if name in self.finished},
@@ -183,12 +185,12 @@ class _RoundSearch(Searcher):
         )
 
     def share_found(self) -> float:
-        """Of the trials that were finished before, in whole ones."""
+        """Returns the length, in whole trials, of the trials that were finished before this session."""
         found = (trial for trial in self._asked if trial.name in self.finished and trial.name not in self.shares)
         return sum(_share(trial, self.finished[trial.name]) for trial in found)
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # FINISHED is a string
-        """The next trial; None: later; FINISHED: no more."""
+        """Returns the next trial; None if it is not known yet, or FINISHED if there are no more."""
         if self.is_over:
             return Searcher.FINISHED
         if not self._waiting:
@@ -198,7 +200,7 @@ class _RoundSearch(Searcher):
         return {"name": trial.name, "trial": cloudpickle.dumps(_logging_to(trial, "")), "is_alone": self._is_alone}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """A finished one has left its outcome in its directory."""
+        """Record how a trial ended, and start the next round; if it finished, its outcome is in its directory."""
         trial = self._running.pop(trial_id)
         if outcome := read_json(f"{trial.config.run.directory}/outcome.json"):
             self.finished[trial.name] = outcome
@@ -233,20 +235,20 @@ class _RoundSearch(Searcher):
             self._start_round(trials)
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing of Tune's own state is read back."""
+        """Does nothing, because Tune's own state is never read back."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Likewise."""
+        """Does nothing, because Tune's own state is never read back."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 def room_for(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0) -> int:
-    """How many such trials run at a time: `num_concurrent`, or as many as the cluster has room for.
+    """Returns how many such trials to run at a time: `num_concurrent`, or as many as fit into the cluster if that is 0.
 
     Raises:
-        ValueError: if it cannot run so many, or not one, with the arithmetic.
+        ValueError: if the cluster cannot run that many, or not even one, with the arithmetic.
     """
     workers = config.workers
     check_resources(
@@ -276,13 +278,16 @@ def _run_trial(
     origin: Mapping[str, str],
     tracking_uri: str,
 ) -> None:
-    """Runs in the process that drives a trial, which goes on to the next one.
+    """Run one trial, in a process that is reused for further trials.
 
     Args:
-        directory: where the job was started, from which relative paths are meant.
-        num_at_once: trials at a time, where a round has as many; the only one of its round has all cores.
-        origin: `origin_tags` of the driver of the job.
-        tracking_uri: of all trials; it may hold a password, which Tune would write to disk with what a trial is.
+        settings: the pickled trial, its name, and whether it is alone in its round.
+        parent_run_id: id of the MLflow parent run; empty if nothing is tracked.
+        directory: the directory in which the job was started; relative paths refer to it.
+        num_at_once: maximum number of trials that run at a time. The only trial of a round uses all cores.
+        origin: the `origin_tags` of the job's driver.
+        tracking_uri: MLflow URI of all trials. It may contain a password, so it is not part of the trial, which Tune
+            would write to disk.
     """
     if os.path.isdir(directory):
         os.chdir(directory)
@@ -306,10 +311,10 @@ def _logging_to(trial: Trial, uri: str) -> Trial:
 
 
 def _planned(trial: Trial, seconds_between: float = 10.0) -> Plan:
-    """Its plan; while MLflow does not answer, nothing, as trials that have begun do not stop for an outage either.
+    """Returns the trial's plan; if MLflow does not answer, waits and tries again, as running trials do in an outage.
 
     Raises:
-        ConnectionError: if it does not answer for half an hour.
+        ConnectionError: if MLflow does not answer for half an hour.
     """
     deadline = time.monotonic() + _SECONDS_OF_OUTAGE
     while True:
@@ -323,7 +328,7 @@ def _planned(trial: Trial, seconds_between: float = 10.0) -> Plan:
 
 
 class _Progress(tune.Callback):
-    """A line for every trial that ends."""
+    """Prints a line for every trial that ends."""
 
     def __init__(self, search: _RoundSearch, length: float, describe: Callable[[Mapping[str, Any]], str]) -> None:
         self._search, self._length, self._describe = search, length, describe
@@ -345,18 +350,18 @@ class _Progress(tune.Callback):
 
 
 def _share(trial: Trial, outcome: Mapping[str, Any]) -> float:
-    """Of its steps that a trial ran for."""
+    """Returns the share of its steps that a trial ran for."""
     return float(outcome["num_steps"] / trial.config.run.num_steps)
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Returns a duration as hours, minutes and seconds, without hours if there are none."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def _reason(error: Exception | None) -> str:
-    """The last line of an error's text, which is the error that was raised first."""
+    """Returns the last line of an error's text, which describes the original error."""
     lines = (
         str(getattr(error, "cause", None) or error or "the process that drives the trial ended").strip().splitlines()
     )

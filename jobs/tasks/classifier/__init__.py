@@ -1,1 +1,1 @@
-"""Fine-tuning sentence classifiers by TripleEntropy, cross-validated."""
+"""The task of fine-tuning sentence classifiers with the TripleEntropy loss, evaluated by cross-validation."""

@@ -1,6 +1,6 @@
-"""The configuration of a classifier's cross-validation (what a person gives), and of its cells (what is trained).
+"""The configuration of a classifier's cross-validation, which the user gives, and of its cells, which are trained.
 
-A cell is one setting of the loss with one seed on one fold; it is a training run like any other.
+A cell is one training run of the cross-validation: one setting of the loss, with one seed, on one fold.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from jobs.engine.named_values import twice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledSection:
-    """Labelled sentences."""
+    """The labelled sentences: tasks of SentEval, or a file of your own."""
 
     directory: str = ""
-    """A directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/)."""
+    """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Give either this or `file`."""
     tasks: tuple[str, ...] = ()
-    """Of MR, CR, SUBJ, MPQA, SST2, TREC, MRPC; where one has a split, its training sentences are divided into folds.
-    Empty: those that are there."""
+    """Tasks to train on, from MR, CR, SUBJ, MPQA, SST2, TREC and MRPC. If a task has a training split, only its
+    training sentences are divided into folds. If empty: all tasks found in `directory`."""
     file: str = ""
-    """One's own data instead: lines of label, tab, sentence and perhaps tab, second sentence."""
+    """File with your own data instead of `directory`: one example per line, as label, tab, sentence and, for pairs,
+    another tab and the second sentence."""
     classes: tuple[str, ...] = ()
-    """The labels of `file`; lines with another are counted and left out. Empty: those that occur."""
+    """Labels to use from `file`; lines with other labels are counted and left out. If empty: all labels that occur."""
     num_examples: int = 0
-    """So many, drawn in proportion to the classes by `seed`, as in TREC-1k. 0: all."""
+    """Number of sentences to use, drawn in proportion to the classes, as in TREC-1k. 0: all sentences."""
     seed: int = 0
-    """Of that draw."""
+    """Random seed for drawing num_examples sentences."""
     tokenizer: str = ""
-    """A Transformers fast tokenizer: directory or hub name. Empty: that of model.path."""
+    """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of model.path."""
     num_tokens: int = 128
-    """Longer sentences are cut to these, and counted."""
+    """Maximum number of tokens per sentence; longer sentences are truncated and counted."""
     max_bad_share: float = 0.01
-    """Share of lines that may be unreadable before the job fails."""
+    """Largest share of unreadable lines, in [0, 1], that is tolerated; above it the job fails."""
 
     def __post_init__(self) -> None:
         if bool(self.file) == bool(self.directory):
@@ -67,22 +68,23 @@ class LabelledSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierModelSection(EncoderSection):
-    """The model: weights to start from, or sizes to start at random."""
+    """The model: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = ""
-    """Any Transformers text model: directory or hub name; its classification head is made anew. Empty: a random RoBERTa."""
+    """Directory or hub name of any Transformers text model, which gets a new classification head. If empty: a randomly
+    initialised RoBERTa."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CentersSection:
-    """What all settings of TripleEntropy have in common (`tempnet.soft_triple`)."""
+    """The class centres of SoftTriple: options shared by all settings of TripleEntropy (`tempnet.soft_triple`)."""
 
     learning_rate: float = 1e-2
-    """Of the centres."""
+    """Peak learning rate of the centres."""
     regularizer: float = 0.0
-    """Weight of SoftTriple's own regulariser, by which centres of a class merge. 0: none."""
+    """Weight of SoftTriple's own regulariser, which merges centres of the same class. 0: no regulariser."""
     with_padding: bool = False
-    """Count padding as tokens of the sentence, as the authors' code does."""
+    """Treat padding as tokens of the sentence in the loss, as the authors' code does."""
 
     def __post_init__(self) -> None:
         check_positive("centers", self, "learning_rate")
@@ -92,19 +94,24 @@ class CentersSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingSection:
-    """One loss."""
+    """One setting of the loss; see `GridSection` for the meaning of the values."""
 
     cross_entropy_alone: bool = False
-    """Plain fine-tuning: the rest of this section is not read."""
+    """Plain fine-tuning by cross-entropy; the other fields of this section are ignored."""
     num_centers: int = 2000
+    """K, the number of centres per class."""
     gamma: float = 0.1
+    """γ, the temperature of the softmax over the centres of a class."""
     scale: float = 3.3
+    """λ, the scale of the class similarities in the softmax."""
     margin: float = 0.3
+    """δ, the margin subtracted from the similarity to the right class."""
     beta: float = 0.9
+    """β, the weight of the cross-entropy."""
 
     @property
     def name(self) -> str:
-        """`ce`, or the values that make a setting."""
+        """Name of the setting: `ce` for cross-entropy alone, else its values."""
         if self.cross_entropy_alone:
             return "ce"
         values = {"k": self.num_centers, "gamma": self.gamma, "scale": self.scale, "margin": self.margin}
@@ -113,26 +120,26 @@ class SettingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSection:
-    """Which settings of TripleEntropy are tried: every combination; and on what."""
+    """The grid of settings of TripleEntropy, all combinations of which are tried, and the folds and seeds."""
 
     num_centers: tuple[int, ...] = (2000,)
-    """K."""
+    """Values of K, the number of centres per class."""
     gamma: tuple[float, ...] = (0.1,)
-    """γ, the temperature of the softmax over the centres of a class."""
+    """Values of γ, the temperature of the softmax over the centres of a class."""
     scale: tuple[float, ...] = (3.3,)
-    """λ."""
+    """Values of λ, the scale of the class similarities in the softmax."""
     margin: tuple[float, ...] = (0.3,)
-    """δ."""
+    """Values of δ, the margin subtracted from the similarity to the right class."""
     beta: tuple[float, ...] = (0.9,)
-    """β, the share of the cross-entropy; 1 is cross-entropy alone."""
+    """Values of β, the weight of the cross-entropy, in [0, 1]; 1 is cross-entropy alone."""
     with_baseline: bool = True
-    """Also train by cross-entropy alone, on the same folds with the same seeds."""
+    """Also train with cross-entropy alone, on the same folds and with the same seeds."""
     seeds: tuple[int, ...] = (2, 16, 128, 2048)
-    """Of the folds, the weights, dropout and the order."""
+    """Random seeds, each of which determines the folds, the initial weights, dropout and the order of the data."""
     num_folds: int = 5
-    """Of the cross-validation."""
+    """Number of folds of the cross-validation, at least 2."""
     num_concurrent: int = 0
-    """Cells that are trained at a time. 0: as many as the cluster has room for."""
+    """Number of cells trained at the same time. 0: as many as fit into the cluster."""
     keep_models: bool = False
     """Keep the checkpoint and the exported classifier of every cell."""
 
@@ -157,7 +164,7 @@ class GridSection:
 
     @property
     def settings(self) -> list[SettingSection]:
-        """The baseline, if wanted, and every combination."""
+        """All settings of the grid: the baseline, if requested, and every combination of the values."""
         found = [
             SettingSection(num_centers=num_centers, gamma=gamma, scale=scale, margin=margin, beta=beta)
             for num_centers, gamma, scale, margin, beta in itertools.product(
@@ -169,19 +176,21 @@ class GridSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldSection:
-    """Which sentences of what are held out."""
+    """The fold of a cell, which determines the held-out sentences."""
 
     task: str
-    """Of SentEval's; empty: the file's."""
+    """Name of the SentEval task; empty for data from a file."""
     num_folds: int
+    """Number of folds of the cross-validation."""
     fold: int
+    """Number of the held-out fold, counted from 0."""
     keep_model: bool
     """Whether the trained classifier is exported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierConfig(TrainingConfig):
-    """A cell."""
+    """Configuration of one cell."""
 
     data: LabelledSection
     fold: FoldSection
@@ -203,13 +212,13 @@ class ClassifierConfig(TrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer comes from."""
+        """Directory or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossValidationConfig(TrainingConfig):
-    """Everything about the cross-validation of a classifier."""
+    """Configuration of the cross-validation of a classifier."""
 
     data: LabelledSection
     run: RunSection
@@ -222,16 +231,16 @@ class CrossValidationConfig(TrainingConfig):
         TrainingConfig.__post_init__(self)
         if self.run.seed:
             raise ValueError(f"run.seed = {self.run.seed}: the seeds of a cross-validation are grid.seeds")
-        # Refuses what no cell can have. It has no place of its own: the storage of a preset may not be usable until the
-        # command line has named another.
+        # Raises if a cell would refuse its configuration. This test cell keeps the run section of the cross-validation,
+        # because the default storage of a preset may not be usable until the command line has set another.
         _ = self._cell(self.run, "", self.grid.settings[0], 0)
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What is cross-validated; one empty name for a file.
+        """Names of the tasks to cross-validate; a single empty name if the data are a file.
 
         Raises:
-            FileNotFoundError: if there is none.
+            FileNotFoundError: if the directory holds no task.
         """
         if self.data.file:
             return ("",)
@@ -241,17 +250,17 @@ class CrossValidationConfig(TrainingConfig):
             raise FileNotFoundError(f"data.directory: {error}") from error
 
     def cells(self) -> list[ClassifierConfig]:
-        """All cells; those that are compared follow each other.
+        """Return the configurations of all cells, with the settings to be compared on the same fold next to each other.
 
         Raises:
-            FileNotFoundError: as :attr:`tasks`.
+            FileNotFoundError: see :attr:`tasks`.
         """
         grid = self.grid
         combinations = itertools.product(self.tasks, grid.seeds, range(grid.num_folds), grid.settings)
         return [self.cell(task, setting, seed, fold) for task, seed, fold, setting in combinations]
 
     def cell(self, task: str, setting: SettingSection, seed: int, fold: int) -> ClassifierConfig:
-        """One cell, in a directory within that of the cross-validation, with absolute paths."""
+        """Return the configuration of a cell, in a subdirectory of the cross-validation's and with absolute paths."""
         name = "-".join(filter(None, (task, setting.name, f"seed{seed}", f"fold{fold}")))
         run = dataclasses.replace(self.run, name=name, storage=self.run.directory, seed=seed)
         return self._cell(run, task, setting, fold)
@@ -272,10 +281,10 @@ class CrossValidationConfig(TrainingConfig):
 
 
 def soft_triple_config(setting: SettingSection, centers: CentersSection) -> SoftTripleConfig:
-    """The loss of a setting.
+    """Return the configuration of the loss of a setting.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: if a value is not legal; the message names the field.
     """
     return SoftTripleConfig(
         num_centers=setting.num_centers,

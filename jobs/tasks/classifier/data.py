@@ -1,4 +1,4 @@
-"""Reading labelled sentences, drawing a part of them, and dividing them into folds."""
+"""Reads labelled sentences, draws a subset of them, and divides them into folds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
 
 
 def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]:
-    """The task of this name, or that of `data.file`, and the sentences of it that are divided into folds.
+    """Read a task and return it with those of its sentences that are to be divided into folds.
+
+    Args:
+        data: the data section of the configuration.
+        name: name of a SentEval task; ignored if the data are in `data.file`.
 
     Raises:
-        ValueError, FileNotFoundError: naming the field, the file and what is wrong.
-        TooManyProblemsError: where too many lines are unreadable.
+        ValueError, FileNotFoundError: if the data cannot be read; the message names the field, the file and the reason.
+        TooManyProblemsError: if too many lines are unreadable.
     """
     field = "data.file" if data.file else "data.directory"
     try:
@@ -43,10 +47,10 @@ def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]
 
 
 def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
-    """Refuse more folds than the smallest class has sentences.
+    """Check that every class has at least as many sentences as there are folds.
 
     Raises:
-        ValueError: naming the class.
+        ValueError: if the smallest class has fewer; the message names it.
     """
     counts = np.bincount(examples.labels, minlength=len(task.class_names))
     smallest = int(counts.argmin())
@@ -61,10 +65,10 @@ def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
 
 
 def read_fold(config: ClassifierConfig) -> tuple[SentenceTask, LabelledSource, LabelledSource]:
-    """The task, and the training and the held-out sentences of a cell, tokenised.
+    """Return the task, and the tokenised training and held-out sentences of a cell.
 
     Raises:
-        ValueError and the like: as :func:`read_data`, and for a tokenizer that does not serve.
+        ValueError: if the tokenizer cannot be loaded or has no padding token. For other errors see :func:`read_data`.
     """
     task, examples = read_data(config.data, config.fold.task)
     check_folds(task, examples, config.fold.num_folds)
@@ -80,7 +84,7 @@ def read_fold(config: ClassifierConfig) -> tuple[SentenceTask, LabelledSource, L
 
 
 def folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rows to train on and rows that are held out, with the classes in proportion."""
+    """Return, for every fold, the rows to train on and the rows that are held out, stratified by class."""
     splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
     return list(splitter.split(np.zeros(len(labels)), labels))
 

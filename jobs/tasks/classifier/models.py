@@ -1,4 +1,4 @@
-"""Building the module that is trained: a Transformers classifier, and the centres of SoftTriple."""
+"""Builds the module to train: a Transformers classifier and the class centres of SoftTriple."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tempnet.soft_triple import SoftTriple
 def build_classifier(
     config: ClassifierConfig, tokenizer: PreTrainedTokenizerFast, class_names: tuple[str, ...]
 ) -> PreTrainedModel:
-    """The body, loaded or at random from the seed, with a fresh head; the same on every rank.
+    """Build the Transformers classifier: a pretrained or random text model with a new head, the same on every rank.
 
     Raises:
-        ValueError: if there is none, or it is too small for the tokenizer or the sentences.
+        ValueError: if the model cannot be loaded, or is too small for the tokenizer or the length of the sentences.
     """
     width = config.data.num_tokens
     model = encoders.build_encoder(
@@ -47,10 +47,10 @@ def build_classifier(
 def build_model(
     config: ClassifierConfig, tokenizer: PreTrainedTokenizerFast, class_names: tuple[str, ...]
 ) -> TripleEntropyClassifier:
-    """The module, the same on every rank, on the CPU.
+    """Build the module to train on the CPU, with the same weights on every rank.
 
     Raises:
-        ValueError: as :func:`build_classifier`.
+        ValueError: see :func:`build_classifier`.
     """
     model = build_classifier(config, tokenizer, class_names)
     soft_triple = None

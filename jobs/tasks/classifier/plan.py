@@ -1,4 +1,4 @@
-"""What a cell's configuration comes to: checks without Ray; nothing is prepared, as labelled sentences are few."""
+"""The plan of a cell: checks its configuration without Ray. No data are prepared, because labelled sentences are few."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jobs.tasks.classifier.models import build_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """What travels to the workers."""
+    """See `jobs.engine.task.TaskSpec`."""
 
     config: ClassifierConfig
 
     def create(self, rank: int, world_size: int) -> Task:
-        """A worker's side."""
-        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        """Create the task on a worker."""
+        # Imported here because the import loads DeepSpeed, which only the workers need.
         from jobs.tasks.classifier.task import ClassifierTask
 
         return ClassifierTask(self.config, rank=rank, world_size=world_size)
@@ -39,35 +39,43 @@ class ClassifierPlan:
 
     config: ClassifierConfig
     data_name: str
+    """Name of the SentEval task or of the file."""
     data_digest: str
+    """Digest of the data."""
     problems: Mapping[str, int]
+    """Kind of problem → number of lines that could not be read for it."""
     class_names: tuple[str, ...]
+    """Names of the classes."""
     num_train: int
+    """Number of training sentences."""
     num_held_out: int
+    """Number of held-out sentences."""
     num_cut: int
-    """Sentences longer than `data.num_tokens`, held-out ones included."""
+    """Number of sentences truncated to `data.num_tokens`, including held-out ones."""
     num_parameters: int
+    """Number of parameters of the Transformers classifier."""
     num_center_parameters: int
+    """Number of parameters of the class centres."""
     tracking_uri: str
-    """Empty: nothing is tracked."""
+    """MLflow tracking URI; empty if the run is not logged."""
 
     @property
     def share_cut(self) -> float:
-        """Share of all sentences that were cut to `data.num_tokens`."""
+        """Share of all sentences that were truncated to `data.num_tokens`."""
         return self.num_cut / (self.num_train + self.num_held_out)
 
     @property
     def data_cpus(self) -> float:
-        """Sentences lie in the workers' memory."""
+        """Number of CPUs for reading data: 0, because the workers hold all sentences in memory."""
         return 0.0
 
     @property
     def num_epochs(self) -> float:
-        """Of the training sentences."""
+        """Number of epochs over the training sentences."""
         return self.config.run.num_steps * self.config.optimizer.batch_size / self.num_train
 
     def describe(self) -> str:
-        """The plan, for a person."""
+        """Return the plan as text for the terminal."""
         config = self.config
         state = state_bytes_per_worker(self.num_parameters + self.num_center_parameters, 0, config.workers)
         return describe_plan(
@@ -86,7 +94,7 @@ class ClassifierPlan:
         )
 
     def prepare(self) -> PreparedTask:
-        """Nothing is left to do."""
+        """Return the prepared task; the data need no preparation."""
         source = self.config.data.file or f"{self.config.data.directory}/{self.data_name}"
         return PreparedTask(
             config=self.config,
@@ -104,21 +112,22 @@ class ClassifierPlan:
         )
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """The results of a cell, for a person."""
+        """Return the results of a cell as text for the terminal."""
         rows = [("held-out accuracy", f"{outcome['validation']['accuracy']:.2%}")]
         rows.append(("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"))
         rows.append((f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"))
         return results(rows, outcome, "sentences")
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Nothing: a cell is one of many, and MLflow draws its curves."""
+        """Write nothing: a cell is one of many, and its curves can be viewed in MLflow."""
 
 
 def make_plan(config: ClassifierConfig) -> ClassifierPlan:
-    """Check everything that can be checked without Ray.
+    """Make the plan of a cell, checking everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError, TooManyProblemsError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError, TooManyProblemsError: if the configuration or data are refused; the
+            message names the field, the value and what would be legal.
     """
     uri = tracking_uri(config)
     task, train, held_out = read_fold(config)

@@ -1,4 +1,4 @@
-"""A classifier as a task of the training loop."""
+"""The task of training a classifier, as the training loop runs it on a worker."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class ClassifierTask:
         )
 
     def build(self, *, is_fresh: bool) -> None:
-        """The model with its head, and the centres."""
+        """Build the classifier and the class centres."""
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         module = build_model(self.config, tokenizer, self.labelled.class_names)
         self.module = module.to(ray.train.torch.get_device())
         self.knows_token_types = getattr(module.model.config, "type_vocab_size", 0) > 1
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The model, and the centres at their own rate."""
+        """Return two groups: the model, and the class centres with their own learning rate."""
         return [
             {
                 "name": "base",
@@ -69,17 +69,17 @@ class ClassifierTask:
         ]
 
     def flops_per_unit(self) -> None:
-        """Unknown: sentences are of any length."""
+        """Return None: the FLOPs are unknown, because sentences vary in length."""
         return
 
     def num_units(self, batch: Batch) -> int:
-        """Sentences."""
+        """Return the number of sentences in this rank's part of a batch."""
         return len(batch["ids"])
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """One global batch."""
+        """Train on one global batch."""
         output = engine(**self._tensors(batch, engine.device))
         engine.backward(output["loss"])
         engine.step()
@@ -91,7 +91,7 @@ class ClassifierTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Accuracy and cross-entropy of the held-out sentences; with details, how often which class was taken for which."""
+        """Return accuracy and cross-entropy on the held-out sentences; the details are the confusion matrix."""
         num_classes = len(self.labelled.class_names)
         sums = torch.zeros(num_classes**2 + 1, dtype=torch.float64, device=engine.device)
         mine = np.arange(self.rank, len(self.held_out), self.world_size)
@@ -113,21 +113,21 @@ class ClassifierTask:
         return scores, {"confusion": confusion.tolist()} if with_details else None
 
     def _tensors(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """The arguments of the module."""
+        """Convert a batch into the arguments of the module."""
         return sentence_tensors(
             batch, device, with_padding=self.config.centers.with_padding, with_types=self.knows_token_types
         )
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Half a line."""
+        """Format scores as a short text for a progress line."""
         return f"accuracy {scores['accuracy']:.2%}, cross-entropy {scores['cross_entropy']:.4f}"
 
     def rating(self, scores: Mapping[str, float]) -> None:
-        """The last model counts: to choose one by the held-out sentences would flatter it."""
+        """Return None, so that the last model counts: choosing one by the held-out sentences would bias its score."""
         return
 
     def export(self) -> None:
-        """The classifier as Transformers reads it."""
+        """Write the classifier and its tokenizer in Transformers' format, if models are kept."""
         if self.rank or not self.config.fold.keep_model:
             return
         with exported(self.config.run.export_directory) as directory:
@@ -135,22 +135,22 @@ class ClassifierTask:
             load_tokenizer(self.config.tokenizer, needs_eos=False).save_pretrained(directory)
 
     def save(self, directory: Path) -> None:
-        """Nothing beside the engine's own."""
+        """Save nothing: the task has no state besides what DeepSpeed saves."""
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Likewise."""
+        """Load nothing: the task has no state besides what DeepSpeed saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierStatistics:
-    """Sums that add up over ranks: the two losses, right answers, sentences, ranks."""
+    """Statistics of a step, as sums that add up over ranks: the two losses, correct predictions and sentences."""
 
     sums: Tensor
     has_soft_triple: bool
 
     @classmethod
     def of(cls, output: ClassifierOutput, labels: Tensor) -> ClassifierStatistics:
-        """Of one rank's part of a batch."""
+        """Return the statistics of one rank's part of a batch."""
         soft = output["soft_triple"]
         values = [
             output["cross_entropy"],
@@ -161,19 +161,21 @@ class ClassifierStatistics:
         return cls(torch.tensor(list(map(float, values)), dtype=torch.float64, device=labels.device), soft is not None)
 
     def summary(self) -> dict[str, float]:
-        """Losses and accuracy of the batch."""
+        """Return the losses and the accuracy of the batch."""
         cross_entropy, soft, right, count = self.sums.tolist()
         parts = {"soft_triple": soft} if self.has_soft_triple else {}
         return {"cross_entropy": cross_entropy, **parts, "accuracy": right / count}
 
 
 def sentence_tensors(batch: Batch, device: torch.device, *, with_padding: bool, with_types: bool) -> dict[str, Tensor]:
-    """The arguments of `TripleEntropyClassifier`.
+    """Convert a batch into the arguments of `TripleEntropyClassifier`.
 
     Args:
-        with_padding: padding counts: it is not cut to the longest sentence, so that no rank has less of it.
-        with_types: whether the model knows token types: a tokenizer may tell the sentences of a pair apart for one that
-            does not.
+        batch: the batch.
+        device: device of the tensors.
+        with_padding: whether padding counts in the loss. Then it is not trimmed to the longest sentence, so that all
+            ranks have the same amount of it.
+        with_types: whether the model has token types. A tokenizer may return them even for a model without.
     """
     lengths = batch["lengths"]
     width = batch["input_ids"].shape[1] if with_padding else int(lengths.max())

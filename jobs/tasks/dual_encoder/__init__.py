@@ -1,1 +1,1 @@
-"""Dual encoders with contrastive losses as a task of the training loop: configuration, modules, validation, report."""
+"""The task of training dual encoders (image and text) with contrastive losses, and their temperatures."""

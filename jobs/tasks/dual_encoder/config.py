@@ -1,4 +1,4 @@
-"""The configuration of a contrastive training run: its own sections beside those of every run."""
+"""The configuration of the training of a dual encoder: its own sections, in addition to those of every run."""
 
 from __future__ import annotations
 
@@ -21,45 +21,46 @@ from jobs.engine.config import (
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 
 MAX_IMAGE_SIZE = 4096
-"""A view of this side takes .2 GiB as float32; the activations of any tower are many times as much."""
+"""Largest side of an image in pixels. Such an image takes 0.2 GiB as float32, and its activations many times as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDataSection:
-    """Images with captions in, views and tokens out."""
+    """The images and captions, and how training views (augmented images) and tokens are made from them."""
 
     train: str
-    """Training pairs: img2dataset WebDataset tars (`.jpg`, `.txt`, `.json`), one or a directory of them, path or URI."""
+    """Training pairs: path or URI of an img2dataset WebDataset tar (`.jpg`, `.txt`, `.json`), or of a directory of tars."""
     validation: str
-    """Validation images, each with one or several captions, for mean recall."""
+    """Validation images, each with one or several captions, in the same formats as `train`."""
     train_captions: str = ""
-    """JSON with captions for `train`, in Karpathy's form or a list of {"image", "caption"}. Empty: those in the tars."""
+    """JSON file with the captions of `train`, in Karpathy's format or as a list of {"image", "caption"}. If empty: the
+    captions in the tars."""
     validation_captions: str = ""
-    """The same for `validation`."""
+    """JSON file with the captions of `validation`, in the same formats. If empty: the captions in the tars."""
     train_splits: tuple[str, ...] = ()
-    """The splits of Karpathy's form to take. Empty: everything."""
+    """Splits of train_captions (Karpathy's format) to use. If empty: all."""
     validation_splits: tuple[str, ...] = ()
-    """The splits to take for `validation`. Empty: everything."""
+    """Splits of validation_captions (Karpathy's format) to use. If empty: all."""
     tokenizer: str = ""
-    """A Transformers fast tokenizer: directory or hub name. Empty: that of the text encoder."""
+    """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
     num_text_tokens: int = 30
-    """Tokens a caption, padding included."""
+    """Number of tokens of a caption, including padding; longer captions are truncated."""
     caption_noise: float = 0.0
-    """Share of the training captions in which a word is deleted or replaced by "random" (TempNet Figure 5)."""
+    """Share of the training captions, in [0, 1], in which a word is deleted or replaced by "random" (TempNet Figure 5)."""
     min_crop_scale: float = 0.5
-    """Least share of the image's area that a training crop covers."""
+    """Smallest share of the image's area that a random training crop covers."""
     flip_probability: float = 0.5
-    """Horizontal flips; 0 where captions speak of left and right."""
+    """Probability of flipping a training image horizontally. Set it to 0 if captions mention left and right."""
     num_augmentations: int = 0
-    """RandAugment operations an image."""
+    """Number of RandAugment operations applied to each training image."""
     augmentation_magnitude: float = 7.0
-    """Strength of RandAugment, 0 to 10."""
+    """Strength of the RandAugment operations, from 0 to 10."""
     max_bad_share: float = 0.01
-    """Share of samples that may be unreadable before the run fails."""
+    """Largest share of unreadable samples, in [0, 1], that is tolerated; above it the run fails."""
     shuffle_window: int = 32_768
-    """Pairs among which the order is fully random; shards are permuted beyond it."""
+    """Number of pairs within which the order is fully random; across windows only whole shards are permuted."""
     num_readers: int = 1
-    """Tasks that decode images at a time, for each worker; each takes a quarter of a logical CPU from Ray's account."""
+    """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "num_text_tokens", "shuffle_window", "num_readers")
@@ -68,7 +69,7 @@ class PairDataSection:
 
     @property
     def augmentation(self) -> AugmentationConfig:
-        """How training views are drawn."""
+        """The configuration of the random augmentation of training images."""
         return AugmentationConfig(
             min_scale=self.min_crop_scale,
             flip_probability=self.flip_probability,
@@ -79,36 +80,41 @@ class PairDataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualEncoderSection:
-    """The two towers: weights to start from, or sizes to start at random."""
+    """The two encoders (towers): pretrained weights to start from, or the sizes of randomly initialised ones."""
 
     path: str = ""
-    """A dual encoder to start from: an export of this job or a Transformers CLIPModel, directory or hub name."""
+    """Directory or hub name of a dual encoder to start from: an export of this job, or a Transformers CLIPModel. If
+    empty: the towers are given by image_path and text_path, or randomly initialised."""
     freeze: bool = False
-    """Train only the TempNets; the encoder stays in eval mode, without a graph. Needs a path."""
+    """Train only the TempNets and keep the dual encoder fixed, in eval mode and without gradients. Needs `path`."""
     image_path: str = ""
-    """A Transformers vision model for the image tower. Empty: a random ResNet of the sizes below."""
+    """Directory or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
+    of the sizes below."""
     text_path: str = ""
-    """A Transformers text encoder for the text tower. Empty: a random DistilBERT of the sizes below."""
+    """Directory or hub name of a Transformers text encoder for the text tower. If empty: a randomly initialised
+    DistilBERT of the sizes below."""
     image_size: int = 224
-    """Side of the square views, pixels; 4 096 at most."""
+    """Side of the square input images in pixels, at most 4 096."""
     embedding_size: int = 256
-    """Dimension of the space both towers map into."""
+    """Dimension of the shared embedding space of both towers."""
     image_widths: tuple[int, ...] = (256, 512, 1024, 2048)
-    """Channels of the stages of a random ResNet."""
+    """Number of channels of each stage of a random ResNet."""
     image_depths: tuple[int, ...] = (3, 4, 6, 3)
-    """Blocks of its stages."""
+    """Number of blocks in each stage of a random ResNet; as many values as image_widths."""
     image_stem_width: int = 64
-    """Channels of its stem."""
+    """Number of channels of the stem of a random ResNet."""
     image_block: Literal["bottleneck", "basic"] = "bottleneck"
-    """Its blocks."""
+    """Type of the blocks of a random ResNet."""
     text_hidden_size: int = 768
-    """Width of a random DistilBERT."""
+    """Hidden size of a random DistilBERT; must be a multiple of text_num_heads."""
     text_num_layers: int = 6
+    """Number of layers of a random DistilBERT."""
     text_num_heads: int = 12
+    """Number of attention heads of a random DistilBERT."""
     text_dropout: float = 0.1
-    """Of a random DistilBERT."""
+    """Dropout probability of a random DistilBERT."""
     text_attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention in the text tower; eager is the faster one for captions on CPUs."""
+    """Attention implementation of Transformers in the text tower. `eager` is the faster one for captions on CPUs."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "image_size", "embedding_size", "image_stem_width", "text_hidden_size",
@@ -139,10 +145,14 @@ class DualEncoderSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTemperatureSection(ContrastiveSection):
-    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`); both TempNets are alike."""
+    """The loss, its normaliser and its temperatures (`tempnet.contrastive.config`).
+
+    The TempNets for images and texts have the same configuration.
+    """
 
     table: str = ""
-    """sogclr_given: temperatures of the training pairs, as `jobs.predict_temperatures` writes them."""
+    """Table with the temperatures of the training pairs, as `jobs.predict_temperatures` writes it. Required by the loss
+    sogclr_given; other losses do not accept one."""
 
     def __post_init__(self) -> None:
         ContrastiveSection.__post_init__(self)
@@ -155,12 +165,12 @@ class PairTemperatureSection(ContrastiveSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalValidationSection(ValidationSection):
-    """Mean recall on held-out images and their captions; the best model is the one that is exported."""
+    """Validation by mean recall on held-out images and their captions; the model with the best mean recall is exported."""
 
     num_images: int = 0
-    """Images (from the first) that are scored, with all their captions. 0: all of them."""
+    """Number of validation images, counted from the first, that are scored with all their captions. 0: all images."""
     batch_size: int = 256
-    """Images (captions) a worker encodes at a time."""
+    """Number of images (or captions) that a worker encodes at a time in validation."""
 
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
@@ -170,7 +180,7 @@ class RetrievalValidationSection(ValidationSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig(ContrastiveTrainingConfig):
-    """Everything about one training run of a dual encoder and its temperatures."""
+    """Configuration of a training run of a dual encoder and its temperatures."""
 
     data: PairDataSection
     model: DualEncoderSection = field(default_factory=DualEncoderSection)
@@ -189,14 +199,14 @@ class ClipConfig(ContrastiveTrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer comes from; that of an exported dual encoder lies with its text tower."""
+        """Directory or hub name of the tokenizer; an exported dual encoder keeps it in the directory of its text tower."""
         beside_text_tower = Path(self.model.path) / TEXT_ENCODER_DIRECTORY
         of_model = str(beside_text_tower) if self.model.path and beside_text_tower.is_dir() else self.model.path
         return self.data.tokenizer or self.model.text_path or of_model
 
 
 def with_absolute_paths(config: ClipConfig) -> ClipConfig:
-    """The configuration for the workers, whose working directory is another: local paths made absolute."""
+    """Return the configuration with absolute local paths, because the workers have another working directory."""
     data = dataclasses.replace(config.data, tokenizer=config.tokenizer)
     paths = ("train", "validation", "train_captions", "validation_captions", "tokenizer")
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Preparing and reading the image–text data of a contrastive run."""
+"""Prepares and reads the images and captions on which a dual encoder is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 
 
 def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
-    """What to prepare for `train` or `validation`."""
+    """Return the configuration of the data preparation for `train` or `validation`."""
     data = config.data
     return PrepareImagesConfig(
         source=getattr(data, split),
@@ -25,7 +25,10 @@ def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
 
 
 def prepared(config: ClipConfig, split: str) -> ImageManifest:
-    """The manifest of a split, prepared beside the runs unless it is there already; needs Ray."""
+    """Return the manifest of `train` or `validation`, preparing the data unless this was done before.
+
+    Ray must be running. The prepared data are kept in the directory of prepared data, which runs share.
+    """
     started = time.monotonic()
     manifest = prepare_images(preparation(config, split), config.run.prepared_directory)
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
@@ -33,7 +36,7 @@ def prepared(config: ClipConfig, split: str) -> ImageManifest:
 
 
 def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
-    """Views and tokens of a prepared data set."""
+    """Return the source that reads augmented images and tokens from prepared data."""
     return PairSource(
         manifest=manifest,
         tokenizer=load_tokenizer(config.tokenizer, needs_eos=False),
@@ -46,5 +49,5 @@ def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
 
 
 def random_pairs(num_pairs: int, count: int, seed: int) -> np.ndarray:
-    """Ids of `count` different pairs, the same on every rank."""
+    """Draw the sorted IDs of `count` distinct pairs, the same on every rank."""
     return np.sort(np.random.default_rng([seed, num_pairs]).choice(num_pairs, size=count, replace=False))

@@ -1,4 +1,4 @@
-"""Export: a dual encoder whose towers load with Transformers alone, its tokenizer, and the TempNets beside it."""
+"""Exports a dual encoder, whose towers load with Transformers alone, together with its tokenizer and its TempNets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 
 def export_encoder(module: TemperatureDualEncoder, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:
-    """Write the directory at `uri`, over what an earlier export left there."""
+    """Write dual encoder, tokenizer and TempNets into the directory at `uri`, overwriting an earlier export."""
     with exported(uri) as directory:
         module.encoder.save_pretrained(directory, tokenizer)
         for network, name in (

@@ -1,4 +1,4 @@
-"""Building the module that is trained: two towers, the loss with its temperatures and per-sample state."""
+"""Builds the module to train: the two towers, and the loss with its temperatures and per-sample state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tempnet.network import TempNet
 
 
 def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> DualEncoder:
-    """The dual encoder: loaded, or made of towers that are loaded or random; the same on every rank.
+    """Build the dual encoder, the same on every rank: loaded as a whole, or from pretrained or random towers.
 
     Raises:
-        ValueError: if a tower is none, or too small for the tokenizer, the images or the captions.
+        ValueError: if a tower cannot be loaded, or does not fit the tokenizer, the images or the captions.
     """
     torch.manual_seed(config.run.seed)
     settings = config.model
@@ -91,7 +91,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
 
 
 def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:
-    """A fresh TempNet for the images and one for the texts, or none where the loss reads none."""
+    """Return a new TempNet for images and one for texts, or None for both if the loss uses no TempNets."""
     if not config.temperature.needs_tempnets:
         return None, None
     network = config.temperature.network_config(config.model.embedding_size)
@@ -101,7 +101,7 @@ def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:
 def build_model(
     config: ClipConfig, tokenizer: PreTrainedTokenizerFast, *, num_pairs: int, device: torch.device
 ) -> TemperatureDualEncoder:
-    """The module that is trained, with the state of `num_pairs` samples divided among the ranks."""
+    """Build the module to train, with the loss's state of `num_pairs` samples partitioned among the ranks."""
     encoder = build_encoder(config, tokenizer)
     image_tempnet, text_tempnet = build_tempnets(config)
     loss, world = config.temperature.loss_config, World.current()

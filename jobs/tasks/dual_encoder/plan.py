@@ -1,4 +1,4 @@
-"""What a contrastive configuration comes to: checks without Ray, prepared pairs, temperatures from a table."""
+"""The plan of training a dual encoder: checks its configuration without Ray, and prepares the pairs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from jobs.tasks.dual_encoder.report import summary_table, write_report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipSpec:
-    """What travels to the workers."""
+    """See `jobs.engine.task.TaskSpec`."""
 
     config: ClipConfig
     train_directory: str
-    """Prepared training pairs."""
+    """Directory of the prepared training pairs."""
     validation_directory: str
-    """Prepared validation pairs."""
+    """Directory of the prepared validation pairs."""
     given_tau: np.ndarray | None
-    """(2, N) float32, for the loss `sogclr_given`."""
+    """Given temperatures (2, N), float32, of the images and texts of the N training pairs for the loss `sogclr_given`."""
 
     def create(self, rank: int, world_size: int) -> Task:
-        """A worker's side."""
-        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        """Create the task on a worker."""
+        # Imported here because the import loads DeepSpeed, which only the workers need.
         from jobs.tasks.dual_encoder.task import ClipTask
 
         train, validation = ImageManifest.load(self.train_directory), ImageManifest.load(self.validation_directory)
@@ -55,19 +55,21 @@ class ClipPlan:
 
     config: ClipConfig
     num_image_parameters: int
+    """Number of parameters of the image tower with its projection."""
     num_text_parameters: int
+    """Number of parameters of the text tower with its projection."""
     num_tempnet_parameters: int
-    """Of both together."""
+    """Number of parameters of both TempNets together; 0 without TempNets."""
     tracking_uri: str
-    """Empty: nothing is tracked."""
+    """MLflow tracking URI; empty if the run is not logged."""
 
     @property
     def data_cpus(self) -> float:
-        """Of the readers of all workers."""
+        """Number of CPUs of the readers of all workers."""
         return READ_CPUS * self.config.data.num_readers * self.config.workers.num_workers
 
     def describe(self) -> str:
-        """The plan, for a person."""
+        """Return the plan as text for the terminal."""
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.num_workers
         frozen = " (frozen)" if config.model.freeze else ""
@@ -92,14 +94,14 @@ class ClipPlan:
 
     @property
     def state_gib_per_worker(self) -> float:
-        """Memory of a worker before activations and per-sample state."""
+        """Memory of a worker in GiB, without activations and per-sample state."""
         towers = self.num_image_parameters + self.num_text_parameters
         frozen = towers if self.config.model.freeze else 0
         trained = towers + self.num_tempnet_parameters - frozen
         return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
 
     def prepare(self) -> PreparedTask:
-        """Index the images, and read the table of temperatures if there is one."""
+        """Index the images, unless this was done before, and read the table of temperatures if one is given."""
         config = with_absolute_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
         check_sizes(
@@ -144,21 +146,22 @@ class ClipPlan:
         )
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """The results of a run, for a person."""
+        """Return the results of a run as text for the terminal."""
         return summary_table(outcome)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Pictures."""
+        """Write the plots of a finished run."""
         write_report(directory, outcome, tracked)
 
 
 def _notes(config: ClipConfig) -> list[str]:
-    """What a person should know of a configuration that is legal."""
+    """Return warnings about a configuration that is legal but may not work well."""
     loss, num_negatives = config.temperature.loss_config, config.optimizer.batch_size - 1
     limit = math.log(max(1, num_negatives))
     if not loss.kind.uses_rho or loss.rho < limit:
         return []
-    # Feasible, for the contrasts of the averages are all pairs; but after few epochs they have seen little more than a batch.
+    # Such a ρ is feasible, because the moving averages stand for contrasts with all pairs. But after few epochs the
+    # averages cover little more than a batch.
     return [
         f"ρ = {loss.rho:g} is not below log({num_negatives} negatives of a batch) = "
         f"{limit:.2f}: temperatures tend to their lower bound unless the averages see many batches"
@@ -166,10 +169,11 @@ def _notes(config: ClipConfig) -> list[str]:
 
 
 def make_plan(config: ClipConfig) -> ClipPlan:
-    """Check everything that can be checked without Ray.
+    """Make the plan of a run, checking everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
+            and what would be legal.
     """
     uri = tracking_uri(config)
     for split in ("train", "validation"):

@@ -1,4 +1,4 @@
-"""The report of a finished contrastive run: a table, histograms of τ and training curves."""
+"""The report of a finished run of a dual encoder: a table of results, histograms of τ and training curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jobs.engine.curves import draw_curves, draw_histogram
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
 
-# The papers' selection rule: the run whose mean τ lies in it (TempNet §6.2).
+# Band of the mean τ by which the paper selects a run: the one whose mean τ lies in it (TempNet §6.2).
 BAND = (0.01, 0.02)
 
 _CURVES = {
@@ -23,7 +23,7 @@ _CURVES = {
 
 
 def summary_table(outcome: Mapping[str, Any]) -> str:
-    """The results of a run, for a person."""
+    """Return the results of a run as text for the terminal."""
     scores = outcome["validation"]
     rows = [
         ("loss", outcome["loss"] + (f", ρ = {outcome['rho']:g}" if outcome["rho"] is not None else "")),
@@ -40,14 +40,14 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         where = "in" if low <= scores["tau_mean"] <= high else "outside"
         spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
         rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
-    if share_cut := outcome.get("share_cut"):  # runs of before did not count it
+    if share_cut := outcome.get("share_cut"):  # missing in the outcomes of older runs
         name = f"captions cut to {outcome['num_text_tokens']} tokens"
         rows.append((name, ", ".join(f"{share:.2%} ({split})" for split, share in share_cut.items())))
     return results(rows, outcome, "pairs")
 
 
 def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-    """Write `histogram.png`, where temperatures differ between samples, and `curves.png` (where MLflow has the history)."""
+    """Write `histogram.png`, if temperatures differ between samples, and `curves.png`, if the run is logged to MLflow."""
     if outcome["histograms"]:
         draw_histogram(directory / "histogram.png", outcome, band=BAND)
     if tracked:

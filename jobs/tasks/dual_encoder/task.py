@@ -1,4 +1,4 @@
-"""A dual encoder and its temperatures as a task of the training loop."""
+"""The task of training a dual encoder and its temperatures, as the training loop runs it on a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ class ClipTask:
     """See `jobs.engine.task.Task`.
 
     Args:
-        given_tau: (2, N) temperatures of the training pairs, for the loss `sogclr_given`.
+        config: configuration of the run.
+        train: manifest of the training pairs.
+        validation: manifest of the validation pairs.
+        given_tau: (2, N) temperatures of the images and texts of the training pairs, for the loss `sogclr_given`.
+        rank: rank of this worker.
+        world_size: number of workers.
     """
 
     unit = "pairs"
@@ -64,13 +69,13 @@ class ClipTask:
             rank=rank,
             world_size=world_size,
             num_readers=config.data.num_readers,
-            # Decoded images are large, and decoding is worth sharing among readers.
+            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
             num_batches_per_task=8,
             num_batches_per_output=1,
         )
 
     def build(self, *, is_fresh: bool) -> None:
-        """The module with its per-sample state, prototypes from training samples, and the validation set."""
+        """Build the module with its per-sample state, initialise the prototypes, and read the validation set."""
         device = ray.train.torch.get_device()
         self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
         if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
@@ -83,7 +88,7 @@ class ClipTask:
 
     @torch.no_grad()
     def _init_prototypes(self, device: torch.device) -> None:
-        """From random training samples, each modality from its own; every rank computes the same."""
+        """Initialise the TempNets' prototypes from embeddings of random training images and texts, the same on every rank."""
         count = self.config.temperature.num_prototypes
         ids = random_pairs(self.train.num_pairs, count, self.config.run.seed)
         batch = self._tensors(self.source.read(*self.source.locate(ids), 0), device)
@@ -95,7 +100,7 @@ class ClipTask:
         self.module.train()
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Towers, projections and a learned scalar temperature; and the TempNets."""
+        """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
         settings, loss = self.config.optimizer, self.module.loss
         base = trainable(self.module.encoder) + trainable(loss.learned)
         networks = trainable(loss.image_tempnet) + trainable(loss.text_tempnet)
@@ -105,17 +110,17 @@ class ClipTask:
         ]
 
     def flops_per_unit(self) -> None:
-        """Unknown: towers are any models."""
+        """Return None: the FLOPs are unknown, because a tower can be any model."""
         return
 
     def num_units(self, batch: Batch) -> int:
-        """Pairs."""
+        """Return the number of pairs in this rank's part of a batch."""
         return len(batch["ids"])
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """One global batch."""
+        """Train on one global batch."""
         gamma = gamma_at(self.loss_config, step, self.config.run.num_steps)
         is_steered = self.steering.follows(engine)
         output = engine(**self._tensors(batch, engine.device), gamma=gamma)
@@ -129,7 +134,7 @@ class ClipTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Recalls and cross-entropy; with the details histograms of τ, and what TempNets are worth beside constants."""
+        """Return recalls and cross-entropy; the details are histograms of τ and a comparison with constant temperatures."""
         image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
         predicted = None
         if self.module.loss.image_tempnet is not None:
@@ -148,8 +153,11 @@ class ClipTask:
         return scores, details
 
     def _temperature_scores(self, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
-        """Mean and spread of what is predicted for the validation set, or of what is stored of all training samples; the
-        learned temperature. All ranks must call it."""
+        """Return mean and standard deviation of τ. All ranks must call this.
+
+        They are taken over the temperatures predicted for the validation set, or over those stored for all training
+        samples. For a single learned temperature only the mean is returned, which is its value.
+        """
         loss = self.module.loss
         if loss.learned is not None:
             return {"tau_mean": float(loss.learned())}
@@ -165,8 +173,11 @@ class ClipTask:
         return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
 
     def _histograms(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
-        """Counts of τ by modality: of the validation set where TempNets predict, of all training samples where the state
-        holds temperatures, none otherwise. All ranks must call it."""
+        """Return histograms (counts) of τ by modality. All ranks must call this.
+
+        They cover the validation set if TempNets predict τ, or all training samples if the state holds their
+        temperatures; otherwise there are none.
+        """
         loss = self.module.loss
         if tau is None and loss.state is not None and "tau" in loss.state.columns:
             counts = torch.stack([histogram_of(part, *self._tau_range()) for part in loss.state.columns["tau"]])
@@ -181,7 +192,7 @@ class ClipTask:
         return self.loss_config.tau_min, self.loss_config.tau_max
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Cross-entropy, recalls and mean τ."""
+        """Format cross-entropy, recalls and mean τ as a short text for a progress line."""
         tau = f"; mean τ {scores['tau_mean']:.4f}" if "tau_mean" in scores else ""
         return (
             f"cross-entropy {scores['cross_entropy_tau']:.4f}; "
@@ -190,22 +201,22 @@ class ClipTask:
         )
 
     def rating(self, scores: Mapping[str, float]) -> float | None:
-        """Mean recall; where only TempNets learn, recall does not move and the last is exported."""
+        """Return the mean recall; None with a frozen encoder, so that the last model is exported (recall is constant)."""
         return None if self.config.model.freeze else scores["mean_recall"]
 
     def export(self) -> None:
-        """Dual encoder, tokenizer and TempNets."""
+        """Write dual encoder, tokenizer and TempNets."""
         if self.rank == 0:
             export_encoder(self.module, self.source.tokenizer, self.config.run.export_directory)
 
     def save(self, directory: Path) -> None:
-        """This rank's samples, and a steered ρ."""
+        """Save the loss's state of this rank's samples, and ρ if it is adjusted during training."""
         self.steering.save(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """The inverse, whoever saved them."""
+        """Load the loss's state of this rank's samples, whichever ranks saved it, and ρ."""
         self.steering.load(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.load(directory, num_writers)

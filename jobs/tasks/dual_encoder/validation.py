@@ -1,6 +1,9 @@
-"""Validation: mean recall of held-out images and captions, and the cross-entropy of finding them.
+"""Validation: mean recall of held-out images and captions, and the cross-entropy of retrieving them.
 
-Every rank encodes its part; embeddings are gathered, so the scores are the same on all ranks and for any number of them.
+Every rank encodes its part, and the embeddings are gathered, so the scores are the same on all ranks and do not depend
+on their number.
+
+Shapes: n images, m captions, d the width of an embedding.
 """
 
 from __future__ import annotations
@@ -22,24 +25,28 @@ from torch import Tensor
 
 from jobs.tasks.dual_encoder.config import ClipConfig
 
-# Pairs on which predicted temperatures are compared with constants: every loss there looks at all pairs of them.
+# Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
 _MAX_PAIRS_COMPARED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalSet:
-    """Held-out images and all their captions."""
+    """The held-out images and all their captions."""
 
     source: PairSource
+    """Source that reads the images and tokenises the captions."""
     captions: tuple[str, ...]
+    """All m captions."""
     image_of_text: np.ndarray
-    """(m,) the image that each caption belongs to."""
+    """(m,) number of the image that each caption belongs to."""
     num_images: int
+    """n, the number of images."""
     batch_size: int
+    """Number of images or captions that a worker encodes at a time."""
 
     @classmethod
     def read(cls, source: PairSource, config: ClipConfig) -> RetrievalSet:
-        """The first `validation.num_images` images (0: all)."""
+        """Read the captions of the first `validation.num_images` images (0: all)."""
         captions, image_of_text = source.captions()
         num_images = min(config.validation.num_images or source.manifest.num_images, source.manifest.num_images)
         chosen = np.flatnonzero(image_of_text < num_images)
@@ -52,7 +59,7 @@ class RetrievalSet:
         )
 
     def embeddings(self, encoder: DualEncoder, world: World, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(n, d) of the images and (m, d) of the captions, whole on every rank, on the CPU; all ranks must call it."""
+        """Return all embeddings of the images (n, d) and captions (m, d), on the CPU. All ranks must call this."""
 
         def encode_images(numbers: np.ndarray) -> Tensor:
             return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
@@ -71,7 +78,7 @@ class RetrievalSet:
     def _encode_all(
         self, encode: Callable[[np.ndarray], Tensor], count: int, world: World, device: torch.device
     ) -> Tensor:
-        """This rank's share of 0 … count−1, completed by those of the others."""
+        """Encode this rank's share of the items 0 … count − 1, and gather the embeddings of all ranks."""
         size = -(-count // world.size)
         share = np.arange(min(world.rank * size, count), min((world.rank + 1) * size, count))
         parts = [encode(part) for part in self._batches(share if len(share) else np.arange(1))]
@@ -86,7 +93,14 @@ class RetrievalSet:
 def retrieval_scores(
     image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor] | None
 ) -> dict[str, float]:
-    """Recalls, mean recall, mean cosine, and the cross-entropy at the temperatures of the images and of the texts."""
+    """Return recalls, mean recall, mean cosine of the pairs, and the cross-entropy at the temperatures.
+
+    Args:
+        image: (n, d) unit embeddings of the images.
+        text: (m, d) unit embeddings of the captions.
+        image_of_text: (m,) number of the image that each caption belongs to.
+        tau: temperatures of the images and of the texts; None for the temperature-free loss.
+    """
     owners = torch.from_numpy(image_of_text)
     scores = recall(image, text, owners)
     scores["positive_cosine"] = float((image[owners] * text).sum(-1).mean())
@@ -95,8 +109,11 @@ def retrieval_scores(
 
 
 def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
-    """τ of all held-out images and of all texts, where none is predicted: the one there is, or the mean of the training
-    samples' own (`tau_mean`); None for the temperature-free loss."""
+    """Return the τ of the images and the τ of the texts for a loss whose temperatures are not predicted.
+
+    It is the single temperature of the loss or the mean of the training samples' own temperatures (`tau_mean`); None
+    for the temperature-free loss.
+    """
     if config.kind.temperature == "free":
         return None
     tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
@@ -106,16 +123,19 @@ def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) 
 def rivals(
     image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor], config: ContrastiveLossConfig
 ) -> dict[str, float]:
-    """Predicted temperatures beside constants, on the first held-out pairs (at most 4 096) as one batch.
+    """Compare predicted with constant temperatures on the first held-out pairs (at most 4 096), taken as one batch.
 
     Args:
-        tau: of the images (n,) and of the texts (m,).
-        config: the loss of the training.
+        image: (n, d) unit embeddings of the images.
+        text: (m, d) unit embeddings of the captions.
+        image_of_text: (m,) number of the image that each caption belongs to.
+        tau: predicted temperatures of the images (n,) and of the texts (m,).
+        config: the training loss.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` by the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, under `robust/` or `cross_entropy/` (`objective` of the loss);
-        both anchors of a pair and all captions of an image are one group. And `num_pairs`.
+        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
+        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
+        `objective` of the training loss), and `num_pairs`. An image and all its captions form one group.
     """
     owner = torch.from_numpy(image_of_text)[:_MAX_PAIRS_COMPARED]
     kept = len(owner)

@@ -1,1 +1,1 @@
-"""Language models as a task of the training loop: configuration, modules, calibration, validation, report, export."""
+"""The task of training language models and their TempNets."""

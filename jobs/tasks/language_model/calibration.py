@@ -1,7 +1,7 @@
-"""Reading ρ off a base model: the mean optimal temperature over a sample of prepared text, as a Ray task.
+"""Calibrates ρ on a base model: finds the ρ that gives a wanted mean optimal temperature on a sample of prepared text.
 
-The sample is a run of blocks spread evenly over the data; the model sees them as training would. What comes out is kept
-as `calibration.json` in the run's directory, so that a run that is continued keeps its ρ.
+The calibration runs as a Ray task. The sample consists of blocks spread evenly over the data, which the model reads as
+in training. The result is stored as `calibration.json` in the run's directory, so that a continued run keeps its ρ.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from jobs.tasks.language_model.validation import to_tensors
 
 CALIBRATION_FILE = "calibration.json"
 
-# Logits that are in memory at a time while the oracle is solved (float32: 256 MiB, and a few copies).
+# Number of logits that are in memory at a time while optimal temperatures are computed (float32: 256 MiB per copy).
 _NUM_LOGITS_AT_A_TIME = 1 << 26
 
 
 def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """The calibration of a run as plain values: read from its directory, or made now, which needs Ray.
+    """Return the calibration of a run as plain values: read from the run's directory, or computed now, which needs Ray.
 
-    It writes nothing: the directory is not there before the run's name is claimed, and a calibration that fails claims none.
+    This writes no file: the run's directory does not exist before the run's name is claimed, and a run whose
+    calibration fails must not claim it.
 
     Raises:
         CalibrationError: if no ρ gives the wanted mean temperature.
@@ -47,7 +48,7 @@ def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any
 
 
 def calibration_of(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """As :func:`calibrated`, without a directory."""
+    """Compute a calibration with Ray, without reading an earlier one; see :func:`calibrated`."""
     workers = config.workers
     task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=1 if workers.use_gpu else 0)(_calibrate)
     try:
@@ -57,7 +58,7 @@ def calibration_of(config: LanguageModelConfig, manifest: Manifest) -> dict[str,
 
 
 def describe_calibration(values: dict[str, Any]) -> str:
-    """One line for a person."""
+    """Return a calibration as one line of text for the terminal."""
     return (
         f"{values['rho']:.4f} (target entropy {values['target_entropy']:.4f} nats): mean τ* {values['tau_mean']:.3f} ± "
         f"{values['tau_std']:.3f} over {values['num_contexts']:,} contexts of the base model"
@@ -96,7 +97,7 @@ def _calibrate(config: LanguageModelConfig, directory: str) -> Calibration:
 
 @torch.no_grad()
 def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens: int, device: torch.device) -> Tensor:
-    """(num_tokens, d) contexts of blocks spread evenly over the data; fewer if there are not as many."""
+    """Return the hidden states (num_tokens, d) of blocks spread evenly over the data; fewer rows if the data are few."""
     assert isinstance(manifest.layout, PackingConfig)
     num_blocks = min(manifest.num_rows, math.ceil(1.25 * num_tokens / manifest.layout.context_length) + 1)
     contexts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The configuration of a language-model training run: its own sections beside those of every run."""
+"""The configuration of the training of a language model: its own sections, in addition to those of every run."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from tempnet.softmax.reference import LOSS_KINDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """Text in, blocks of tokens out."""
+    """The text, and how its documents are tokenised and packed into blocks."""
 
     train: str
-    """Training archives: a .jsonl.zst/.tar/.jsonl/.jsonl.gz/.parquet file or a directory of them, path or URI."""
+    """Training text: path or URI of a .jsonl.zst, .tar, .jsonl, .jsonl.gz or .parquet file, or of a directory of such
+    files."""
     validation: str
-    """Validation archives, likewise."""
+    """Validation text, in the same formats as `train`."""
     tokenizer: str = ""
-    """A Transformers fast tokenizer: directory, tokenizer.json or hub name. Empty: the one of model.path."""
+    """A Transformers fast tokenizer: directory, tokenizer.json file or hub name. If empty: the tokenizer of model.path."""
     context_length: int = 1024
-    """Tokens a block."""
+    """Number of tokens per block, at least 2."""
     attend_across_documents: bool = False
-    """Whether packed documents see the documents before them in their block. Models that cannot keep them apart need it."""
+    """Whether a document attends to the documents before it in the same block. Required for models that cannot separate
+    packed documents, such as those with recurrent layers."""
     text_field: str = "text"
-    """The field that holds the text."""
+    """Name of the field (column) of a record that holds the text."""
     max_bad_share: float = 0.01
-    """Share of records that may be unreadable before the run fails."""
+    """Largest share of unreadable records, in [0, 1], that is tolerated; above it the run fails."""
     shuffle_window: int = 32_768
-    """Blocks among which the order is fully random; shards are permuted beyond it."""
+    """Number of blocks within which the order is fully random; across windows only whole shards are permuted."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "context_length", "shuffle_window")
@@ -49,26 +51,28 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """The base model: weights to start from, or an architecture to start at random."""
+    """The base model: pretrained weights to start from, or the architecture of a randomly initialised one."""
 
     path: str = ""
-    """A Transformers causal LM (directory or hub name) to start from. Empty: random weights of `architecture`."""
+    """Directory or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
+    architecture and sizes below."""
     freeze: bool | None = None
-    """Train only the TempNet; the base stays in eval mode, without a graph. None: whenever there is a path."""
+    """Train only the TempNet and keep the base model fixed, in eval mode and without gradients. Needs `path`. None:
+    frozen if `path` is given."""
     architecture: str = "gpt2"
-    """Transformers model type of a random start."""
+    """Transformers model type of a random base model. Ignored if path is given."""
     hidden_size: int = 768
-    """Width of a random start."""
+    """Hidden size of a random base model; must be a multiple of num_heads. Ignored if path is given."""
     num_layers: int = 12
-    """Layers of a random start."""
+    """Number of layers of a random base model. Ignored if path is given."""
     num_heads: int = 12
-    """Attention heads of a random start."""
+    """Number of attention heads of a random base model. Ignored if path is given."""
     dropout: float = 0.0
-    """Dropout of a random start."""
+    """Dropout probability of a random base model; only for the architecture gpt2. Ignored if path is given."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Transformers' attention implementation; eager is the faster one for short contexts on CPUs."""
+    """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
     trust_remote_code: bool = False
-    """Let Transformers run code that comes with the model."""
+    """Allow Transformers to run code that comes with the model."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
@@ -82,33 +86,34 @@ class ModelSection:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether only the TempNet is trained."""
+        """Whether the base model is frozen, so that only the TempNet is trained."""
         return bool(self.path) if self.freeze is None else self.freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureSection(SteeredTempNetSection):
-    """The loss and the temperature network."""
+    """The loss, its temperature and the TempNet."""
 
     loss: str = "dro"
-    """ce, fixed, fixed_robust, dro_newton, ts_ce or dro (tempnet.softmax.reference)."""
+    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce or dro (see `tempnet.softmax.reference`)."""
     rho: float | None = 10.0
-    """ρ in nats, below log V. None: computed from target_entropy, or calibrated."""
+    """ρ of the robust loss in nats, below log V, where V is the size of the vocabulary. None: computed from
+    target_entropy, or calibrated if that is None too."""
     target_entropy: float | None = None
-    """log V − ρ in nats: the entropy that an optimal temperature brings every softmax to. None, and rho None: ρ is calibrated
-    on the base model, so that its mean optimal temperature is calibrated_tau."""
+    """Entropy log V − ρ, in nats, that the optimal temperature gives every softmax; give either this or rho. If both
+    are None, ρ is calibrated on the base model (model.path) so that the mean optimal temperature is calibrated_tau."""
     calibrated_tau: float = 0.85
-    """The mean temperature that ρ is calibrated for: the centre of the papers' band [0.7, 1.0]."""
+    """Mean optimal temperature for which ρ is calibrated. The default is the centre of the papers' band [0.7, 1.0]."""
     num_calibration_tokens: int = 4096
-    """Contexts of the training data on which ρ is calibrated."""
+    """Number of tokens of the training data on which ρ is calibrated."""
     tau: float = 1.0
-    """The temperature of the losses `fixed` and `fixed_robust`."""
+    """The fixed temperature of the losses fixed and fixed_robust."""
     tau_min: float = 0.001
-    """τ₀."""
+    """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
-    """τ_max."""
+    """τ_max, the upper bound of the temperature."""
     path: str = ""
-    """A saved TempNet to start from; its sizes and switches must agree with this section."""
+    """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSS_KINDS:
@@ -133,26 +138,26 @@ class TemperatureSection(SteeredTempNetSection):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether ρ has to be read off the base model first."""
+        """Whether ρ must be calibrated on the base model before training."""
         return self.rho is None and self.target_entropy is None
 
     @property
     def needs_tempnet(self) -> bool:
-        """Whether the loss reads a temperature network."""
+        """Whether the loss takes its temperatures from a TempNet."""
         return LOSS_KINDS[self.loss].temperature == "tempnet"
 
     @property
     def has_free_tau(self) -> bool:
-        """Whether temperatures follow from the data, rather than being given."""
+        """Whether temperatures depend on the data (predicted or optimal) rather than being given."""
         return LOSS_KINDS[self.loss].temperature in ("oracle", "tempnet")
 
     @property
     def tau_range(self) -> tuple[float, float]:
-        """τ₀ and τ_max."""
+        """The bounds τ₀ and τ_max of the temperature."""
         return self.tau_min, self.tau_max
 
     def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
-        """The network of this section on an effective vocabulary."""
+        """Return the configuration of a TempNet that reads the logits of the given vocabulary (the tokenizer's)."""
         return TempNetConfig.for_logits(
             vocab_size, rho=rho, tau_min=self.tau_min, tau_max=self.tau_max, **self.network_options
         )
@@ -160,12 +165,12 @@ class TemperatureSection(SteeredTempNetSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockValidationSection(ValidationSection):
-    """Loss at τ = 1 and at τ on held-out blocks."""
+    """Validation on held-out blocks: the loss at τ = 1 and at the model's temperatures."""
 
     num_blocks: int = 64
-    """Blocks (from the first) that are scored. 0: all of them."""
+    """Number of validation blocks that are scored, counted from the first. 0: all blocks."""
     num_oracle_tokens: int = 4096
-    """Tokens on which the regret and the best constant temperature are computed at the end."""
+    """Number of tokens per worker on which the final validation computes the regret and the best constant temperature."""
 
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
@@ -175,7 +180,7 @@ class BlockValidationSection(ValidationSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelConfig(TrainingConfig):
-    """Everything about one training run of a language model and its TempNet."""
+    """Configuration of a training run of a language model and its TempNet."""
 
     data: DataSection
     model: ModelSection = field(default_factory=ModelSection)
@@ -204,12 +209,12 @@ class LanguageModelConfig(TrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer comes from."""
+        """Directory, file or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
 
 def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
-    """The configuration for the workers, whose working directory is another: local paths made absolute."""
+    """Return the configuration with absolute local paths, because the workers have another working directory."""
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
@@ -222,7 +227,7 @@ def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
 
 
 def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:
-    """The configuration with ρ as a number, however it was given."""
+    """Return the configuration with the given ρ instead of a target entropy or a calibration."""
     return dataclasses.replace(
         config, temperature=dataclasses.replace(config.temperature, rho=rho, target_entropy=None)
     )

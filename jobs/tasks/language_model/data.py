@@ -1,4 +1,4 @@
-"""Preparing the text of a language-model run."""
+"""Prepares the text on which a language model is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 
 
 def prepared(config: LanguageModelConfig, split: str) -> Manifest:
-    """The packed blocks of `train` or `validation`, prepared beside the runs unless they are there already; needs Ray."""
+    """Return the manifest of the packed blocks of `train` or `validation`, preparing them unless this was done before.
+
+    Ray must be running. The prepared blocks are kept in the directory of prepared data, which runs share.
+    """
     started = time.monotonic()
     data = config.data
     manifest = prepare_text(

@@ -1,4 +1,4 @@
-"""Export: a Transformers directory that loads without this project, and the TempNet beside it."""
+"""Exports a model as a Transformers directory that loads without this project, with the TempNet in a subdirectory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 
 
 def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is_first: bool) -> None:
-    """Write base, tokenizer and TempNet to `<run>/export`; all ranks must call it, the first one writes.
+    """Write base model, tokenizer and TempNet into the directory `export` of the run.
 
-    A frozen base is written too, so that the directory is complete.
+    All ranks must call this; only the first rank (`is_first`) writes. A frozen base model is written too, so that the
+    directory is complete.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, value in whole_parameters(module, config.workers.zero_stage):

@@ -1,4 +1,4 @@
-"""FLOPs of a trained token, for the share of the device's peak that training uses."""
+"""FLOPs of training on a token, from which the share of the device's peak that training uses is computed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 
 
 def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:
-    """FLOPs that the mathematics of one trained token needs (recomputation does not count).
+    """Return the FLOPs that training on one token mathematically needs; recomputed activations do not count.
 
-    Per multiplying parameter 2 in the forward and 4 in the backward pass, and 12·layers·width·T for attention (PaLM,
-    arXiv 2204.02311, Appendix B); a frozen base has only the forward third. TempNet's input has no gradient: 4 a
-    parameter of its first layer, which is nearly all of it.
+    Every parameter of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass, and attention takes
+    12·layers·width·T for a context of T tokens (PaLM, arXiv 2204.02311, Appendix B). A frozen base model has only the
+    forward pass, a third of this. TempNet takes 4 FLOPs per parameter: its input has no gradient, and nearly all its
+    parameters are in its first layer.
     """
     base = module.base
     position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size

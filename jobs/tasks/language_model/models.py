@@ -1,4 +1,4 @@
-"""Building the module that is trained: a Transformers base, its TempNet and the loss, from a configuration."""
+"""Builds the module to train from a configuration: a Transformers base model, its TempNet and the loss."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from transformers import (
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 
-# Vocabularies of random starts are padded to a multiple of this, for the hardware (GPT-2: 50257 → 50304).
+# The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
 
 
 def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The Transformers configuration of the base model; reads only configuration files, and the headers of weights.
+    """Return the Transformers configuration of the base model, without loading its weights.
+
+    Of a pretrained model, only configuration files and the headers of the weight files are read.
 
     Raises:
-        ValueError: if the model is too small for the tokenizer or the context, or its weights are cut.
+        ValueError: if the model cannot be found, is too small for the tokenizer or the context, or its weight files are
+            truncated.
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
@@ -74,10 +77,11 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The base model on the meta device, without weights.
+    """Build the base model on the meta device, without weights.
 
     Raises:
-        ValueError: as :func:`base_config`, and if packed documents cannot be kept apart in it as the configuration wants.
+        ValueError: see :func:`base_config`; also if the configuration requires packed documents to be separated but the
+            model cannot do it.
     """
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -91,7 +95,7 @@ def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
-    """ρ of the run, from ρ itself or from the target entropy; None if it has yet to be calibrated."""
+    """Return the ρ of the run, as given or computed from the target entropy; None if it must be calibrated first."""
     settings = config.temperature
     if settings.target_entropy is not None:
         return rho_from_target_entropy(settings.target_entropy, vocab_size)
@@ -99,7 +103,7 @@ def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
 
 
 def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:
-    """Which loss, with the resolved ρ."""
+    """Return the configuration of the loss, with ρ as a number."""
     settings = config.temperature
     rho = resolved_rho(config, vocab_size)
     assert rho is not None, "ρ is calibrated before a model is built"
@@ -113,7 +117,7 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
 
 
 def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The base model: loaded, or at random from the seed; a frozen one in bfloat16 where that is the precision."""
+    """Build the base model, pretrained or randomly initialised; with bf16 precision a frozen one is loaded in bfloat16."""
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
     if config.model.path:
@@ -133,7 +137,7 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
 
 
 def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
-    """The module that is trained; the same weights on every rank, as they depend on the seed alone."""
+    """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
     base = build_base(config, tokenizer)
     if config.workers.activation_checkpointing and not config.model.is_frozen:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,12 +156,16 @@ def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
-    """The dtype of the base's matrix products."""
+    """Return the autocast dtype of the base model's matrix products; None for float32."""
     return torch.bfloat16 if config.workers.precision == "bf16" else None
 
 
 def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> TempNet:
-    """A fresh TempNet, or the saved one that `temperature.path` names."""
+    """Build a new TempNet, or load the saved one from `temperature.path`.
+
+    Raises:
+        ValueError: if the configuration of the saved TempNet differs from the temperature section.
+    """
     wanted = config.temperature.network_config(vocab_size, rho)
     if not config.temperature.path:
         return TempNet(wanted)

@@ -1,4 +1,4 @@
-"""What a language-model configuration comes to: checks without Ray, prepared text, a resolved ρ."""
+"""The plan of training a language model: checks its configuration without Ray, prepares the text and determines ρ."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from jobs.tasks.language_model.report import summary_table, write_report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelSpec:
-    """What travels to the workers."""
+    """See `jobs.engine.task.TaskSpec`."""
 
     config: LanguageModelConfig
     train_directory: str
-    """Prepared training data."""
+    """Directory of the prepared training data."""
     validation_directory: str
-    """Prepared validation data."""
+    """Directory of the prepared validation data."""
 
     def create(self, rank: int, world_size: int) -> Task:
-        """A worker's side."""
-        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        """Create the task on a worker."""
+        # Imported here because the import loads DeepSpeed, which only the workers need.
         from jobs.tasks.language_model.task import LanguageModelTask
 
         train, validation = Manifest.load(self.train_directory), Manifest.load(self.validation_directory)
@@ -49,20 +49,22 @@ class LanguageModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelPlan:
-    """What a configuration comes to, known before anything starts."""
+    """See `jobs.engine.task.Plan`."""
 
     config: LanguageModelConfig
     vocab_size: int
-    """The effective vocabulary: the tokenizer's."""
+    """Size of the effective vocabulary, which is the tokenizer's."""
     rho: float | None
-    """None until it is calibrated."""
+    """ρ in nats; None if it has yet to be calibrated."""
     num_base_parameters: int
+    """Number of parameters of the base model."""
     num_tempnet_parameters: int
+    """Number of parameters of the TempNet; 0 without one."""
     tracking_uri: str
-    """Empty: nothing is tracked."""
+    """MLflow tracking URI; empty if the run is not logged."""
 
     def describe(self) -> str:
-        """The plan, for a person."""
+        """Return the plan as text for the terminal."""
         config = self.config
         tokens = config.optimizer.batch_size * config.data.context_length
         return describe_plan(
@@ -97,18 +99,18 @@ class LanguageModelPlan:
 
     @property
     def state_gib_per_worker(self) -> float:
-        """Memory of a worker before activations."""
+        """Memory of a worker in GiB, without activations."""
         frozen = self.num_base_parameters if self.config.model.is_frozen else 0
         trained = self.num_base_parameters + self.num_tempnet_parameters - frozen
         return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
 
     @property
     def data_cpus(self) -> float:
-        """One reader a worker."""
+        """Number of CPUs for reading data, with one reader for every worker."""
         return READ_CPUS * self.config.workers.num_workers
 
     def prepare(self) -> PreparedTask:
-        """Tokenise and pack the text, and calibrate ρ if that is wanted."""
+        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = with_absolute_paths(self.config)
         train_data = prepared(config, "train")
         validation_data = prepared(config, "validation")
@@ -153,19 +155,20 @@ class LanguageModelPlan:
         )
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """The results of a run, for a person."""
+        """Return the results of a run as text for the terminal."""
         return summary_table(outcome)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Pages and pictures."""
+        """Write the pages and plots of a finished run."""
         write_report(directory, outcome, load_tokenizer(self.config.tokenizer), tracked)
 
 
 def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
-    """Check everything that can be checked without Ray.
+    """Make the plan of a run, checking everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
+            and what would be legal.
     """
     uri = tracking_uri(config)
     for field in ("train", "validation"):
@@ -197,17 +200,17 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
 
 
 def _check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A model that has a tokenizer knows no other one's tokens.
+    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if it is another one; the message names both.
     """
     if not config.model.path or config.tokenizer == config.model.path:
         return
     try:
         own = load_tokenizer(config.model.path, needs_eos=False)
     except ValueError:
-        return  # it has none
+        return  # the model has no tokenizer
     if tokenizer_digest(own) != tokenizer_digest(tokenizer):
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "

@@ -1,4 +1,7 @@
-"""The report of a finished run: a table, training curves, a τ histogram, and a page whose tokens are coloured by τ."""
+"""The report of a finished run of a language model: a table of results, training curves, a histogram of τ, and a page.
+
+The page shows a text whose tokens are coloured by τ.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from jobs.engine.tracking import TrackedRun
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Tokens, the τ of each token's prediction, and the entropy of that prediction at τ = 1 in nats.
+# A text as its tokens, the τ with which each token was predicted, and the entropy of that prediction at τ = 1, in nats.
 ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
 
 _CURVES = {
@@ -37,7 +40,7 @@ _CURVES = {
 
 
 def summary_table(outcome: Mapping[str, Any]) -> str:
-    """The results of a run, for a person."""
+    """Return the results of a run as text for the terminal."""
     scores, rivals = outcome["validation"], outcome["rivals"]
     rows = [
         ("validation perplexity at τ = 1", f"{math.exp(scores['cross_entropy']):.2f}"),
@@ -60,7 +63,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
 def write_report(
     directory: Path, outcome: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, tracked: TrackedRun | None
 ) -> None:
-    """Write `tokens.html`, `histogram.png` and `curves.png` (where MLflow has the history)."""
+    """Write `tokens.html`, `histogram.png` and, if the run is logged to MLflow, `curves.png`."""
     passage = outcome["passage"]
     tokens = token_texts(tokenizer, passage["token"])
     page = coloured_page(
@@ -75,10 +78,14 @@ def write_report(
 
 
 def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
-    """A self-contained page: every token on a colour between the 2 % and 98 % quantile of τ, τ and entropy on hover.
+    """Return a self-contained HTML page that colours every token by its τ, and shows τ and entropy on hover.
+
+    The colour scale ranges from the 2 % to the 98 % quantile of τ.
 
     Args:
-        sections: heading → text.
+        title: title of the page.
+        sections: heading → text of every section.
+        summary: text to show at the end of the page.
     """
     every_tau = np.array([value for _, taus, _ in sections.values() for value in taus])
     low, high = np.quantile(every_tau, [0.02, 0.98]) if len(every_tau) else (0.0, 1.0)
@@ -115,7 +122,7 @@ predictions get a high τ and open ones a low τ.</p>
 
 
 def _colour(share: float) -> str:
-    """Blue (low τ) over white to red (high τ)."""
+    """Return the colour for a share in [0, 1]: from blue (low τ) through white to red (high τ)."""
     share = min(1.0, max(0.0, float(share)))
     red, green, blue, _ = matplotlib.colormaps["coolwarm"](0.12 + 0.76 * share)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

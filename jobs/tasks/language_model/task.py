@@ -1,4 +1,4 @@
-"""A language model and its TempNet as a task of the training loop."""
+"""The task of training a language model and its TempNet, as the training loop runs it on a worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 
-# Tokens of a micro-batch (of a rank's validation part) on which the oracle is solved along the way.
+# Number of tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle).
 _NUM_ORACLE_TOKENS = 256
 
 
@@ -57,7 +57,7 @@ class LanguageModelTask:
         )
 
     def build(self, *, is_fresh: bool) -> None:
-        """The module, and this rank's part of the validation blocks."""
+        """Build the module, and read this rank's part of the validation blocks."""
         self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
@@ -75,22 +75,23 @@ class LanguageModelTask:
         )
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Base and TempNet."""
+        """Return two groups: the base model and the TempNet."""
         return language_model_groups(self.module, self.config)
 
     def flops_per_unit(self) -> float:
-        """Of a token."""
+        """Return the FLOPs of training on one token."""
         return flops_per_token(self.module, self.config)
 
     def num_units(self, batch: Batch) -> int:
-        """Valid targets."""
+        """Return the number of tokens to predict (valid targets) in this rank's part of a batch."""
         return int((batch["targets"] != IGNORE_INDEX).sum())
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """One global batch, in micro-batches."""
-        # DeepSpeed averages gradients over ranks and micro-batches; the loss is a sum over tokens / tokens of the batch.
+        """Train on one global batch, in micro-batches."""
+        # DeepSpeed averages gradients over ranks and micro-batches, but the loss is the sum over tokens divided by the
+        # tokens of the whole batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
         is_steered = self.steering.follows(engine)
@@ -119,7 +120,7 @@ class LanguageModelTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Loss at τ = 1 and at τ; rivals and a passage with the details."""
+        """Return the loss at τ = 1 and at the model's τ, and other scores; see `ValidationDetails` for the details."""
         summary, details = validate(
             engine,
             self.validation,
@@ -131,26 +132,26 @@ class LanguageModelTask:
         return summary | self.steering.scores(), asdict(details) if details else None
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Cross-entropies and mean τ."""
+        """Format cross-entropies and mean τ as a short text for a progress line."""
         return (
             f"cross-entropy {scores['cross_entropy']:.4f} at τ = 1, {scores['cross_entropy_tau']:.4f} at τ; "
             f"mean τ {scores['tau_mean']:.3f}"
         )
 
     def rating(self, scores: Mapping[str, float]) -> None:
-        """The last model is exported: a TempNet that is still moving has no better earlier one."""
+        """Return None, so that the last model is exported: no earlier TempNet is better while it is still learning."""
         return
 
     def export(self) -> None:
-        """Base, tokenizer and TempNet."""
+        """Write base model, tokenizer and TempNet."""
         export_model(self.module, self.config, is_first=self.rank == 0)
 
     def save(self, directory: Path) -> None:
-        """A steered ρ; the engine holds all else."""
+        """Save ρ if it is adjusted during training; DeepSpeed saves everything else."""
         self.steering.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """The inverse."""
+        """Load ρ if it is adjusted during training."""
         self.steering.load(directory)
 
     def _set_rho(self, rho: float) -> None:
@@ -158,7 +159,7 @@ class LanguageModelTask:
 
 
 def language_model_groups(module: TemperatureCausalLM, config: LanguageModelConfig) -> list[ParameterGroup]:
-    """Base and TempNet, each at its own rate."""
+    """Return two parameter groups, the base model and the TempNet, each with its own learning rate."""
     settings = config.optimizer
     return [
         {"name": "base", "parameters": trainable(module.base), "learning_rate": settings.learning_rate_base},

@@ -1,8 +1,9 @@
-"""Validation: loss at τ = 1 and at τ on held-out blocks, and what a temperature network is worth against its rivals.
+"""Validation: the loss at τ = 1 and at the model's τ on held-out blocks, and a comparison with the TempNet's rivals.
 
-Every rank scores its part of the blocks; sums are added over ranks, and the rank correlation is that of all tokens, so these
-do not depend on the number of ranks nor on micro-batches. The tokens that the oracle is solved for do: they are the first of
-every micro-batch, and `regret`, `tau_oracle_mean` and the rivals are figures of these.
+Every rank scores its part of the blocks. Sums are added over ranks, and the rank correlation is computed over all
+tokens, so these scores depend neither on the number of ranks nor on the micro-batches. The figures that need the
+optimal temperature (the oracle), which are `regret`, `tau_oracle_mean` and the rivals, do depend on them: they are
+computed on the first tokens of every micro-batch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 from torch import Tensor
 
-if TYPE_CHECKING:  # jobs that only prepare batches need no DeepSpeed
+if TYPE_CHECKING:  # jobs that only prepare batches do not need DeepSpeed
     from deepspeed import DeepSpeedEngine
 
-# Logits kept for the comparison with the best constant temperature: at most this many numbers (float32: 256 MiB).
+# Maximum number of logits kept for the comparison with the rivals (float32: 256 MiB).
 _MAX_LOGITS_KEPT = 1 << 26
 _NUM_PASSAGE_TOKENS = 512
 _FIELDS = ("input_ids", "position_ids", "targets")
@@ -35,15 +36,16 @@ _FIELDS = ("input_ids", "position_ids", "targets")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPart:
-    """One rank's part of the validation blocks, padded so that all ranks run equally many micro-batches."""
+    """One rank's part of the validation blocks, padded so that all ranks run the same number of micro-batches."""
 
     arrays: Batch
+    """The blocks of this rank; padding has no valid targets."""
     num_blocks: int
-    """Blocks in all parts together."""
+    """Number of blocks of all ranks together."""
 
     @classmethod
     def read(cls, manifest: Manifest, num_blocks: int, *, rank: int, world_size: int) -> ValidationPart:
-        """The rank's share of the first `num_blocks` blocks (0: all)."""
+        """Read the rank's part of the first `num_blocks` blocks (0: all)."""
         total = min(num_blocks or manifest.num_rows, manifest.num_rows)
         size = -(-total // world_size)
         start, stop = min(rank * size, total), min((rank + 1) * size, total)
@@ -60,22 +62,22 @@ def _ignored(arrays: Batch) -> Batch:
 
 
 def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Tensor]:
-    """The training fields of some blocks as tensors."""
+    """Convert the fields of blocks that the model reads into tensors."""
     return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationDetails:
-    """What only rank 0 looks at: the temperatures of a passage, and the rivals of the temperature network."""
+    """Details for the report, which only rank 0 computes."""
 
     histogram: list[float]
-    """Counts of τ over [τ₀, τ_max], all ranks."""
+    """Histogram of τ over [τ₀, τ_max], as counts of the tokens of all ranks."""
     passage: dict[str, list[Any]]
-    """`token`, `tau` and `entropy` of a run of tokens; τ and entropy belong to the prediction *of* the token."""
+    """A passage as lists `token`, `tau` and `entropy`; τ and entropy belong to the prediction *of* the token."""
     rivals: dict[str, float]
-    """See :func:`rivals`."""
+    """Comparison of τ with its rivals; see :func:`rivals`."""
     judged_by: str | None
-    """The loss that the TempNet was trained on, a prefix of `rivals`; None where no TempNet predicts."""
+    """Objective that the TempNet was trained with, which is a prefix of keys of `rivals`; None without a TempNet."""
 
 
 def validate(
@@ -87,11 +89,18 @@ def validate(
     num_oracle_tokens: int,
     with_details: bool,
 ) -> tuple[dict[str, float], ValidationDetails | None]:
-    """Score the part, in eval mode and without a graph; all ranks must call it. Details come on rank 0 only.
+    """Score this rank's part of the validation blocks. All ranks must call this, in eval mode and without gradients.
 
     Args:
-        num_oracle_tokens: tokens of a rank on which regret and rivals are computed.
+        engine: DeepSpeed around the module.
+        part: this rank's part of the blocks.
+        loss_config: the training loss.
+        micro_batch_size: number of blocks scored at a time.
+        num_oracle_tokens: number of tokens per rank on which regret and rivals are computed.
         with_details: whether to compute `ValidationDetails`.
+
+    Returns:
+        The scores, equal on all ranks, and the details, on rank 0 if requested.
     """
     statistics = TemperatureStatistics.zeros(loss_config.tau_min, loss_config.tau_max, engine.device)
     kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -129,9 +138,13 @@ def validate(
 
 
 def _pooled_spearman(own: Tensor) -> float:
-    """Rank correlation of τ and entropy over the tokens of all ranks; 12 bytes a token on each of them.
+    """Return the Spearman correlation of τ and entropy over the tokens of all ranks.
 
-    `own` (3, blocks, T) holds τ, entropy and whether there is a target; parts are equally large on all ranks.
+    This takes 12 bytes per token on every rank.
+
+    Args:
+        own: (3, blocks, T) holds τ, the entropy and whether the target is valid, for this rank's part. All ranks' parts
+            have the same size.
     """
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -142,15 +155,22 @@ def _pooled_spearman(own: Tensor) -> float:
 def rivals(
     logits: Tensor, targets: Tensor, tau: Tensor, blocks: Tensor, config: TemperatureLossConfig
 ) -> dict[str, float]:
-    """The given τ beside its rivals on the same rows: both constants by either loss, τ = 1 and the oracle by the robust one.
+    """Compare the given τ with its rivals on the same tokens.
+
+    The rivals are both constants of `tempnet.rivals` (by the robust loss and by cross-entropy), τ = 1 and the optimal
+    temperature, called the oracle (both by the robust loss).
 
     Args:
-        logits, targets, tau: (n, V), (n,), (n,).
-        blocks: (n,) the block of each token; tokens of one block are not independent.
+        logits: (n, V) logits of n tokens.
+        targets: (n,) the tokens.
+        tau: (n,) temperatures of the predictions.
+        blocks: (n,) number of the block of each token; tokens of one block are not independent.
+        config: the training loss.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` under `robust/` and `cross_entropy/`, the latter that of
-        logits/τ in nats a token; `robust/tau_one_loss`, `robust/oracle_loss`, `oracle_tau_mean`, `num_tokens`.
+        The figures of :func:`tempnet.rivals.compare_with_constants` with the prefixes `robust/` and `cross_entropy/`,
+        where the cross-entropy is that of logits/τ in nats per token; and `robust/tau_one_loss`, `robust/oracle_loss`,
+        `oracle_tau_mean` and `num_tokens`.
     """
 
     def robust(temperature: Tensor) -> Tensor:
@@ -176,7 +196,7 @@ def _judged_by(config: TemperatureLossConfig) -> str | None:
 
 
 def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:
-    """The first tokens that are predicted, each with the τ and the entropy (τ = 1, nats) of its prediction."""
+    """Return the first predicted tokens, each with the τ and the entropy (at τ = 1, in nats) of its prediction."""
     is_valid = targets != IGNORE_INDEX
     return {
         name: values[is_valid][:_NUM_PASSAGE_TOKENS].tolist()

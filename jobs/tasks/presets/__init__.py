@@ -1,1 +1,1 @@
-"""Presets: functions that return a whole configuration, named after the papers' experiments."""
+"""Presets: functions that return a complete configuration, named after the experiments of the papers."""

@@ -1,4 +1,4 @@
-"""The experiments on fine-tuning classifiers by TripleEntropy, and their twins."""
+"""Presets of the experiments on fine-tuning classifiers with TripleEntropy, and small twins for two CPU cores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SENTEVAL = "senteval/data/downstream"
 
 
 def triple_entropy() -> CrossValidationConfig:
-    """RoBERTa-base, cross-entropy beside TripleEntropy's best setting, 4 seeds × 5 folds (Tables 2 to 5)."""
+    """RoBERTa-base with cross-entropy and with the best setting of TripleEntropy, 4 seeds × 5 folds (Tables 2 to 5)."""
     return CrossValidationConfig(
         run=RunSection(name="triple-entropy", num_steps=125, checkpoint_every=1_000, log_every=10),
         data=LabelledSection(directory=SENTEVAL, num_examples=1_000),
@@ -49,7 +49,7 @@ def triple_entropy() -> CrossValidationConfig:
 
 
 def triple_entropy_large() -> CrossValidationConfig:
-    """The same with RoBERTa-large (Table 6)."""
+    """RoBERTa-large with cross-entropy and with the best setting of TripleEntropy, 4 seeds × 5 folds (Table 6)."""
     config = triple_entropy()
     return replace(
         config,
@@ -60,7 +60,7 @@ def triple_entropy_large() -> CrossValidationConfig:
 
 
 def triple_entropy_grid() -> CrossValidationConfig:
-    """The paper's whole grid, 4 900 settings × 20 cells a task: narrow it by `--grid.*`."""
+    """The whole grid of the paper, 4 900 settings × 20 cells per task; narrow it with `--grid.*`."""
     config = triple_entropy()
     return replace(
         config,
@@ -77,7 +77,7 @@ def triple_entropy_grid() -> CrossValidationConfig:
 
 
 def small(config: CrossValidationConfig) -> CrossValidationConfig:
-    """The twin: a sentence encoder that `train_sentences declutr-small-small` has trained, 100 centres a class."""
+    """Return the twin: the encoder trained by `train_sentences declutr-small-small`, with 100 centres per class."""
     grid = config.grid if len(config.grid.num_centers) > 1 else replace(config.grid, num_centers=(100,))
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""The contrastive experiments (TempNet Table 6, §6.2, Appendix D), and their twins for two CPU cores."""
+"""Presets of the contrastive experiments (TempNet Table 6, §6.2, Appendix D), and small twins for two CPU cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLE_IMAGES = "data/sample/images"
 SMALL_EXPORT = "runs/clip-cc3m-clip-small/export"
 SMALL_TABLE = "runs/temperatures-small"
 
-# Pairs of the two data sets as the papers count them, and the batch of all experiments.
+# Numbers of pairs in the two data sets, as given in the papers, and the batch size of all experiments.
 _NUM_CC3M = 2_900_000
 _NUM_CC12M = 12_000_000
 _BATCH_SIZE = 512
@@ -58,7 +58,7 @@ def _cc3m(loss: str, paper: str, *, rho: float = 8.0, num_epochs: int = 30, num_
 
 
 def clip_cc3m_clip() -> ClipConfig:
-    """CLIP: one learned temperature, in-batch softmax (Table 3)."""
+    """CLIP: one learned temperature, softmax over the batch (Table 3)."""
     return _cc3m("clip", "TempNet, Table 3")
 
 
@@ -68,34 +68,34 @@ def clip_cc3m_cyclip() -> ClipConfig:
 
 
 def clip_cc3m_sogclr() -> ClipConfig:
-    """SogCLR: the global loss at τ = 0.01 (Table 3)."""
+    """SogCLR: the global contrastive loss, normalised over all data, at fixed τ = 0.01 (Table 3)."""
     return _cc3m("sogclr", "TempNet, Table 3")
 
 
 def clip_cc3m_isogclr() -> ClipConfig:
-    """iSogCLR: a temperature for every image and caption (Table 3)."""
+    """iSogCLR: one learned temperature for every training image and caption (Table 3)."""
     return _cc3m("isogclr", "TempNet, Table 3")
 
 
 def clip_cc3m_tempnet() -> ClipConfig:
-    """TempNet: temperatures predicted from the embeddings, trained jointly (Table 3)."""
+    """TempNet: temperatures predicted from the embeddings, trained jointly with the encoder (Table 3)."""
     return _cc3m("tempnet", "TempNet, Table 3")
 
 
 def clip_cc3m_temperature_free() -> ClipConfig:
-    """No temperature: logits 2·artanh(cosine), in-batch softmax (arXiv 2501.17683)."""
+    """No temperature: logits 2·artanh(cosine), softmax over the batch (arXiv 2501.17683)."""
     config = _cc3m("temperature_free", "arXiv 2501.17683")
     return replace(config, run=replace(config.run, name="clip-cc3m-temperature-free"))
 
 
 def clip_cc3m_tempnet_in_batch() -> ClipConfig:
-    """Ablation: TempNet's temperatures in the in-batch softmax (Table 18)."""
+    """Ablation: TempNet's temperatures in a softmax over the batch (Table 18)."""
     config = _cc3m("tempnet_in_batch", "TempNet, Table 18")
     return replace(config, run=replace(config.run, name="clip-cc3m-tempnet-in-batch"))
 
 
 def clip_cc12m_tempnet_frozen() -> ClipConfig:
-    """The TempNets alone on a frozen CLIP and CC12M, 10 epochs (§6.2, transfer)."""
+    """Only the TempNets, trained for a frozen CLIP on CC12M, 10 epochs (§6.2, transfer)."""
     config = _cc3m("tempnet", "TempNet, §6.2", num_epochs=10, num_pairs=_NUM_CC12M)
     return replace(
         config,
@@ -132,7 +132,7 @@ def _noise(percent: int) -> Preset:
 
 
 def small(config: ClipConfig) -> ClipConfig:
-    """The twin of a preset on the sample images, two CPU cores and about two minutes."""
+    """Return the twin of a configuration, which trains on the sample images in about two minutes on two CPU cores."""
     model, temperature = config.model, config.temperature
     if model.path:
         model = DualEncoderSection(
@@ -152,16 +152,16 @@ def small(config: ClipConfig) -> ClipConfig:
             text_dropout=0.0,
             text_attention="eager",
         )
-    # A frozen base has an optimum, which 4.5 puts into the papers' band of mean τ (docs/log.md).
+    # For a frozen base model there is an optimal mean τ, which ρ = 4.5 puts into the papers' band (docs/log.md).
     temperature = replace(temperature, rho=4.5 if model.freeze else 7.0, table=SMALL_TABLE if temperature.table else "")
-    # A frozen base does not give way: its TempNets may learn as fast as they can.
+    # A frozen base model does not change while its TempNets learn, so their learning rate can be high.
     optimizer = replace(config.optimizer, learning_rate_tempnet=1e-2 if model.freeze else 5e-4)
     if temperature.loss == "isogclr":
         temperature = replace(temperature, tau=0.02, tau_step=5e-4)
     if temperature.loss == "tempnet" and not model.freeze:
-        # In joint training the mean of τ falls as long as ρ is above the KL that the base has reached, faster than
-        # temperatures learn to differ. So ρ follows that KL and holds the mean, and the TempNets learn fast, but only once
-        # the base knows something.
+        # In joint training the mean τ falls as long as ρ is above the KL that the base model has reached, and it falls
+        # faster than the temperatures learn to differ. So ρ is adjusted to that KL, which keeps the mean τ at
+        # target_tau. The TempNets have a high learning rate, but start only after the base model has learned something.
         temperature = replace(temperature, rho=3.0, target_tau=0.02)
         optimizer = replace(optimizer, learning_rate_tempnet=1e-2, rest_share_tempnet=0.4)
     return replace(
@@ -172,7 +172,7 @@ def small(config: ClipConfig) -> ClipConfig:
             validation=f"{SAMPLE_IMAGES}/validation",
             tokenizer=f"{SAMPLE_IMAGES}/tokenizer",
             caption_noise=config.data.caption_noise,
-            flip_probability=0.0,  # captions say what is left of what
+            flip_probability=0.0,  # captions mention left and right
             min_crop_scale=0.8,
         ),
         model=model,

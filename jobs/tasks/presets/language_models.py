@@ -1,4 +1,4 @@
-"""The language-model experiments (TempNet Table 5, §6.1, Appendix D.3), and their twins for two CPU cores."""
+"""Presets of the language-model experiments (TempNet Table 5, §6.1, Appendix D.3), and small twins for two CPU cores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gpt2_finetune() -> LanguageModelConfig:
         run=replace(base.run, name="gpt2-finetune", num_steps=50_000),
         data=replace(base.data, tokenizer="EleutherAI/pythia-160m"),
         model=ModelSection(path="EleutherAI/pythia-160m", freeze=False),
-        # 1e-4 is Table 5's rate; the paper's text says 1e-5.
+        # This is the learning rate of Table 5; the text of the paper says 1e-5.
         optimizer=replace(base.optimizer, learning_rate_base=1e-4),
         tracking=replace(base.tracking, paper="TempNet, Table 2"),
     )
@@ -81,7 +81,7 @@ def frozen() -> LanguageModelConfig:
         run=replace(base.run, name="frozen", num_steps=1_000, checkpoint_every=200, log_every=20),
         data=DataSection(train="data/train", validation="data/validation", context_length=256),
         model=ModelSection(path="model"),
-        # Half the regret of a network that reads the raw logits (docs/log.md).
+        # With this shift the regret is half of that of a network that reads the raw logits (docs/log.md).
         temperature=replace(base.temperature, rho=None, input_shift="mean"),
         optimizer=replace(
             base.optimizer, batch_size=16, learning_rate_tempnet=1e-2, weight_decay=0.01, warmup_share=0.05
@@ -121,17 +121,17 @@ def llama2_chat_70b_frozen() -> LanguageModelConfig:
     config = _llama2(
         "llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", "Tables 1, 11 and 12", num_steps=20_000
     )
-    # 138 GB of bfloat16 weights, which no GPU holds beside its activations: divided among eight once training has begun.
-    # Loading still needs the whole of it on each (docs/log.md).
+    # The bfloat16 weights take 138 GB, too much for any one GPU beside its activations, so ZeRO 3 divides them among
+    # eight workers during training. Loading still needs all the weights on each worker (docs/log.md).
     return replace(config, workers=replace(config.workers, num_workers=8, zero_stage=3))
 
 
 def _small(
     config: LanguageModelConfig, *, num_steps: int, target_entropy: float, rate_tempnet: float
 ) -> LanguageModelConfig:
-    """The twin of a preset on the sample data, two CPU cores and a few minutes.
+    """Return the twin of a configuration, which trains on the sample data in a few minutes on two CPU cores.
 
-    With 2 048 tokens ρ = 10 would be infeasible (log V = 7.62), so ρ comes from a target entropy.
+    With a vocabulary of 2 048 tokens ρ = 10 would be infeasible (log V = 7.62), so ρ is given by a target entropy.
     """
     return replace(
         config,
@@ -158,20 +158,20 @@ def _small(
 
 
 def gpt2_scratch_small() -> LanguageModelConfig:
-    """The main job: a 4-layer GPT-2 and its TempNet from scratch on the sample data, a few minutes on two cores."""
+    """The main example: a 4-layer GPT-2 and its TempNet from scratch on the sample data, a few minutes on two cores."""
     config = _small(gpt2_scratch(), num_steps=600, target_entropy=4.9, rate_tempnet=3e-3)
     return replace(config, model=ModelSection(hidden_size=192, num_layers=4, num_heads=6, attention="eager"))
 
 
 def gpt2_finetune_small() -> LanguageModelConfig:
-    """The model of gpt2-scratch-small and a new TempNet, trained on together."""
+    """The model of gpt2-scratch-small, fine-tuned jointly with a new TempNet on the sample data."""
     config = _small(gpt2_finetune(), num_steps=300, target_entropy=4.0, rate_tempnet=1e-2)
     return replace(config, model=ModelSection(path=SMALL_EXPORT, freeze=False, attention="eager"))
 
 
 def _frozen_small(config: LanguageModelConfig) -> LanguageModelConfig:
     small = _small(config, num_steps=400, target_entropy=4.0, rate_tempnet=1e-2)
-    # The model's own tokenizer, whatever model a person puts there.
+    # An empty path selects the tokenizer of the model, whichever model the user gives.
     small = replace(small, data=replace(small.data, tokenizer=""))
     return replace(small, model=ModelSection(path=SMALL_EXPORT, freeze=True, attention="eager"))
 

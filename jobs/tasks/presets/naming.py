@@ -1,4 +1,4 @@
-"""Presets that know their names: every run that is made from one says so in MLflow."""
+"""Records the name of a preset in its configuration, so that every run made from it has the name in MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = TypeVar("Config")
 
 
 def named(presets: Mapping[str, Callable[[], Config]]) -> dict[str, Callable[[], Config]]:
-    """The presets, with their names in `tracking.preset` of their configurations."""
+    """Return presets whose configurations have the name of the preset in `tracking.preset`."""
 
     def with_name(name: str, preset: Callable[[], Config]) -> Callable[[], Config]:
         @functools.wraps(preset)
@@ -26,7 +26,7 @@ def named(presets: Mapping[str, Callable[[], Config]]) -> dict[str, Callable[[],
 
 
 def _tagged(config: Any, preset: str) -> Any:
-    """The configuration with the preset's name in its tracking section, wherever that is: a sweep's is in its base."""
+    """Set the preset's name in the tracking section, wherever it is nested: a sweep has it in its base configuration."""
     if isinstance(config, TrackingSection):
         return dataclasses.replace(config, preset=preset)
     sections = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}

@@ -1,4 +1,4 @@
-"""The experiments on sentence embeddings (DeCLUTR, arXiv 2006.03659) with each kind of temperature, and their twins."""
+"""Presets of the experiments on sentence embeddings (DeCLUTR, arXiv 2006.03659), and small twins for two CPU cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Preset = Callable[[], SentenceConfig]
 
 SAMPLE = "data/sample"
 
-# The paper's subset of OpenWebText: documents of 2 048 tokens or more; 16 a batch, one epoch.
+# The paper trains for one epoch, with 16 documents per batch, on the documents of OpenWebText with 2 048 tokens or
+# more.
 _NUM_DOCUMENTS = 495_243
 _BATCH_SIZE = 16
 
@@ -32,7 +33,7 @@ def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
         data=DocumentSection(
             train="data/openwebtext2/train",
             validation="data/openwebtext2/validation",
-            # The paper has 512; RoBERTa's 512 positions hold two special tokens as well. The documents are the paper's.
+            # The paper has 512, but special tokens take two of RoBERTa's 512 positions. min_num_tokens is the paper's.
             max_length=510,
             min_num_tokens=2048,
         ),
@@ -55,12 +56,12 @@ def _declutr(name: str, encoder: str, paper: str) -> SentenceConfig:
 
 
 def declutr_small() -> SentenceConfig:
-    """DeCLUTR on DistilRoBERTa: NT-Xent at τ = 0.05 and MLM, 1:1 (Table 1)."""
+    """DeCLUTR on DistilRoBERTa: NT-Xent at τ = 0.05 and MLM, equally weighted (Table 1)."""
     return _declutr("declutr-small", "distilbert/distilroberta-base", "DeCLUTR, Table 1")
 
 
 def declutr_base() -> SentenceConfig:
-    """DeCLUTR on RoBERTa-base (Table 1)."""
+    """DeCLUTR on RoBERTa-base, with the same losses as declutr-small (Table 1)."""
     return _declutr("declutr-base", "FacebookAI/roberta-base", "DeCLUTR, Table 1")
 
 
@@ -87,7 +88,7 @@ def _with_loss(temperature: DocumentTemperatureSection, paper: str) -> SentenceC
 
 
 def small(config: SentenceConfig) -> SentenceConfig:
-    """The twin of a preset on the sample text: a small encoder from scratch, spans of 8 to 32 tokens."""
+    """Return the twin of a configuration: a small encoder from scratch on the sample text, with spans of 8 to 32 tokens."""
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-small", num_steps=1500, checkpoint_every=500, log_every=20),

@@ -1,4 +1,4 @@
-"""Presets whose every experiment has a twin that two CPU cores can run."""
+"""Adds a small version (twin) to every preset, which two CPU cores can run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Config = TypeVar("Config")
 def with_twins(
     presets: Mapping[str, Callable[[], Config]], small: Callable[[Config], Config], data: str
 ) -> dict[str, Callable[[], Config]]:
-    """The presets and their twins, named by `-small`, the twins first.
+    """Return the presets and their twins, which come first and have names that end in `-small`.
 
     Args:
-        small: makes a configuration its twin.
-        data: what the twins run on, for their help.
+        presets: preset name → function that returns its configuration.
+        small: converts a configuration into that of its twin.
+        data: the data that the twins use, for their help text.
     """
 
     def twin_of(preset: Callable[[], Config]) -> Callable[[], Config]:

@@ -1,1 +1,1 @@
-"""Training sentence encoders on the spans of documents."""
+"""The task of training sentence encoders on spans of documents (DeCLUTR)."""

@@ -1,4 +1,4 @@
-"""What a source gives, as tensors: padding cut to the longest span of the batch, lengths become masks."""
+"""Converts batches of spans into tensors: trims padding to the longest span, and turns lengths into masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelines.stream import Batch
 
 
 def span_tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """The arguments of `TemperatureSentenceEncoder`, but γ."""
+    """Convert a batch into the arguments of `TemperatureSentenceEncoder`, except γ."""
     tensors = {"ids": torch.from_numpy(batch["ids"]).to(device)}
     for name in ("anchor", "positive"):
         lengths = batch[f"{name}_lengths"]

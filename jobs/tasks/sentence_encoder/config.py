@@ -1,4 +1,4 @@
-"""The configuration of a sentence encoder's training: its own sections beside those of every run."""
+"""The configuration of the training of a sentence encoder: its own sections, in addition to those of every run."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentSection:
-    """Documents in, spans out (DeCLUTR §3.1)."""
+    """The documents, and how spans (anchors and their positives) are drawn from them (DeCLUTR §3.1)."""
 
     train: str
-    """Training text: archives in any form that `jobs.prepare_text` reads, one or a directory of them, path or URI."""
+    """Training text: path or URI of an archive, or of a directory of archives, in any format that `jobs.prepare_text`
+    reads."""
     validation: str
-    """Validation text."""
+    """Validation text, in the same formats as `train`."""
     tokenizer: str = ""
-    """A Transformers fast tokenizer with a mask token: directory or hub name. Empty: that of model.path."""
+    """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
     text_field: str = "text"
-    """The field (column) that holds the text."""
+    """Name of the field (column) of a record that holds the text."""
     num_anchors: int = 2
-    """A, anchors a document."""
+    """A, the number of anchors per document."""
     num_positives: int = 2
-    """P, positives an anchor."""
+    """P, the number of positives per anchor."""
     min_length: int = 32
-    """l_min, tokens of a span at least."""
+    """l_min, the minimum number of tokens of a span."""
     max_length: int = 512
-    """l_max, tokens of a span at most; the tokenizer's special tokens come on top."""
+    """l_max, the maximum number of tokens of a span, not counting the tokenizer's special tokens."""
     strategy: Strategy = "any"
-    """Where positives lie: any (overlapping, adjacent or inside their anchor), subsuming, adjacent."""
+    """Position of a positive relative to its anchor: any (overlapping, adjacent or inside), subsuming (only inside) or
+    adjacent (only adjacent)."""
     min_num_tokens: int = 0
-    """Documents with fewer tokens are left out, and counted. 0: 2·A·l_max, as in the paper; (A + 1)·l_max at least."""
+    """Minimum number of tokens of a document, at least (A + 1)·l_max; shorter documents are counted and left out. 0:
+    2·A·l_max, as in the paper."""
     mask_share: float = 0.15
-    """Share of the anchors' tokens that the MLM objective masks."""
+    """Share of the anchors' tokens, in [0, 1], that are masked for the masked language modelling (MLM) objective."""
     max_bad_share: float = 0.01
-    """Share of documents that may be unreadable before the run fails."""
+    """Largest share of unreadable documents, in [0, 1], that is tolerated; above it the run fails."""
     shuffle_window: int = 32_768
-    """Documents among which the order is fully random; shards are permuted beyond it."""
+    """Number of documents within which the order is fully random; across windows only whole shards are permuted."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "shuffle_window")
@@ -60,27 +63,28 @@ class DocumentSection:
 
     @property
     def spans(self) -> SpanConfig:
-        """How spans are drawn."""
+        """The configuration of the drawing of spans."""
         names = ("num_anchors", "num_positives", "min_length", "max_length", "strategy", "min_num_tokens")
         return SpanConfig(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceEncoderSection(EncoderSection):
-    """The encoder: weights to start from, or sizes to start at random."""
+    """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = ""
-    """A Transformers encoder with an MLM head: directory or hub name. Empty: a random RoBERTa of the sizes below."""
+    """Directory or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
+    sizes below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSection:
-    """What is learned; a weight of 0 leaves it out."""
+    """The weights of the two losses; a weight of 0 turns a loss off."""
 
     contrastive_weight: float = 1.0
-    """Of the contrastive loss between anchors and their positives."""
+    """Weight of the contrastive loss between anchors and their positives. 0: no contrastive loss."""
     mlm_weight: float = 1.0
-    """Of predicting the anchors' masked tokens."""
+    """Weight of the loss of predicting the anchors' masked tokens (MLM). 0: no MLM."""
 
     def __post_init__(self) -> None:
         for name in ("contrastive_weight", "mlm_weight"):
@@ -92,13 +96,14 @@ class ObjectiveSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTemperatureSection(ContrastiveSection):
-    """The contrastive loss and its temperatures (`tempnet.contrastive.config`); one TempNet serves anchors and positives."""
+    """The contrastive loss and its temperatures (`tempnet.contrastive.config`); anchors and positives share one TempNet."""
 
     loss: str = "clip_fixed"
-    """clip_fixed (NT-Xent at tau), clip (a learned temperature), tempnet, tempnet_in_batch, temperature_free, sogclr, or
-    isogclr (a temperature for every document)."""
+    """Name of the loss: clip_fixed (NT-Xent at the fixed temperature tau), clip (one learned temperature), tempnet,
+    tempnet_in_batch, temperature_free, sogclr, or isogclr (one temperature for every document)."""
     tau: float | None = 0.05
-    """The fixed temperature, or where a learned one starts."""
+    """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data,
+    0.07 for losses normalised over the batch."""
 
     def __post_init__(self) -> None:
         ContrastiveSection.__post_init__(self)
@@ -112,12 +117,12 @@ class DocumentTemperatureSection(ContrastiveSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanValidationSection(ValidationSection):
-    """Held-out documents: whether an anchor is nearest to its own positive, and the MLM loss."""
+    """Validation on held-out documents: whether an anchor is nearest to its own positive, and the MLM loss."""
 
     num_documents: int = 256
-    """Documents (from the first) that are scored. 0: all of them."""
+    """Number of validation documents that are scored, counted from the first. 0: all documents."""
     batch_size: int = 32
-    """Documents a worker encodes at a time."""
+    """Number of documents that a worker encodes at a time in validation."""
 
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
@@ -126,7 +131,7 @@ class SpanValidationSection(ValidationSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceConfig(ContrastiveTrainingConfig):
-    """Everything about one training run of a sentence encoder."""
+    """Configuration of a training run of a sentence encoder."""
 
     data: DocumentSection
     run: RunSection
@@ -142,22 +147,22 @@ class SentenceConfig(ContrastiveTrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer comes from."""
+        """Directory or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
     @property
     def is_contrastive(self) -> bool:
-        """Whether sentences are compared."""
+        """Whether the contrastive loss is used."""
         return self.objective.contrastive_weight > 0.0
 
     @property
     def num_pairs_per_batch(self) -> int:
-        """Anchors of a global batch, each with its positives."""
+        """Number of anchors in a global batch, each of which forms one pair with the mean of its positives."""
         return self.optimizer.batch_size * self.data.num_anchors
 
 
 def with_absolute_paths(config: SentenceConfig) -> SentenceConfig:
-    """The configuration for the workers, whose working directory is another: local paths made absolute."""
+    """Return the configuration with absolute local paths, because the workers have another working directory."""
     data = dataclasses.replace(config.data, tokenizer=config.tokenizer)
     return dataclasses.replace(
         config,

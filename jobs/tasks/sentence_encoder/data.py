@@ -1,4 +1,4 @@
-"""Preparing and reading the documents of a sentence encoder's training."""
+"""Prepares and reads the documents on which a sentence encoder is trained."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 
-# Of the spans that validation scores: the same for all runs.
+# Random seed of the spans that are scored in validation, which are the same for all runs.
 VALIDATION_SEED = 0
 
 
 def prepared(config: SentenceConfig, split: str) -> Manifest:
-    """The documents of `train` or `validation`, prepared beside the runs unless they are there already; needs Ray.
+    """Return the manifest of the documents of `train` or `validation`, preparing them unless this was done before.
+
+    Ray must be running. The prepared documents are kept in the directory of prepared data, which runs share.
 
     Raises:
-        ValueError: if none is long enough.
+        ValueError: if no document is long enough.
     """
     started = time.monotonic()
     data = config.data
@@ -47,7 +49,7 @@ def prepared(config: SentenceConfig, split: str) -> Manifest:
 
 
 def span_source(config: SentenceConfig, manifest: Manifest, *, seed: int) -> SpanSource:
-    """The spans of prepared documents."""
+    """Return the source that draws spans from prepared documents."""
     return SpanSource(
         manifest=manifest,
         spans=config.data.spans,
@@ -58,6 +60,6 @@ def span_source(config: SentenceConfig, manifest: Manifest, *, seed: int) -> Spa
 
 
 def read_documents(source: SpanSource, ids: np.ndarray) -> Batch:
-    """The spans of documents by dense id, as they are in epoch 0."""
+    """Read the spans of documents as drawn in epoch 0; `ids` number all documents from 0."""
     shards = np.searchsorted(source.first_rows, ids, side="right") - 1
     return source.read(shards, ids - source.first_rows[shards], 0)

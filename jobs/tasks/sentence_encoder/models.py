@@ -1,4 +1,4 @@
-"""Building the module that is trained: an encoder with its MLM head, the loss with its temperature and state."""
+"""Builds the module to train: an encoder with its MLM head, and the loss with its temperatures and per-document state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jobs.tasks.sentence_encoder.config import SentenceConfig
 
 
 def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The encoder with its MLM head: loaded, or at random from the seed; the same on every rank.
+    """Build the encoder with its MLM head, pretrained or randomly initialised, the same on every rank.
 
     Raises:
-        ValueError: if there is none, or it is too small for the tokenizer or the spans.
+        ValueError: if the encoder cannot be loaded, or is too small for the tokenizer or the length of the spans.
     """
     special = SpecialTokens.of(tokenizer)
     width = config.data.max_length + special.num_added
@@ -44,7 +44,7 @@ def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
-    """A fresh TempNet where the loss reads one."""
+    """Return a new TempNet that reads embeddings of the given width, or None if the loss uses no TempNet."""
     if not (config.is_contrastive and config.temperature.needs_tempnets):
         return None
     return TempNet(config.temperature.network_config(width))
@@ -53,7 +53,7 @@ def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
 def build_model(
     config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int, device: torch.device
 ) -> TemperatureSentenceEncoder:
-    """The module that is trained, with the state of `num_documents` documents divided among the ranks."""
+    """Build the module to train, with the loss's state of `num_documents` documents partitioned among the ranks."""
     encoder = build_encoder(config, tokenizer)
     tempnet, world = build_tempnet(config, int(encoder.config.hidden_size)), World.current()
     loss = None

@@ -1,4 +1,4 @@
-"""What a sentence encoder's configuration comes to: checks without Ray, prepared documents."""
+"""The plan of training a sentence encoder: checks its configuration without Ray, and prepares the documents."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jobs.tasks.sentence_encoder.report import summary_table, write_report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceSpec:
-    """What travels to the workers."""
+    """See `jobs.engine.task.TaskSpec`."""
 
     config: SentenceConfig
     train_directory: str
-    """Prepared training documents."""
+    """Directory of the prepared training documents."""
     validation_directory: str
-    """Prepared validation documents."""
+    """Directory of the prepared validation documents."""
 
     def create(self, rank: int, world_size: int) -> Task:
-        """A worker's side."""
-        # Imported in the worker: it loads DeepSpeed, which the driver has no use for.
+        """Create the task on a worker."""
+        # Imported here because the import loads DeepSpeed, which only the workers need.
         from jobs.tasks.sentence_encoder.task import SentenceTask
 
         train, validation = Manifest.load(self.train_directory), Manifest.load(self.validation_directory)
@@ -49,13 +49,15 @@ class SentencePlan:
 
     config: SentenceConfig
     num_parameters: int
+    """Number of parameters of the encoder with its head."""
     num_tempnet_parameters: int
+    """Number of parameters of the TempNet; 0 without one."""
     tracking_uri: str
-    """Empty: nothing is tracked."""
+    """MLflow tracking URI; empty if the run is not logged."""
 
     @property
     def data_cpus(self) -> float:
-        """One reader a worker."""
+        """Number of CPUs for reading data, with one reader for every worker."""
         return READ_CPUS * self.config.workers.num_workers
 
     @property
@@ -70,7 +72,7 @@ class SentencePlan:
         return " + ".join(parts)
 
     def describe(self) -> str:
-        """The plan, for a person."""
+        """Return the plan as text for the terminal."""
         config, data = self.config, self.config.data
         size, workers = config.optimizer.batch_size, config.workers.num_workers
         return describe_plan(
@@ -92,11 +94,11 @@ class SentencePlan:
 
     @property
     def state_gib_per_worker(self) -> float:
-        """Memory of a worker before activations and per-document state."""
+        """Memory of a worker in GiB, without activations and per-document state."""
         return state_bytes_per_worker(self.num_parameters + self.num_tempnet_parameters, 0, self.config.workers) / 2**30
 
     def prepare(self) -> PreparedTask:
-        """Tokenise the documents."""
+        """Tokenise the documents, unless this was done before."""
         config = with_absolute_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
         check_sizes(
@@ -135,19 +137,20 @@ class SentencePlan:
         )
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """The results of a run, for a person."""
+        """Return the results of a run as text for the terminal."""
         return summary_table(outcome)
 
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Pictures."""
+        """Write the plots of a finished run."""
         write_report(directory, outcome, tracked)
 
 
 def make_plan(config: SentenceConfig) -> SentencePlan:
-    """Check everything that can be checked without Ray.
+    """Make the plan of a run, checking everything that can be checked without Ray.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: naming the field, the value and what would be legal.
+        ValueError, FileNotFoundError, OSError: if the configuration is refused; the message names the field, the value
+            and what would be legal.
     """
     uri = tracking_uri(config)
     for split in ("train", "validation"):

@@ -1,4 +1,4 @@
-"""The report of a finished run of a sentence encoder: a table, histograms of τ and training curves."""
+"""The report of a finished run of a sentence encoder: a table of results, histograms of τ and training curves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CURVES = {
 
 
 def summary_table(outcome: Mapping[str, Any]) -> str:
-    """The results of a run, for a person."""
+    """Return the results of a run as text for the terminal."""
     scores = outcome["validation"]
     rows = [("loss", outcome["loss"])]
     if "span_recall@1" in scores:
@@ -33,7 +33,7 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
 
 
 def write_report(directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-    """Write `histogram.png`, where a TempNet predicts temperatures, and `curves.png` (where MLflow has the history)."""
+    """Write `histogram.png`, if a TempNet predicts temperatures, and `curves.png`, if the run is logged to MLflow."""
     if outcome["histograms"]:
         draw_histogram(directory / "histogram.png", outcome)
     if tracked:

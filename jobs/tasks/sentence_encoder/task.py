@@ -1,4 +1,4 @@
-"""A sentence encoder as a task of the training loop."""
+"""The task of training a sentence encoder, as the training loop runs it on a worker."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SentenceTask:
         )
 
     def build(self, *, is_fresh: bool) -> None:
-        """The module with its per-document state, prototypes from training sentences, and the validation documents."""
+        """Build the module with its per-document state, initialise the prototypes, and read the validation documents."""
         device = ray.train.torch.get_device()
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
@@ -66,7 +66,7 @@ class SentenceTask:
 
     @torch.no_grad()
     def _init_prototypes(self, count: int, device: torch.device) -> None:
-        """From anchors of random training documents; every rank computes the same."""
+        """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
         rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
         ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
         self.module.eval()
@@ -78,7 +78,7 @@ class SentenceTask:
         self.module.train()
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The encoder with its head and a learned scalar temperature; and the TempNet."""
+        """Return two groups: the encoder with its head and the learned scalar temperature, if any; and the TempNet."""
         settings, loss = self.config.optimizer, self.module.loss
         base = trainable(self.module.model) + trainable(loss and loss.bimodal.learned)
         return [
@@ -91,17 +91,17 @@ class SentenceTask:
         ]
 
     def flops_per_unit(self) -> None:
-        """Unknown: a document has spans of any length."""
+        """Return None: the FLOPs are unknown, because spans vary in length."""
         return
 
     def num_units(self, batch: Batch) -> int:
-        """Documents."""
+        """Return the number of documents in this rank's part of a batch."""
         return len(batch["ids"])
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
-        """One global batch."""
+        """Train on one global batch."""
         loss_config = self.config.temperature.loss_config
         gamma = gamma_at(loss_config, step, self.config.run.num_steps)
         output = engine(**span_tensors(batch, engine.device), gamma=gamma)
@@ -116,8 +116,10 @@ class SentenceTask:
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Whether anchors find their positives, and the MLM loss; with the details histograms of τ, and what a TempNet is
-        worth beside constants."""
+        """Return span recall (how often an anchor is nearest to its own positive) and the MLM loss.
+
+        The details are histograms of τ, and the comparison of the TempNet with constant temperatures.
+        """
         scores, tau, sentences = validate(self.module, self.held_out, engine.device)
         loss = self.module.loss
         if loss is not None and loss.bimodal.learned is not None:
@@ -139,7 +141,7 @@ class SentenceTask:
         return scores, details
 
     def describe(self, scores: Mapping[str, float]) -> str:
-        """Half a line."""
+        """Format scores as a short text for a progress line."""
         parts = []
         if "span_recall@1" in scores:
             parts.append(f"an anchor finds its positive in {scores['span_recall@1']:.2%}")
@@ -150,11 +152,11 @@ class SentenceTask:
         return "; ".join(parts)
 
     def rating(self, scores: Mapping[str, float]) -> None:
-        """The last model is exported: neither score says how well sentences transfer."""
+        """Return None, so that the last model is exported: no score tells how well the embeddings transfer."""
         return
 
     def export(self) -> None:
-        """The encoder as sentence-transformers reads it, and the TempNet."""
+        """Write the encoder in the format of sentence-transformers, and the TempNet."""
         if self.rank:
             return
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
@@ -164,11 +166,11 @@ class SentenceTask:
                 self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)
 
     def save(self, directory: Path) -> None:
-        """This rank's documents."""
+        """Save the loss's state of this rank's documents."""
         if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
             state.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """This rank's documents, whoever saved them."""
+        """Load the loss's state of this rank's documents, whichever ranks saved it."""
         if self.module.loss is not None and (state := self.module.loss.bimodal.state) is not None:
             state.load(directory, num_writers)

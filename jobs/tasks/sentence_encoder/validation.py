@@ -1,8 +1,9 @@
 """Validation: whether an anchor of a held-out document is nearest to its own positive, the MLM loss, and temperatures.
 
-Every rank encodes its part; what it finds is gathered, so the scores are the same on all ranks and for any number of them.
+Every rank encodes its part of the documents, and the results are gathered, so the scores are the same on all ranks and
+do not depend on their number.
 
-Shapes: n documents, A anchors a document, d width.
+Shapes: n documents, A anchors per document, d the width of an embedding.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from jobs.tasks.sentence_encoder.batches import span_tensors
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, span_source
 
-# Anchors on which predicted temperatures are compared with constants: every loss there looks at all pairs of spans.
+# Number of anchors on which predicted temperatures are compared with constants; the cost is quadratic in this number.
 _MAX_PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSet:
-    """This rank's part of the held-out documents, with the spans and masks of all validations."""
+    """This rank's part of the held-out documents, with the spans and masks that all validations use."""
 
     batches: list[Batch]
+    """Batches of documents, as arrays."""
     num_documents: int
-    """Of all ranks."""
+    """Number of documents of all ranks together."""
     num_padding: int
-    """Documents of this rank that only fill its part up: they are encoded and dropped."""
+    """Number of documents of this rank that only pad its part; their results are dropped."""
 
     @classmethod
     def read(cls, manifest: Manifest, config: SentenceConfig, *, rank: int, world_size: int) -> SpanSet:
-        """The first `validation.num_documents` documents (0: all), divided."""
+        """Read this rank's part of the first `validation.num_documents` documents (0: all)."""
         settings = config.validation
         total = min(settings.num_documents or manifest.num_rows, manifest.num_rows)
         size = -(-total // world_size)
@@ -57,12 +59,16 @@ class SpanSet:
 def validate(
     module: TemperatureSentenceEncoder, held_out: SpanSet, device: torch.device
 ) -> tuple[dict[str, float], Tensor | None, Tensor | None]:
-    """Scores; τ (2, n·A) of anchors and positives where a TempNet predicts them; their unit vectors (2, n·A, d) where
-    sentences are compared. All ranks must call it."""
+    """Score the held-out documents. All ranks must call this.
+
+    Returns:
+        The scores; τ (2, n·A) of anchors and positives, or None without a TempNet; the unit vectors (2, n·A, d) of
+        anchors and positives, or None without a contrastive loss.
+    """
     module.eval()
     world = module.world
     sentences: list[Tensor] = []
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # masked tokens, their losses, how many are right
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # masked tokens, their losses, correct predictions
     num_left = sum(len(batch["ids"]) for batch in held_out.batches) - held_out.num_padding
     for batch in held_out.batches:
         tensors = span_tensors(batch, device)
@@ -103,21 +109,22 @@ def validate(
 
 
 def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num_anchors: int) -> dict[str, float]:
-    """Predicted temperatures beside constants, on the first held-out anchors (at most 2 048) with their positives.
+    """Compare predicted with constant temperatures on the first held-out anchors (at most 2 048) and their positives.
 
     Args:
-        sentences: (2, n·A, d) unit vectors of anchors and positives, the A anchors of a document after one another.
-        tau: (2, n·A).
-        config: the loss of the training.
+        sentences: (2, n·A, d) unit vectors of anchors and positives, with the A anchors of a document in sequence.
+        tau: (2, n·A) predicted temperatures.
+        config: the training loss.
+        num_anchors: A.
 
     Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` by the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, under `robust/` or `cross_entropy/` (`objective` of the loss);
-        all spans of a document are one group. And `num_pairs`.
+        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
+        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
+        `objective` of the training loss), and `num_pairs`. All spans of a document form one group.
     """
     anchors, positives = sentences[:, :_MAX_PAIRS_COMPARED]
     pairs = torch.arange(len(anchors))
-    # As in training: each row meets every vector but itself (`tempnet.contrastive.unimodal`).
+    # As in training, each row is compared with every vector except itself (`tempnet.contrastive.unimodal`).
     both = held_out_losses(torch.cat([anchors, positives]), torch.cat([positives, anchors]), pairs.repeat(2), config)
     figures = compare_with_constants(
         lambda temperatures: both(temperatures.expand(2, -1))[0],
@@ -131,6 +138,6 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
 
 
 def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Tensor:
-    """Rows of all ranks, those dropped that only fill up: every rank's part is of the same size, so they are the last."""
+    """Drop the padding from the rows of all ranks: it comes last, because all ranks' parts have the same size."""
     num_anchors = len(gathered) // (world_size * -(-held_out.num_documents // world_size))
     return gathered[: held_out.num_documents * num_anchors]

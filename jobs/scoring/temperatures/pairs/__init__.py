@@ -1,1 +1,1 @@
-"""Temperatures of image-text pairs: the settings, the models' part, and the Ray Data job that writes the tables."""
+"""Temperatures of image-text pairs: the configuration, the settings, and the Ray Data job that writes the tables."""

@@ -1,4 +1,4 @@
-"""Of which pairs to predict temperatures, with which model: the command line of `jobs.predict_temperatures --images`."""
+"""The configuration, that is, the command line, of `jobs.predict_temperatures --images`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from jobs.scoring.temperatures.texts.config import PredictionWorkers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictPairTemperaturesConfig:
-    """A dual encoder, image-text pairs, and where the table goes."""
+    """The dual encoder, the image-text pairs, and where the table goes."""
 
     model: str
-    """A dual encoder, as `train_clip` exports it, or a Transformers CLIPModel: a directory."""
+    """Directory of the dual encoder: an export of `train_clip`, or a Transformers CLIPModel."""
     tempnet: str = ""
-    """Directory that holds `tempnet_image/` and `tempnet_text/`. Default: the model's."""
+    """Directory that contains `tempnet_image/` and `tempnet_text/`. Default: the directory of the model."""
     images: str
-    """A WebDataset tar as img2dataset writes it, a directory of such, or a directory of images; path or pyarrow URI."""
+    """A WebDataset tar as written by img2dataset, a directory of such tars, or a directory of images; a path or
+    pyarrow URI."""
     captions: str = ""
-    """A json with the captions, for images that come without: Karpathy's form, or a list of {"image", "caption"}."""
+    """JSON file with captions for images that come without: in Karpathy's form, or a list of {"image", "caption"}."""
     splits: tuple[str, ...] = ()
-    """Which splits of a Karpathy json. Empty: all of them."""
+    """Use only these splits of a Karpathy JSON. Empty: all splits."""
     output: str
-    """Directory (or URI) of the table, one Parquet file a part; a second start goes on with the parts that are missing.
-    Several machines need one that all of them reach."""
+    """Directory or URI of the table, with one Parquet file per part. A repeated run writes only the missing parts.
+    With several machines, all of them must be able to reach it."""
     with_embeddings: bool = False
-    """Also write the embeddings of image and caption."""
+    """Also write the embeddings of every image and caption."""
     batch_size: int = 64
-    """Images, or captions, in one forward pass."""
+    """Number of images, or of captions, per forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the encoders; projections, embeddings, TempNets and τ are float32."""
+    """Precision in which the encoders run. Projections, embeddings, TempNets and τ are float32."""
     part_pairs: int = 1_000
-    """Pairs of a part; a part ends with its archive, too."""
+    """Number of pairs per part; the last part of an archive may have fewer."""
     max_bad_share: float = 0.01
-    """Share of samples that may be unreadable before the job fails."""
+    """Largest share of samples, in [0, 1], that may be unreadable before the job fails."""
     workers: PredictionWorkers = field(default_factory=PredictionWorkers)
 
     def __post_init__(self) -> None:

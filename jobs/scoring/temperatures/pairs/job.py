@@ -1,10 +1,10 @@
-"""The Ray Data job: prepared archives → parts of their pairs → a pool of models → tables; it does what is still missing.
+"""The Ray Data job: prepared archives → parts of their pairs → a pool of models → tables; it writes only missing parts.
 
-Decoding, the models and writing are stages that run at the same time. A part goes through them as one row, so the tables
-depend neither on the number of workers nor on the order in which parts are finished. Images come resized and
-centre-cropped, captions as they were written: nothing is drawn at random.
+Decoding, the models and writing are stages that run at the same time. A part passes through them as one row, so the
+tables depend neither on the number of workers nor on the order in which parts are finished. Images are resized and
+centre-cropped, and captions are used as they were written: nothing is random.
 
-Shapes: n pairs of a part, m images of it, S pixels a side, d size of the embedding.
+Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embedding.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _WRITE_CPUS = 0.5
 
 
 class PairPredictionFailedError(RuntimeError):
-    """A part failed; those that were finished before are kept."""
+    """A part failed; the parts that were finished before are kept."""
 
 
 class PairPredictor:
-    """Embeddings and temperatures of images and captions; encoders and TempNets in evaluation mode."""
+    """Computes embeddings and temperatures of images and captions, with encoders and TempNets in evaluation mode."""
 
     def __init__(self, settings: PairPredictionSettings, *, use_gpu: bool = False) -> None:
         self._encoder = Encoder(
@@ -59,19 +59,19 @@ class PairPredictor:
 
     @torch.inference_mode()
     def images(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """uint8 (m, S, S, 3) → (m, d) unit rows and (m,) τ, float32."""
+        """uint8 images (m, S, S, 3) → unit rows (m, d) and τ (m,), float32."""
         rows = self._encoder.images(images)
         return rows, self._tempnets[0](torch.from_numpy(rows)).numpy()
 
     @torch.inference_mode()
     def texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """n texts → (n, d) unit rows and (n,) τ, float32."""
+        """n texts → unit rows (n, d) and τ (n,), float32."""
         rows = self._encoder.texts(texts)
         return rows, self._tempnets[1](torch.from_numpy(rows)).numpy()
 
 
 class _Worker:
-    """One of the pool: a row with the pairs of a part in, a row with their table out."""
+    """A worker of the pool: takes a row with the pairs of one part, and returns a row with their table."""
 
     def __init__(self, settings: PairPredictionSettings, workers: PredictionWorkers) -> None:
         torch.set_num_threads(max(1, int(workers.cpus_per_worker)))
@@ -83,7 +83,7 @@ class _Worker:
     def __call__(self, rows: pa.Table) -> pa.Table:
         pairs = from_bytes(rows["pairs"][0].as_py())
         started = time.monotonic()
-        # A copy: torch wants memory that it may write.
+        # Copied because torch needs writable memory.
         images = np.frombuffer(bytearray(rows["images"][0].as_py()), np.uint8).reshape(self._image_shape)
         image_rows, image_tau = self._predictor.images(images)
         text_rows, text_tau = self._predictor.texts(pairs["caption"].to_pylist())
@@ -107,15 +107,18 @@ class _Worker:
 def predict_pairs(
     settings: PairPredictionSettings, output: str, workers: PredictionWorkers, *, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Predict what is missing in `output`, and return the summary, which is also written; Ray is started if need be.
+    """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed.
 
     Args:
-        say: takes a line for every finished part.
+        settings: the checked settings.
+        output: directory or URI of the table.
+        workers: number and resources of the worker processes.
+        say: called with one line of text for every finished part.
 
     Raises:
-        ValueError: if the cluster can never hold the workers.
-        TooManyProblemsError: if too many samples are unreadable; nothing has been predicted then.
-        PairPredictionFailedError: with the reason.
+        ValueError: if the cluster can never provide the workers.
+        TooManyProblemsError: if too many samples are unreadable; in that case nothing has been predicted.
+        PairPredictionFailedError: with the reason, if a part failed.
     """
     started = time.monotonic()
     start_ray()
@@ -133,7 +136,7 @@ def predict_pairs(
         say(f"{output} holds {len(parts) - len(missing)} of {len(parts)} parts")
     num_pairs = 0
     if missing:
-        # Closing stops Ray Data's executor when this loop is left early.
+        # Closing the generator stops Ray Data's executor if this loop is left early.
         with contextlib.closing(_finished_parts(settings, manifest, missing, output, workers)) as rows:
             for row in rows:
                 num_pairs += row["num_pairs"]
@@ -154,7 +157,7 @@ def predict_pairs(
 
 
 def _parts(manifest: ImageManifest, part_pairs: int) -> list[dict[str, int]]:
-    """Shard, number within it, and the rows start … stop − 1 of its index, of every part."""
+    """Returns every part's shard, its number within the shard, and its rows start … stop − 1 of the shard's index."""
     return [
         {"shard": shard, "part": part, "start": start, "stop": min(start + part_pairs, size)}
         for shard, size in enumerate(manifest.shard_sizes)
@@ -174,11 +177,11 @@ def _finished_parts(
     output: str,
     workers: PredictionWorkers,
 ) -> Generator[dict[str, Any], None, None]:
-    """Rows of shard, part, number of pairs and the model's seconds, as parts are finished."""
+    """Yields a row with shard, part, number of pairs and the model's seconds for every part, as it is finished."""
     source = PairSource(
         manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
     )
-    shared = ray.put(source)  # once: captured by the function, it would travel with every task
+    shared = ray.put(source)  # put once; as a captured variable it would be sent with every task
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
         source = ray.get(shared)
@@ -191,7 +194,7 @@ def _finished_parts(
                 "id": np.arange(first + start, first + stop),
                 "key": index["key"],
                 "caption": index["caption"],
-                "image": image,  # its place among the images of this part
+                "image": image,  # the position among the images of this part
             }
         )
         images = source.read_images(numbers)
@@ -201,7 +204,7 @@ def _finished_parts(
         table = from_bytes(row["table"])
         name = part_file(row["shard"], row["part"])
         filesystem, path = resolve(output)
-        # The leading underscore keeps a rest of it out of what reads the directory.
+        # The leading underscore hides a partial file from readers of the directory.
         pq.write_table(table, f"{path}/_{name}.partial", filesystem=filesystem, compression="zstd")
         filesystem.move(f"{path}/_{name}.partial", f"{path}/{name}")
         return {**{name: row[name] for name in ("shard", "part", "seconds")}, "num_pairs": table.num_rows}
@@ -209,7 +212,7 @@ def _finished_parts(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     rows = ray.data.from_items(parts, override_num_blocks=len(parts))
     rows.context.enable_progress_bars = False
-    # A block is as small as can be, one part: models need not wait for others.
+    # Blocks are as small as possible, one part each, so that models need not wait for other parts.
     rows.context.target_max_block_size = 1
     written = (
         rows.map(read, num_cpus=_READ_CPUS)
@@ -232,7 +235,7 @@ def _finished_parts(
 
 
 def _figures(output: str, settings: PairPredictionSettings) -> dict[str, float]:
-    """Mean and standard deviation of τ over all pairs, and the shares at either bound, of images and of texts."""
+    """Returns the mean and standard deviation of τ, and the shares at either bound, for images and for texts."""
     names = ("tau_image", "tau_text")
     table = read_table(output, list(names))
     figures: dict[str, float] = {}

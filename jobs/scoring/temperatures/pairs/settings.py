@@ -1,4 +1,7 @@
-"""What decides the temperatures of pairs: a configuration, held against model, TempNets and archives before Ray starts."""
+"""The settings of a prediction for pairs: a configuration checked against model, TempNets and archives.
+
+All of this happens before Ray is started.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPredictionSettings:
-    """What workers need to know; local paths are absolute, because a worker runs in a directory of its own."""
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
 
     images: PrepareImagesConfig
     model: ModelSpec
@@ -37,13 +40,14 @@ class PairPredictionSettings:
     part_pairs: int
     with_embeddings: bool
     tau_ranges: tuple[tuple[float, float], tuple[float, float]]
-    """[τ₀, τ_max] at inference, of images and of texts."""
+    """[τ₀, τ_max] at inference, for images and for texts."""
     tempnet_digests: tuple[str, str]
 
     def record(self) -> dict[str, Any]:
-        """Everything that decides the table, flat; where things lie, the batch size and what is tolerated do not.
+        """Returns everything that decides the table, as a flat mapping.
 
-        What archives hold is told by their sizes; an archive that changes while it is read is noticed by checksums.
+        The locations of files, the batch size and the tolerated share of problems do not belong to it. The contents of
+        archives are identified by their sizes; an archive that changes while it is read is detected by checksums.
         """
         archives, captions = check_source(self.images)
         root = resolve(self.images.source)[1]
@@ -65,11 +69,11 @@ class PairPredictionSettings:
 
 
 def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSettings:
-    """The settings of a configuration.
+    """Returns the settings for a configuration.
 
     Raises:
-        FileNotFoundError, OSError: if images, captions, model or a TempNet is not there.
-        ValueError: if they do not fit each other.
+        FileNotFoundError, OSError: if images, captions, the model or a TempNet are missing.
+        ValueError: if they do not fit together.
     """
     images = PrepareImagesConfig(
         source=_absolute(config.images),
@@ -109,5 +113,5 @@ def _tau_range(network: TempNet) -> tuple[float, float]:
 
 
 def _absolute(name: str) -> str:
-    """A local path as an absolute one; a URI as it is."""
+    """Returns a local path as an absolute one, and a URI unchanged."""
     return name if "://" in name else str(Path(name).absolute())

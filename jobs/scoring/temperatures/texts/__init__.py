@@ -1,1 +1,1 @@
-"""Temperatures of text archives: reading, windows, the model's part, tables, and the Ray Data job over them."""
+"""Temperatures of text archives: reading, windows, prediction, tables, and the Ray Data job that combines them."""

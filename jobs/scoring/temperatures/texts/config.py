@@ -1,4 +1,4 @@
-"""What to predict temperatures of, with which model, and how: the command line of `jobs.predict_temperatures`."""
+"""The configuration, that is, the command line, of `jobs.predict_temperatures` for texts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionWorkers:
-    """Processes that hold the model."""
+    """Number and resources of the processes that hold the model."""
 
     num_workers: int = 1
-    """Copies of the model; each predicts whole parts."""
+    """Number of worker processes. Each holds a copy of the model and predicts whole parts."""
     use_gpu: bool = False
-    """One GPU a worker."""
+    """Reserve one GPU for every worker. False: workers run on CPUs."""
     cpus_per_worker: float = 1.0
-    """CPUs (and PyTorch threads) of a worker; reading and writing need 1 beside them."""
+    """CPUs, and PyTorch threads, per worker. Reading and writing need 1 more CPU in all."""
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "cpus_per_worker"):
@@ -25,43 +25,44 @@ class PredictionWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictTemperaturesConfig:
-    """A model, texts, and where the results go: tables (`output`), a page (`html`), or both."""
+    """The model, the texts, and where the results go: tables (`output`), a page (`html`), or both."""
 
     model: str
-    """A Transformers causal language model: directory (as `train_lm` exports it) or hub name."""
+    """A Transformers causal LM: the directory of an export of `train_lm`, or a hub name."""
     tempnet: str = ""
-    """Where its TempNet is. Default: beside the model, in `tempnet/`."""
+    """Directory or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
     text: str
-    """A text archive (.jsonl, .jsonl.gz, .jsonl.zst, .tar of these, .parquet) or plain UTF-8 text (.txt, .md, .rst: one
-    document a file), or a directory of archives or else of plain text; a path or pyarrow URI."""
+    """A text archive (.jsonl, .jsonl.gz, .jsonl.zst, .tar of these, .parquet), a plain UTF-8 text (.txt, .md, .rst:
+    one document per file), or a directory of archives or, if it has none, of plain texts; a path or pyarrow URI."""
     output: str = ""
-    """Directory (or URI) of the tables, one Parquet file a part; a second start goes on with the parts that are missing.
-    Several machines need one that all of them reach."""
+    """Directory or URI of the tables, with one Parquet file per part. A repeated run writes only the missing parts.
+    With several machines, all of them must be able to reach it. Empty: no tables."""
     html: str = ""
-    """A page of the first documents with every token coloured by its τ. Default: temperatures.html if there is no output."""
+    """HTML file that shows the first documents with every token coloured by its τ. Default: temperatures.html if
+    there is no output."""
     html_tokens: int = 4096
-    """Tokens on the page, at most."""
+    """Maximum number of tokens on the page."""
     per_token: bool = False
-    """Also write lists of token ids, τ and entropy, one element a token."""
+    """Also write lists of token ids, τ and entropy, with one element per token."""
     with_entropy: bool = True
-    """Also write the entropy of the predictions at τ = 1, and its rank correlation with τ. Needs the logits."""
+    """Also write the entropy of the predictions at τ = 1, in nats, and its rank correlation with τ. It needs logits."""
     context_length: int = 0
-    """Positions that the model reads at once. 0: all that it was built for."""
+    """Number of positions that the model reads at once. 0: all that it was built for."""
     stride: int = 0
-    """Tokens between the windows of a long document, 1 … context_length: every token is predicted once, and those after
-    the first window with at least context_length − stride tokens before them. 0: half the context."""
+    """Tokens between the starts of a long document's windows, 1 … context_length. Every token is predicted once;
+    after the first window, with at least context_length − stride tokens of context. 0: half of context_length."""
     batch_size: int = 16
-    """Windows in one forward pass."""
+    """Number of windows per forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the base model; TempNet, τ and entropy are float32."""
+    """Precision in which the base model runs. TempNet, τ and entropy are float32."""
     text_field: str = "text"
-    """The field (column) that holds the text."""
+    """Name of the field or column that contains the text."""
     max_documents: int = 0
-    """Documents read from each archive, at most. 0: all."""
+    """Maximum number of documents read from each archive. 0: all."""
     part_characters: int = 1_000_000
-    """A part ends with the document that reaches this many characters, or with its archive."""
+    """Characters per part. A part ends with the document that reaches this number, or at the end of its archive."""
     max_bad_share: float = 0.01
-    """Share of records that may be unreadable before the job fails."""
+    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     workers: PredictionWorkers = field(default_factory=PredictionWorkers)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
-"""The Ray Data job: archives → parts → a pool of models → tables; it does what the output still lacks.
+"""The Ray Data job: archives → parts → a pool of models → tables; it writes only what the output still lacks.
 
-Reading and tokenising, the model, and figures with writing are three stages that run at the same time; a part goes through
-them as one row, so the tables depend neither on the number of workers nor on the order in which parts are finished.
+Three stages run at the same time: reading and tokenising; the model; computing figures and writing. A part passes
+through them as one row, so the tables depend neither on the number of workers nor on the order in which parts are
+finished.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WRITE_CPUS = 0.5
 
 
 class _Model:
-    """One worker of the pool: a row with a part in, the same row with its predictions out."""
+    """A worker of the pool: takes a row with one part, and returns it with the part's predictions added."""
 
     def __init__(self, settings: PredictionSettings, use_gpu: bool) -> None:
         self._predictor = Predictor(settings, use_gpu=use_gpu)
@@ -64,14 +65,19 @@ def predict_archives(
     max_bad_share: float,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Predict what is missing in `output`, and return the summary, which is also written; Ray is started if need be.
+    """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed.
 
     Args:
-        say: takes a line for every finished part.
+        settings: the checked settings.
+        archives: the archives to read.
+        output: directory or URI of the tables.
+        workers: number and resources of the worker processes.
+        max_bad_share: largest share of records that may be unreadable.
+        say: called with one line of text for every finished part.
 
     Raises:
-        ValueError: if the cluster can never hold the workers.
-        TooManyProblemsError: if too many records were unreadable; the tables of the readable ones stay.
+        ValueError: if the cluster can never provide the workers.
+        TooManyProblemsError: if too many records were unreadable; the tables of the readable ones are kept.
     """
     done = _existing_tables(output)
     missing = [number for number in range(len(archives)) if not _is_complete(output, number, done)]
@@ -89,7 +95,7 @@ def predict_archives(
             use_gpu=workers.use_gpu,
             data_cpus=_READ_CPUS + _WRITE_CPUS,
         )
-        # Closing stops Ray Data's executor when this loop is left early.
+        # Closing the generator stops Ray Data's executor if this loop is left early.
         with contextlib.closing(_finished_parts(settings, archives, missing, done, output, workers)) as rows:
             for row in rows:
                 totals = Totals.from_json(json.loads(row["totals"]))
@@ -110,7 +116,7 @@ def predict_archives(
 
 
 def on_worker(function: Callable[..., Any], workers: PredictionWorkers) -> Callable[..., Any]:
-    """The function, run where Ray has room for a worker: the machine of the driver may have no GPU."""
+    """Wraps a function to run as a Ray task with a worker's resources, since the driver's machine may have no GPU."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         start_ray()
@@ -128,7 +134,7 @@ def _finished_parts(
     output: str,
     workers: PredictionWorkers,
 ) -> Generator[dict[str, Any], None, None]:
-    """Rows of archive, part, totals (JSON) and the model's seconds, as parts are finished."""
+    """Yields a row with archive, part, totals (JSON) and the model's seconds for every part, as it is finished."""
     root = resolve(settings.source)[1]
 
     def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -144,7 +150,7 @@ def _finished_parts(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     rows = ray.data.from_items([{"archive": number} for number in missing], override_num_blocks=len(missing))
     rows.context.enable_progress_bars = False
-    # A block is as small as can be, one part: the next stage need not wait for the rest of the archive.
+    # Blocks are as small as possible, one part each, so that the next stage need not wait for the whole archive.
     rows.context.target_max_block_size = 1
     yield from (
         rows.flat_map(read, num_cpus=_READ_CPUS)
@@ -188,7 +194,7 @@ def _line(settings: PredictionSettings, archive: Archive, part: int, totals: Tot
 def _summary(
     settings: PredictionSettings, archives: list[Archive], read: list[ReadArchive], totals: Totals
 ) -> dict[str, Any]:
-    """What `_summary.json` holds: totals, figures of τ over all tokens, problems by kind, and the settings."""
+    """Returns the content of `_summary.json`: totals, figures of τ over all tokens, problems by kind, and settings."""
     record = settings.record(archives)
     problems: dict[str, int] = {}
     for item in read:

@@ -1,4 +1,4 @@
-"""The first documents of a text as a page whose tokens are coloured by τ."""
+"""An HTML page that shows the first documents of a text with tokens coloured by τ."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from jobs.tasks.language_model.report import ColouredText, coloured_page
 def first_documents(
     settings: PredictionSettings, archives: list[Archive], num_tokens: int, *, use_gpu: bool = False
 ) -> dict[str, ColouredText]:
-    """Key → (tokens, τ, entropy) of the first documents, the last one cut so that there are at most `num_tokens` tokens.
+    """Returns key → (tokens, τ, entropy) for the first documents.
+
+    The last document is cut so that there are at most `num_tokens` tokens in all.
 
     Raises:
-        ValueError: if there is no readable document; the first problems are named.
+        ValueError: if there is no readable document, with the first problems.
     """
     tokenizer = load_tokenizer(settings.model)
     problems: Counter[str] = Counter()
@@ -57,15 +59,15 @@ def first_documents(
 
 
 def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
-    """Write the page."""
+    """Write the page for a text (whose name is shown in the title) to a file."""
     Path(path).write_text(coloured_page(title=f"Temperatures of {text}", sections=sections), encoding="utf-8")
 
 
 def check_page(path: str) -> None:
-    """Refuse a page that could not be written at the end.
+    """Check that the page can be written, before any work starts.
 
     Raises:
-        OSError: with the reason.
+        OSError: with the reason why it cannot be written.
     """
     with Path(path).open("a", encoding="utf-8"):
         pass

@@ -1,7 +1,7 @@
-"""Parts: some documents of one archive, the unit that is predicted, written and gone on with.
+"""Parts: groups of documents of one archive, which are predicted, written and resumed as a unit.
 
-A part is an Arrow table with one row a document (`key`, `token_ids`, later `tau` and `entropy`). Through Ray Data it
-travels as one row that holds the table as bytes, so that it is neither split nor joined with another.
+A part is an Arrow table with one row per document (`key`, `token_ids`, later `tau` and `entropy`). Through Ray Data it
+travels as one row that contains the table as bytes, so that it is neither split nor joined with another part.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadArchive:
-    """What one archive held; it is written when the archive has been read to its end."""
+    """A record of what one archive contained; it is written once the archive has been read to its end."""
 
     entry: ArchiveEntry
     num_parts: int
 
     @classmethod
     def load(cls, output: str, number: int) -> ReadArchive | None:
-        """The record of an archive, or None if it was never read to its end."""
+        """Returns the record of an archive, or None if the archive was never read to its end."""
         values = read_json(_record_file(output, number))
         return None if values is None else cls(entry=ArchiveEntry(**values["entry"]), num_parts=values["num_parts"])
 
@@ -48,16 +48,16 @@ class ReadArchive:
 
 
 def part_file(archive: int, part: int) -> str:
-    """The name of a part's table; by name, the tables are in the order of the documents."""
+    """Returns the file name of a part's table; sorted by name, the tables follow the order of the documents."""
     return f"part-{archive:05d}-{part:05d}.parquet"
 
 
 def read_parts(
     settings: PredictionSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    """The tokenised parts of an archive as rows for Ray Data, but for those whose file is `done`.
+    """Yields the tokenised parts of an archive as rows for Ray Data, except those whose file name is in `done`.
 
-    At the end of the archive its `ReadArchive` is saved.
+    At the end of the archive, its `ReadArchive` is saved.
     """
     tokenizer = load_tokenizer(settings.model)
     problems: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def read_parts(
 
 
 def tokenised(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> pa.Table:
-    """Keys and token ids of some documents, without special tokens."""
+    """Returns a table of the keys and token ids of documents, without special tokens."""
     texts = [document.text for document in documents]
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
@@ -90,12 +90,12 @@ def tokenised(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def token_arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """The arrays in a list column."""
+    """Returns the elements of a list column as arrays."""
     return [value.values.to_numpy() for value in column]
 
 
 def to_bytes(table: pa.Table) -> bytes:
-    """The table as an Arrow IPC stream."""
+    """Returns the table as an Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -103,12 +103,12 @@ def to_bytes(table: pa.Table) -> bytes:
 
 
 def from_bytes(data: bytes) -> pa.Table:
-    """The inverse of `to_bytes`."""
+    """Returns the table in an Arrow IPC stream, the inverse of `to_bytes`."""
     return pa.ipc.open_stream(data).read_all()
 
 
 def _parts(documents: Iterator[Document], num_characters: int) -> Iterator[list[Document]]:
-    """Documents in groups, each closed by the one that reaches the number of characters."""
+    """Groups documents; each group ends with the document that reaches the number of characters."""
     part: list[Document] = []
     size = 0
     for document in documents:

@@ -1,6 +1,6 @@
-"""The model's part: τ, and the entropy at τ = 1, of every token of some documents.
+"""Predicting τ, and the entropy at τ = 1, of every token of documents.
 
-Shapes: B windows, T positions of the longest, N new tokens of a batch, d hidden size, V effective vocabulary.
+Shapes: B windows, T positions of the longest window, N new tokens of a batch, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
 from tempnet.inference import CachedFold, can_fold
 from tempnet.loading import load_causal_lm
 
-# Logits in float32 at a time, as numbers (64 MiB).
+# Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one document of n tokens; element i belongs to the prediction of token i."""
+    """Predictions for one document of n tokens; element i belongs to the prediction of token i."""
 
     tau: np.ndarray
-    """(n,) float32."""
+    """(n,) float32: the temperatures."""
     entropy: np.ndarray | None
-    """(n,) float32, at τ = 1 in nats."""
+    """(n,) float32: the entropies at τ = 1, in nats; None if they were not requested."""
 
 
 class Predictor:
-    """A model with its TempNet; right padding is never attended to, so a batch does not change what is predicted.
+    """Predicts τ and entropy with a model and its TempNet; predictions do not depend on the batch.
 
-    Where τ can be had from the hidden state (`tempnet.inference.can_fold`), the output layer of the model is given one
-    position only, and logits exist for the entropy alone, a chunk of tokens at a time; else the model makes its logits
-    once, and a chunk of them at a time is turned into float32.
+    Padding is on the right and never attended to. If τ can be computed from the hidden state
+    (`tempnet.inference.can_fold`), the model's output layer is run on one position only, and logits are computed only
+    for the entropy, a chunk of tokens at a time. Otherwise the model computes its logits once, and they are converted
+    to float32 one chunk at a time.
     """
 
     def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False) -> None:
@@ -57,7 +58,7 @@ class Predictor:
 
     @torch.inference_mode()
     def predict(self, documents: Sequence[np.ndarray]) -> list[Prediction]:
-        """Predictions for the token ids (n,) of every document."""
+        """Returns the predictions for every document, given as token ids (n,)."""
         settings = self._settings
         streams = [torch.from_numpy(np.concatenate([[settings.bos_id], ids]).astype(np.int64)) for ids in documents]
         windows = [
@@ -74,7 +75,7 @@ class Predictor:
         return [Prediction(tau=tau, entropy=entropy if settings.with_entropy else None) for tau, entropy in figures]
 
     def _predict_batch(self, streams: Sequence[Tensor], batch: Sequence[Window]) -> Tensor:
-        """(1 or 2, N): τ, and the entropy if it is wanted, of the new tokens of the windows one after the other."""
+        """Returns (1 or 2, N) for a batch's new tokens, window after window: τ, and the entropy if it is requested."""
         num_positions = max(window.num_positions for window in batch)
         input_ids = torch.full((len(batch), num_positions), self._settings.bos_id)
         is_new = torch.zeros((len(batch), num_positions), dtype=torch.bool)
@@ -92,7 +93,7 @@ class Predictor:
         return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
 
     def _figures_of_hidden(self, hidden: Tensor) -> Tensor:
-        """As `_figures`, of (N, d) hidden states before the output layer."""
+        """Computes the same as `_figures`, from hidden states (N, d) before the output layer."""
         assert self._fold is not None
         tau = self._fold.temperatures(hidden)
         if not self._settings.with_entropy:
@@ -100,7 +101,10 @@ class Predictor:
         return self._figures(F.linear(hidden, self._head.weight[: self._vocab_size]).float(), tau)
 
     def _figures(self, logits: Tensor, tau: Tensor | None) -> Tensor:
-        """(1 or 2, N) of (N, V) logits in float32: τ, by the TempNet where it is not known, and H = −Σ p log p in nats."""
+        """Returns (1 or 2, N) for float32 logits (N, V): τ, and the entropy H = −Σ p log p in nats if it is requested.
+
+        A `tau` of None is predicted by the TempNet.
+        """
         tau = self._tempnet(logits) if tau is None else tau
         if not self._settings.with_entropy:
             return tau.unsqueeze(0)
@@ -110,7 +114,7 @@ class Predictor:
 
 @contextmanager
 def _only_one_position(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Listens to what goes into the output layer (B, T, d), and lets only the last position through."""
+    """Records the inputs (B, T, d) of the output layer, and passes only the last position on to it."""
     seen: list[Tensor] = []
 
     def listen(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

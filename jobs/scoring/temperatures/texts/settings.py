@@ -1,6 +1,6 @@
-"""What decides the predictions: a configuration with its defaults filled in and checked against model, TempNet and text.
+"""The settings of a prediction: a configuration, completed and checked against model, TempNet and text.
 
-Everything here is done before Ray or the base model is started.
+All of this happens before Ray is started or the base model is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_DIFFERENCES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionSettings:
-    """What workers need to know; local paths are absolute, because a worker runs in a directory of its own."""
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
 
     source: str
     model: str
@@ -48,13 +48,13 @@ class PredictionSettings:
     bos_id: int
     tau_min: float
     tau_max: float
-    """The range of τ at inference."""
+    """The range of τ at inference is [tau_min, tau_max]."""
     model_digest: str
     tempnet_digest: str
     tokenizer_digest: str
 
     def record(self, archives: list[Archive]) -> dict[str, Any]:
-        """Everything that decides the tables, flat; where model and text lie, and the batch size, do not."""
+        """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
         values = asdict(self)
         for name in ("source", "model", "tempnet", "batch_size"):
             del values[name]
@@ -64,22 +64,22 @@ class PredictionSettings:
 
 
 def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
-    """Settings and archives of a configuration.
+    """Returns the settings and the archives of a configuration.
 
     Raises:
-        FileNotFoundError, OSError: if text, model or TempNet is not there.
-        ValueError: if they do not fit each other, or a field does not fit them.
+        FileNotFoundError, OSError: if the text, the model or the TempNet is missing.
+        ValueError: if they do not fit together, or a field does not fit them.
     """
     archives = list_sources(config.text)
     return model_settings(config), archives
 
 
 def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
-    """Settings of a configuration whose text is not looked at.
+    """Returns the settings of a configuration without looking at its text.
 
     Raises:
-        FileNotFoundError, OSError: if model or TempNet is not there.
-        ValueError: if they do not fit each other, or a field does not fit them.
+        FileNotFoundError, OSError: if the model or the TempNet is missing.
+        ValueError: if they do not fit together, or a field does not fit them.
     """
     network = load_tempnet(config.tempnet or config.model)
     tokenizer = load_tokenizer(config.model)
@@ -120,7 +120,10 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
 
 
 def list_sources(uri: str) -> list[Archive]:
-    """What is to be read: a plain text file, an archive, the archives below a directory, or else its plain text.
+    """Returns the files to read.
+
+    These are the plain text file or archive at the path or URI, or a directory's archives, or, if it has none, its
+    plain text files.
 
     Raises:
         FileNotFoundError, ValueError: as `list_archives`.
@@ -129,17 +132,17 @@ def list_sources(uri: str) -> list[Archive]:
     if filesystem.get_file_info(root).type == FileType.Directory:
         try:
             return list_archives(uri)
-        except FileNotFoundError:  # no archive in it; plain text may be
+        except FileNotFoundError:  # the directory has no archives, but it may have plain texts
             pass
     return list_archives(uri, SUFFIXES | PLAIN_SUFFIXES)
 
 
 def claim_output(output: str, record: dict[str, Any]) -> None:
-    """Make the directory and write the settings into it, or see that it was begun with the same ones.
+    """Create the output directory and write the settings to it, or check that it was begun with the same settings.
 
     Raises:
-        OSError: if it cannot be written.
-        ValueError: naming what differs.
+        OSError: if the directory cannot be written.
+        ValueError: naming the settings that differ.
     """
     filesystem, path = resolve(output)
     filesystem.create_dir(path, recursive=True)
@@ -153,7 +156,7 @@ def claim_output(output: str, record: dict[str, Any]) -> None:
 
 
 def record_digest(record: dict[str, Any]) -> str:
-    """16 hex digits of a record of settings."""
+    """Returns a hash of a record of settings, as 16 hex digits."""
     return _digest(json.dumps(record, sort_keys=True).encode())
 
 
@@ -172,7 +175,7 @@ def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logi
 
 
 def _absolute(name: str) -> str:
-    """A local path as an absolute one; a URI or a hub name as it is."""
+    """Returns a local path as an absolute one, and a URI or a hub name unchanged."""
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 

@@ -1,4 +1,4 @@
-"""Totals of τ that add up over parts: counts, sums and a fine histogram, and what is read off them."""
+"""Totals of τ that can be added over parts (counts, sums and a fine histogram), and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ NUM_BINS = 10_000
 
 
 def quantile_name(share: float) -> str:
-    """The name of a quantile's column, as tau_q05."""
+    """Returns the name of a quantile's column, such as tau_q05."""
     return f"tau_q{round(100 * share):02d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over the tokens of some documents."""
+    """Sums over the tokens of a group of documents."""
 
     num_documents: int
     num_tokens: int
     tau: float
     tau_squared: float
     entropy: float | None
-    """None if it was not predicted."""
+    """Sum of the entropies, in nats; None if they were not predicted."""
     bins: dict[int, int]
-    """Bin of τ → tokens, for NUM_BINS equal bins between the ends of τ's range; empty ones are left out."""
+    """Bin of τ → number of tokens, for NUM_BINS equal bins over the range of τ; empty bins are left out."""
 
     @classmethod
     def of(
         cls, tau: np.ndarray, entropy: np.ndarray | None, *, num_documents: int, tau_range: tuple[float, float]
     ) -> Totals:
-        """The totals of (N,) temperatures and entropies."""
+        """Returns the totals of temperatures (N,) and entropies (N,)."""
         low, high = tau_range
         places = np.clip((tau.astype(np.float64) - low) / (high - low) * NUM_BINS, 0, NUM_BINS - 1).astype(np.int64)
         bins, counts = np.unique(places, return_counts=True)
@@ -49,7 +49,7 @@ class Totals:
 
     @classmethod
     def sum(cls, parts: list[Totals]) -> Totals:
-        """The totals of all of them together; there must be one at least."""
+        """Returns the sum of the totals of at least one part."""
         bins: dict[int, int] = {}
         for part in parts:
             for place, count in part.bins.items():
@@ -65,9 +65,9 @@ class Totals:
         )
 
     def figures(self, tau_range: tuple[float, float]) -> dict[str, Any]:
-        """Mean, standard deviation and quantiles of τ (to within a bin: the range / NUM_BINS), and the mean entropy.
+        """Returns mean, standard deviation and quantiles of τ, and the mean entropy; without tokens they are None.
 
-        Figures of no token are None.
+        Quantiles are exact to within one bin, which is the range of τ / NUM_BINS.
         """
         count = self.num_tokens
         mean = self.tau / count if count else None
@@ -79,16 +79,16 @@ class Totals:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of `from_json`."""
+        """Returns the totals as JSON values, the inverse of `from_json`."""
         return asdict(self) | {"bins": [list(item) for item in self.bins.items()]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Totals:
-        """From what `to_json` gave."""
+        """Returns the totals that `to_json` has converted."""
         return cls(**{**values, "bins": dict(values["bins"])})
 
     def _quantile(self, share: float, tau_range: tuple[float, float]) -> float | None:
-        """The τ below which this share of the tokens lies, interpolated inside its bin."""
+        """Returns the τ below which this share of the tokens lies, interpolated within its bin."""
         if not self.bins:
             return None
         low, high = tau_range

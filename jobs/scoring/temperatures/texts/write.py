@@ -1,4 +1,4 @@
-"""Tables: one Parquet file a part, one row a document, with the part's totals in the file's metadata."""
+"""Tables of results: one Parquet file per part and one row per document, with the part's totals as metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPRESSION = "zstd"
 
 
 def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
-    """The columns of a table; every field says its unit and meaning. Figures of a document without tokens are null."""
+    """Returns the columns of a table, each with its unit and meaning; figures of a document without tokens are null."""
     columns: list[tuple[str, pa.DataType, str, str]] = [
         ("source", pa.string(), "path", "the archive, relative to what was read"),
         ("key", pa.string(), "name", "the document: archive[/member]:index of the record"),
@@ -48,7 +48,7 @@ def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
 
 
 def document_table(part: pa.Table, source: str, settings: PredictionSettings) -> tuple[pa.Table, Totals]:
-    """The table of a predicted part (`key`, `token_ids`, `tau`, and `entropy` if there is one), and its totals."""
+    """Returns the table of a predicted part (`key`, `token_ids`, `tau`, and optionally `entropy`), and its totals."""
     taus = token_arrays(part["tau"])
     entropies = token_arrays(part["entropy"]) if settings.with_entropy else [None] * len(taus)
     rows = [
@@ -70,24 +70,24 @@ def document_table(part: pa.Table, source: str, settings: PredictionSettings) ->
 
 
 def write_table(table: pa.Table, totals: Totals, output: str, archive: int, part: int) -> None:
-    """Write a part's file; it has its name only when it is whole."""
+    """Write a part's file; it gets its final name only when it is complete."""
     table = table.replace_schema_metadata({_TOTALS_KEY: json.dumps(totals.to_json())})
     filesystem, path = resolve(f"{output}/{part_file(archive, part)}")
-    # The leading underscore keeps a rest of it out of what reads the directory.
+    # The leading underscore hides a partial file from readers of the directory.
     partial = f"{path.rpartition('/')[0]}/_{part_file(archive, part)}.partial"
     pq.write_table(table, partial, filesystem=filesystem, compression=_COMPRESSION)
     filesystem.move(partial, path)
 
 
 def read_totals(output: str, file: str) -> Totals:
-    """The totals of a part, from the end of its file."""
+    """Reads the totals of a part from the metadata of its file."""
     filesystem, path = resolve(f"{output}/{file}")
     metadata = pq.read_schema(path, filesystem=filesystem).metadata
     return Totals.from_json(json.loads(metadata[_TOTALS_KEY]))
 
 
 def _figures(tau: np.ndarray, entropy: np.ndarray | None) -> dict[str, float | int | None]:
-    """The figures of one document; tau and entropy (n,)."""
+    """Returns the figures of one document; tau and entropy are (n,)."""
     names = ["tau_mean", "tau_std", *map(quantile_name, QUANTILES)]
     if len(tau) == 0:
         return {"num_tokens": 0, **dict.fromkeys([*names, "entropy_mean", "tau_entropy_spearman"])}

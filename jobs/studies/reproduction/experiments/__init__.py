@@ -1,1 +1,1 @@
-"""The experiments, by what is trained; `registry` has all of them."""
+"""The experiments, in modules by what is trained; `registry` lists all of them."""

@@ -1,4 +1,4 @@
-"""Captions that belong to other images (TempNet Figures 5 and 8)."""
+"""Experiments with noisy captions, which belong to other images (TempNet Figures 5 and 8)."""
 
 from __future__ import annotations
 

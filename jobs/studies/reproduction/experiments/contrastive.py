@@ -1,7 +1,8 @@
-"""What experiments of dual encoders share: TempNet's (arXiv 2404.04575 §6.2, Appendix D) and temperature-free (2501.17683).
+"""What the experiments on dual encoders share.
 
-At full scale figures are zero-shot retrieval on Flickr30K and COCO and zero-shot classification; at small scale the mean
-recall of the best model of a run (by validation) on the test split of the sample images.
+Their papers are TempNet (arXiv 2404.04575 §6.2, Appendix D) and temperature-free (arXiv 2501.17683). At full scale the
+figures are zero-shot retrieval on Flickr30K and COCO and zero-shot classification. At small scale they are the mean
+recall on the test split of the sample images, with the best model of a run (by validation).
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ COLUMNS = tuple(measure.title for measure in FULL_MEASURES)
 RETRIEVAL_COLUMNS = COLUMNS[:4]
 
 LARGE = 1.0
-"""Points of recall that are taken for no difference."""
+"""Difference in recall, in points, that counts as no difference."""
 
 
 def arm(name: str, loss: str, /, *, noise: float = 0.0, **temperature: Any) -> Arm:
-    """The preset of a loss on CC3M, with fields of `temperature` changed."""
+    """Returns an arm with the preset of a loss on CC3M, and with changed fields of `temperature`.
+
+    Args:
+        name: name of the arm.
+        loss: name of the loss.
+        noise: share of captions with noise.
+        temperature: changed fields.
+    """
     changes = {f"temperature.{field}": value for field, value in temperature.items()}
     if noise:
         changes["data.caption_noise"] = noise
@@ -59,7 +67,7 @@ def study(
     full: Sequence[Statement],
     notes: Sequence[str] = (),
 ) -> Study:
-    """A table of dual encoders."""
+    """Returns a study whose arms are dual encoders."""
     is_small = scale == "small"
     return Study(
         title=title,
@@ -73,5 +81,5 @@ def study(
 
 
 def best(name: str, others: Sequence[str], measures: Sequence[Measure]) -> list[Statement]:
-    """One arm above all others in every measure."""
+    """Returns the statements that one arm is above all others in every measure."""
     return [above(name, other, measure.name) for measure in measures for other in others]

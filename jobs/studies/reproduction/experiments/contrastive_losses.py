@@ -1,4 +1,4 @@
-"""Losses of dual encoders and their temperatures: TempNet (Tables 3, 7 to 9, §6.2, Figures 5 and 7) and temperature-free."""
+"""Experiments on losses of dual encoders: TempNet (Tables 3, 7 to 9, §6.2, Figures 5 and 7) and temperature-free."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""TempNet's experiments on language models (arXiv 2404.04575 §6, Appendix D).
+"""What the experiments on language models share (TempNet, arXiv 2404.04575 §6, Appendix D).
 
-At full scale figures are those of the paper: accuracies of the harness, LAMBADA and WikiText-2, each model at its own
-temperature. At small scale the models are those of `gpt2-scratch-small` with half of its steps, and the figure is the
-perplexity of the validation text at the model's own temperature (τ = 1 without one; the exact optimum for `dro_newton`). What
-the papers learn on a frozen LLaMA is learned on a frozen model that was trained with plain cross-entropy first.
+At full scale the figures are those of the paper: accuracies of the harness, LAMBADA and WikiText-2, each model at its
+own temperature. At small scale the models are those of `gpt2-scratch-small` with half of its steps, and the figure is
+the perplexity of the validation text at the model's own temperature (τ = 1 without one; the exact optimum for
+`dro_newton`). TempNets that the paper trains on a frozen LLaMA are trained here on a frozen model that was first
+trained with plain cross-entropy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LAMBADA = score("LAMBADA", "LAMBADA ppl", "lambada/perplexity")
 
 
 def average(*, at: str = "", tasks: Sequence[str] = TASKS) -> Measure:
-    """Mean accuracy over tasks, %."""
+    """Returns the measure of the mean accuracy over tasks, in %."""
 
     def value(scores: Scores) -> float:
         return 100 * math.fsum(scores.get(f"{task}/acc{at}", math.nan) for task in tasks) / len(tasks)
@@ -69,10 +70,19 @@ def study(
     scoring: Scoring | None = None,
     notes: Sequence[str] = (),
 ) -> Study:
-    """A table whose arms are language models.
+    """Returns a study whose arms are language models.
 
     Args:
-        scoring: at full scale, where it is another than that of Table 2.
+        scale: small or full.
+        title: title of the study.
+        arms: the rows of the table.
+        table: the paper's figures.
+        small: statements at small scale.
+        full: statements at full scale.
+        small_measures: measures at small scale.
+        full_measures: measures at full scale.
+        scoring: the scoring at full scale, if it differs from that of Table 2.
+        notes: notes for the reader of the table.
     """
     is_small = scale == "small"
     return Study(
@@ -88,7 +98,7 @@ def study(
 
 
 def scratch(name: str, loss: str, **temperature: Any) -> Arm:
-    """GPT-2 from scratch with a loss, and fields of `temperature` changed."""
+    """Returns an arm that trains GPT-2 from scratch with a loss and changed fields of `temperature`."""
     fields = {f"temperature.{field}": value for field, value in temperature.items()}
     return Arm(name=name, preset="gpt2-scratch", changes={"temperature.loss": loss, **fields})
 
@@ -97,28 +107,38 @@ BASE = scratch("base", "ce")
 
 
 def frozen(scale: Scale, name: str, preset: str, *, row: str = "", changes: Mapping[str, Any] | None = None) -> Arm:
-    """A TempNet on a frozen base: the preset's own at full scale, the one that :data:`BASE` has become at small."""
+    """Returns an arm that trains a TempNet on a frozen base.
+
+    At full scale the base is the preset's own; at small scale it is the model that the arm :data:`BASE` has trained.
+    """
     after = BASE.name if scale == "small" else ""
     return Arm(name=name, preset=preset, after=after, row=row, changes=changes or {})
 
 
 def with_base(scale: Scale, *arms: Arm) -> tuple[Arm, ...]:
-    """The arms, and at small scale what they start from."""
+    """Returns the arms, preceded at small scale by the arm that they start from."""
     return (BASE, *arms) if scale == "small" else arms
 
 
 def distinct(scale: Scale, presets: Iterable[str]) -> list[str]:
-    """The presets; at small scale the first, as the twins of others are the same run under another name."""
+    """Returns the presets; at small scale only the first, since the small versions of the others are the same run."""
     return list(presets)[: 1 if scale == "small" else None]
 
 
 def rho(value: float) -> dict[str, Any]:
-    """ρ as a number, also where the preset gives a target entropy."""
+    """Returns the changes that set ρ to a number, even if the preset sets a target entropy."""
     return {"temperature.rho": value, "temperature.target_entropy": None}
 
 
 def own_against_one(arm: str, measure: str, at: str, *, is_lower: bool) -> Statement:
-    """A TempNet's own temperatures against τ = 1 of the same model."""
+    """Returns the statement that a TempNet's own temperatures are better than τ = 1 for the same model.
+
+    Args:
+        arm: name of the arm.
+        measure: name of the measure at the TempNet's own temperatures.
+        at: suffix of the measure's name at τ = 1.
+        is_lower: whether the TempNet's figure is claimed to be the lower one, else the higher one.
+    """
     sign = -1.0 if is_lower else 1.0
     return Statement(
         text=f"{measure} of {arm}: at its temperatures {'<' if is_lower else '>'} at τ = 1",
@@ -128,7 +148,7 @@ def own_against_one(arm: str, measure: str, at: str, *, is_lower: bool) -> State
 
 
 def full_pair(better: str, worse: str) -> tuple[Statement, ...]:
-    """One arm better than another in all figures of Table 2."""
+    """Returns the statements that one arm is better than another in all figures of Table 2."""
     return (
         above(better, worse, "average"),
         below(better, worse, "LAMBADA"),
@@ -142,5 +162,5 @@ CE, TEMPNET = scratch("τ = 1", "ce"), scratch("TempNet", "dro")
 def experiment(
     id: str, title: str, source: str, claim: str, studies: Callable[[Scale], tuple[Study, ...]]
 ) -> Experiment:
-    """One of TempNet's."""
+    """Returns an experiment of the TempNet paper."""
     return Experiment(id=id, title=title, source=f"TempNet {source}", claim=claim, studies=studies)

@@ -1,4 +1,4 @@
-"""The network itself: size, cost, parts, and how it learns (TempNet Tables 13, 14 and 18 to 22)."""
+"""Experiments on the network itself: its size, cost, parts, and training (TempNet Tables 13, 14 and 18 to 22)."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _table_18(scale: Scale) -> tuple[Study, ...]:
 
 
 def _clip_table_18(scale: Scale) -> Study:
-    """The last block of Table 18."""
+    """Returns the last block of Table 18, on CLIP."""
     names = {
         "CL, no stop-gradient": ("tempnet_in_batch", False),
         "CL": ("tempnet_in_batch", True),

@@ -1,4 +1,4 @@
-"""All experiments by their id, and ids that are part of another."""
+"""All experiments by their id, and the ids of tables and figures that belong to another experiment."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         *sentences.EXPERIMENTS,
     )
 }
-"""In the order of the help."""
+"""Id → experiment, in the order in which the help lists them."""
 
 ALIASES = {"T7": "T3", "T8": "T3", "T9": "T3", "F10": "F2", "F5-left": "F5"}
-"""Table or figure → the experiment that it is a part of."""
+"""Id of a table or figure → id of the experiment that it is a part of."""
 
 
 def find(name: str) -> Experiment:
-    """By id, in any case.
+    """Returns the experiment with an id or alias, in upper or lower case.
 
     Raises:
-        ValueError: naming the nearest ids.
+        ValueError: naming the most similar ids, if the id is unknown.
     """
     ids = {one.lower(): one for one in (*EXPERIMENTS, *ALIASES)}
     if name.lower() not in ids:

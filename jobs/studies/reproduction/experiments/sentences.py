@@ -23,7 +23,7 @@ ACCURACY = score("accuracy", "mean accuracy, %", "mean_accuracy", factor=100.0)
 CELL_ACCURACY = score("accuracy", "accuracy, %", "validation/accuracy", factor=100.0)
 
 UNTRAINED = {"run.num_steps": 1, "optimizer.learning_rate_base": 1e-12}
-"""What leaves an encoder as it was."""
+"""Changes that leave an encoder practically untrained."""
 
 
 def _declutr(scale: Scale) -> tuple[Study, ...]:
@@ -38,7 +38,7 @@ def _declutr_study(scale: Scale, size: str, gain: float) -> Study:
         "MLM alone": {"objective.contrastive_weight": 0.0},
         whole: {},
         "spans alone": {"objective.mlm_weight": 0.0},
-        # As many spans a batch and as many in all as with two anchors, of the same documents.
+        # The number of spans, per batch and in all, and the documents are the same as with two anchors.
         "one anchor": {
             "data.num_anchors": 1,
             "data.min_num_tokens": 96 if scale == "small" else 2048,
@@ -67,7 +67,7 @@ def _declutr_study(scale: Scale, size: str, gain: float) -> Study:
     )
 
 
-# Table → preset, task → sentences (0: all of them) and the paper's two accuracies, RB (RL) and with SoftTriple.
+# Table → (preset, number of sentences (0: all), task → the paper's accuracies of RB (RL) alone and with SoftTriple).
 _TRIPLE_ENTROPY: Mapping[str, tuple[str, int, Mapping[str, tuple[float, float]]]] = {
     "Table 2, 1 000 sentences": (
         "triple-entropy", 1_000,
@@ -89,7 +89,7 @@ _TRIPLE_ENTROPY: Mapping[str, tuple[str, int, Mapping[str, tuple[float, float]]]
     ),
 }  # fmt: skip
 
-# Sentences of the tasks, for the steps of ten epochs of four fifths of them.
+# Number of sentences of the tasks, from which the steps of ten epochs over four fifths of them are computed.
 _NUM_SENTENCES = {
     "MR": 10_662,
     "CR": 3_775,
@@ -106,7 +106,10 @@ ENCODER = Arm(
     preset="declutr-small",
     changes={"model.num_layers": 3, "optimizer.learning_rate_base": 1e-3, "run.num_steps": 600},
 )
-"""What classifiers of the small scale start from: the first token of three layers knows the others (docs/log.md)."""
+"""The encoder that classifiers at small scale start from; with three layers its first token represents the whole text.
+
+A first token needs several layers for that (docs/log.md).
+"""
 
 
 def _triple_entropy(scale: Scale) -> tuple[Study, ...]:
@@ -131,7 +134,7 @@ def _triple_entropy_study(
                 "fold.task": task,
                 "data.num_examples": size,
                 "setting.cross_entropy_alone": is_baseline,
-                # The small twin has its own number of steps.
+                # The small preset has its own number of steps.
                 **({} if before else {"run.num_steps": num_steps}),
             }
             arms.append(Arm(name=f"{task}, {name}", preset=preset, changes=changes, after=after))

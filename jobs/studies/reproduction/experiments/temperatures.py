@@ -1,4 +1,4 @@
-"""What sets the level of the temperatures: ρ, τ_max, the training text (TempNet Tables 15, 17 and 23, Figure 9)."""
+"""Experiments on the level of temperatures: ρ, τ_max, the training text (TempNet Tables 15, 17 and 23, Figure 9)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jobs.studies.reproduction.experiments.language_models import (
 )
 from jobs.studies.reproduction.scoring import Language
 
-# Up to log V − 3.6 (V = 2 048 has log V = 7.62): for more, 300 steps are too few (docs/log.md).
+# The values reach up to log V − 3.6 (log V = 7.62 for V = 2 048); for larger ρ, 300 steps are too few (docs/log.md).
 _SMALL_RHO = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 _PAPER_RHO = (8.0, 9.0, 9.5, 10.0, 10.5, 11.0)
 
@@ -96,7 +96,8 @@ _TAU_MAX_EVAL = (0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
 def _figure_9(scale: Scale) -> tuple[Study, ...]:
     is_small = scale == "small"
     arm = frozen(scale, "TempNet", "llama2-7b-frozen")
-    # A word perplexity of a text that such a model has never seen the like of has fifteen digits.
+    # At small scale bits per byte are used, since the word perplexity of a text unlike any that such a model has seen
+    # has fifteen digits.
     found = "bits a byte" if is_small else "average"
     best = (
         Statement(

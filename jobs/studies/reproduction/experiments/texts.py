@@ -1,4 +1,4 @@
-"""TempNets whose texts are judged elsewhere (TempNet Tables 1, 11 and 12, Figure 6)."""
+"""Experiments whose generated texts are judged by other tools (TempNet Tables 1, 11 and 12, Figure 6)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHAT = {f"llama2-chat-{size}-frozen": f"LLaMA-2 Chat {size.upper()}" for size i
 def _trained_only(
     scale: Scale, title: str, presets: Mapping[str, str], table: PaperTable, notes: Sequence[str]
 ) -> tuple[Study, ...]:
-    """TempNets whose texts are judged elsewhere: only their training and its temperatures are here."""
+    """Returns a study that only trains TempNets and reports their temperatures; the texts are judged by other tools."""
     return (
         Study(
             title=title,

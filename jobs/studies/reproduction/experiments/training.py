@@ -1,4 +1,4 @@
-"""What the robust loss and its TempNet do to training (TempNet Tables 2, 4, 10 and 16, Figures 2 and 4)."""
+"""Experiments on training with the robust loss and its TempNet (TempNet Tables 2, 4, 10 and 16, Figures 2 and 4)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _table_2(scale: Scale) -> tuple[Study, ...]:
 def _frozen_llama(
     scale: Scale, family: str, paper: Mapping[str, tuple[tuple[float, ...], ...]], *, with_falling_wikitext: bool
 ) -> Study:
-    """Frozen bases, whose own scores are those of the same export at τ = 1."""
+    """Returns a study of TempNets on frozen bases; the bases' own scores are those of the same exports at τ = 1."""
     presets = distinct(scale, paper)
     columns = [f"{column}{at}" for at in (" at τ = 1", "") for column in TABLE_2_COLUMNS]
     return study(
@@ -160,7 +160,7 @@ def _curves(scale: Scale) -> tuple[Study, ...]:
 def _table_16(scale: Scale) -> tuple[Study, ...]:
     zero = Arm(name="ρ = 0", preset="gpt2-scratch", changes={"temperature.loss": "dro", **rho(0.0)})
     tuned = scratch("ρ tuned", "dro")
-    # The averages over the five tasks are ours, from the paper's columns.
+    # We computed the averages over the five tasks from the paper's columns.
     rows = {"τ = 1": (31.44, 62.49, 49.86), "ρ = 0": (31.34, 62.66, 49.61), "ρ tuned": (32.24, 60.13, 47.32)}
     ends = between("ρ = 0", "tau_mean", 1.95, 2.05)
     return (
