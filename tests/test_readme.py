@@ -69,4 +69,4 @@ def test_every_job_that_is_shown_is_there() -> None:
 
 def test_links_and_pictures_exist() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        assert target.startswith("https://arxiv.org/abs/") or (ROOT / target).exists(), target

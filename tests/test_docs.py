@@ -1,0 +1,76 @@
+"""What the pages of docs/ name is there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_FILE = r"(?:tempnet|pipelines|jobs|infra|benchmarks|tests|docs)/[\w/.-]*\.\w+"
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines at its top level."""
+    return {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/tour.md", "docs/results.md", "docs/method.md", "docs/errors.md", "CONTRIBUTING.md", "README.md"]
+)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    found = re.findall(rf"`({_FILE})(?:::(\w+))?`", text)
+    for file, name in found:
+        assert (ROOT / file).exists(), f"{page} names {file}"
+        assert not name or name in names_in(ROOT / file), f"{page} names {name} in {file}"
+    assert found or page == "README.md"
+
+
+_PLACEHOLDER = "\0"
+
+
+def strings_in(path: Path) -> Iterator[str]:
+    """The strings of a module, adjacent literals joined; a placeholder stands for what an f-string interpolates."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    is_part = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    is_docstring = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else _PLACEHOLDER for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in is_part | is_docstring:
+            yield node.value
+
+
+@functools.cache
+def source_strings() -> str:
+    """The strings of the program, a line feed and a placeholder between them."""
+    files = sorted(path for part in ("jobs", "pipelines", "tempnet") for path in (ROOT / part).rglob("*.py"))
+    return f"\n{_PLACEHOLDER}".join(text for path in files for text in strings_in(path))
+
+
+def quoted_messages() -> list[str]:
+    """The code-font text in the first cell of every row of a table in docs/errors.md."""
+    return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_messages_that_errors_md_quotes_are_in_the_source(message: str) -> None:
+    assert message in source_strings(), f"docs/errors.md quotes {message!r}, which no string of the program holds"
+    assert len(message.split()) >= 4, f"{message!r} is too short to tell one message from another"
+
+
+def test_every_table_of_errors_md_quotes_messages() -> None:
+    rows = re.findall(r"^\| (?!message \||exit status \||\d+ \|)", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(quoted_messages()) >= 35
+
+
+def test_strings_are_joined_and_docstrings_left_out(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('''"""Never printed."""\nraise ValueError(f"one {1 + 1} " "two " f"three {4}" "five")\n''')
+    assert list(strings_in(module)) == [f"one {_PLACEHOLDER} two three {_PLACEHOLDER}five"]
