@@ -1,1 +1,1 @@
-"""Data in motion: archives to documents to packed blocks to ordered batches. Knows nothing of models or training."""
+"""Data pipelines: archives → documents → packed blocks → ordered batches, independent of models and training."""

@@ -1,4 +1,4 @@
-"""One Ray Data task an archive, with a record of each that is done, so that an interrupted preparation goes on."""
+"""Run one Ray Data task per archive and record each finished one, so that an interrupted preparation can be resumed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from pipelines.storage import read_json, write_json
 def run_archive_tasks(
     prepare: Callable[[int], dict[str, Any]], num_archives: int, directory: str
 ) -> list[dict[str, Any]]:
-    """`prepare(number)` for every archive that has no record in the directory yet; the results in archive order.
+    """Call `prepare(number)` for every archive that has no record in `directory` yet; return the results of all.
 
     Args:
-        prepare: runs in a Ray task; gives a JSON object, which becomes the record once everything else is written.
-        directory: path or URI, which exists.
+        prepare: function that runs in a Ray task and returns a JSON object. The object is saved as the archive's record
+            after `prepare` has returned, so a record exists only if everything else was written.
+        num_archives: number of archives; `prepare` is called with numbers 0 … num_archives−1.
+        directory: path or URI of an existing directory, which holds the records.
+
+    Returns:
+        The results of all archives in archive order, both those computed now and those read from earlier records.
     """
 
     def record(number: int) -> str:

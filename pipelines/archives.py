@@ -1,4 +1,4 @@
-"""Text archives: which files are archives, and in which format."""
+"""List text archives and determine their formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_NAMES_SHOWN = 5
 
 
 class ArchiveFormat(StrEnum):
-    """How the bytes of an archive, or of a member of a tar, are to be read."""
+    """Format of the bytes of an archive, or of a member of a tar."""
 
     JSONL = "jsonl"
     JSONL_GZ = "jsonl.gz"
@@ -22,7 +22,7 @@ class ArchiveFormat(StrEnum):
     TAR = "tar"
     PARQUET = "parquet"
     PLAIN = "plain"
-    """The file is one document."""
+    """The whole file is one document of plain text."""
 
 
 SUFFIXES = {
@@ -32,31 +32,37 @@ SUFFIXES = {
     ".tar": ArchiveFormat.TAR,
     ".parquet": ArchiveFormat.PARQUET,
 }
-"""File suffix -> format. `.jsonl.zst.tar`, the name OpenWebText2 is published under, is a `.tar`."""
+"""Mapping from file suffix to format. `.jsonl.zst.tar`, the suffix of the published OpenWebText2, counts as `.tar`."""
 
 PLAIN_SUFFIXES = dict.fromkeys((".txt", ".md", ".rst"), ArchiveFormat.PLAIN)
-"""Files that hold one document each. Nothing lists them unasked: beside archives lies many a README."""
+"""Suffixes of plain-text files, which hold one document each.
+
+`list_archives` does not list them by default, because directories of archives often contain a README too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """One file of documents."""
+    """One file that contains documents."""
 
     path: str
-    """Path within the filesystem of the URI it was listed from."""
+    """Path of the file within the filesystem of the URI that it was listed from."""
     format: ArchiveFormat
+    """Format of the file."""
     num_bytes: int
-    """Size of the file as stored."""
+    """Size of the stored (possibly compressed) file in bytes."""
 
 
 def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
-    """The archives at a URI, by path: the file itself, or all below a directory that end in one of the suffixes.
+    """List the archives at a URI, sorted by path.
 
-    Below a directory, files with another suffix are passed over, and so is everything whose name, or whose directory's
-    name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
+    If the URI is a file, the result is that file. If it is a directory, the result is every file at any depth below it
+    that ends in one of `suffixes`. Files with other suffixes are skipped, and so is everything whose name, or whose
+    directory's name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
 
-    Raises FileNotFoundError if the path does not exist or is a directory without archives, and ValueError if it is a
-    file with an unknown suffix.
+    Raises:
+        FileNotFoundError: if the path does not exist or is a directory without archives.
+        ValueError: if the path is a file with an unknown suffix.
     """
     filesystem, root = resolve(uri)
     info = filesystem.get_file_info(root)
@@ -85,12 +91,17 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
 
 
 def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
-    """The format that the name's suffix stands for, or None."""
+    """Return the format that the name's suffix stands for, or None if no suffix matches."""
     return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
 
 
 def seen(names: list[str], num_names: int) -> str:
-    """A few of so many names, for a message."""
+    """Format a few names for an error message.
+
+    Args:
+        names: names to show; at most NUM_NAMES_SHOWN of them appear.
+        num_names: total number of names, which may exceed `len(names)`.
+    """
     if not names:
         return "there is no other file either"
     more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""

@@ -1,4 +1,4 @@
-"""Decompressing a stream that may be cut short or damaged: all that is there, then why it does not go on."""
+"""Decompress a stream that may be truncated or damaged: yield every readable byte, then report why reading stopped."""
 
 from __future__ import annotations
 
@@ -11,24 +11,32 @@ import zstandard
 
 from pipelines.archives import ArchiveFormat
 
-# Also what a *corrupt* stream can cost before its damage: a decoder that fails gives nothing of the read it was in.
+# Size of one read. It also bounds how much good data in front of the damage a *corrupt* stream can lose, because a
+# decoder that fails returns nothing of the read in which it failed.
 READ_BYTES = 32 * 2**10
 
 
 class Readable(Protocol):
-    """A source of bytes."""
+    """Source of bytes that can be read sequentially."""
 
     def read(self, num_bytes: int, /) -> bytes: ...
 
 
 class DamagedError(Exception):
-    """A stream that cannot be decoded beyond what it has already given."""
+    """Raised when a stream cannot be decoded beyond the bytes that were already returned."""
 
 
 def decoded(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
-    """The decompressed bytes in pieces of at most READ_BYTES. Raises DamagedError where they cannot go on.
+    """Yield the decompressed bytes in pieces of at most READ_BYTES.
 
-    `num_bytes` is what the stream should have; a compressed stream says itself whether it is complete.
+    Args:
+        stream: source of the stored bytes.
+        num_bytes: expected size of the stream. It is checked for an uncompressed stream only; a compressed stream
+            itself marks where it ends.
+        line_format: format of the stream: JSONL, JSONL_ZST or JSONL_GZ.
+
+    Raises:
+        DamagedError: where the stream is truncated or cannot be decoded further.
     """
     if line_format is ArchiveFormat.JSONL:
         num_read = 0
@@ -55,11 +63,11 @@ def decoded(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Ite
         num_chunks = 0
         try:
             with gzip.GzipFile(fileobj=stream) as file:  # type: ignore[call-overload]
-                # `read1`, because `read` drops what it has already decoded when the stream then turns out damaged.
+                # Use `read1`, because `read` discards what it has already decoded if the stream then proves damaged.
                 while chunk := file.read1(READ_BYTES):
                     yield chunk
                     num_chunks += 1
-                is_empty = num_chunks == 0 and file.mtime is None  # No header was read.
+                is_empty = num_chunks == 0 and file.mtime is None  # `mtime` is None as long as no header was read.
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DamagedError(f"corrupt gzip stream: {error}") from error
         if is_empty:
@@ -67,18 +75,18 @@ def decoded(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Ite
 
 
 class _ZstdSource:
-    """Passes compressed bytes on and follows the frames in them (RFC 8878, section 3.1).
+    """Pass compressed bytes through unchanged while tracking the Zstandard frames in them (RFC 8878, section 3.1).
 
-    The reader of `zstandard` takes the end of its input for the end of the data, even in the middle of a frame; where
-    frames end is the only sign that a download was cut short.
+    The stream reader of `zstandard` treats the end of its input as the end of the data, even in the middle of a frame.
+    Tracking where frames end is therefore the only way to notice that a download was truncated.
     """
 
     __slots__ = ("_checksum_bytes", "_header", "_in_frame", "_num_frames", "_num_skip", "_stream")
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
-        self._header = b""  # The part seen of the frame or block header that comes next.
-        self._num_skip = 0  # Bytes until that header.
+        self._header = b""  # The bytes read so far of the next frame or block header.
+        self._num_skip = 0  # The number of bytes between the current position and that header.
         self._in_frame = False
         self._checksum_bytes = 0
         self._num_frames = 0
@@ -114,11 +122,11 @@ class _ZstdSource:
             if len(header) < 5:
                 return
             magic = int.from_bytes(header[:4], "little")
-            if magic >> 4 == 0x184D2A5:  # A skippable frame: its size follows.
+            if magic >> 4 == 0x184D2A5:  # This is a skippable frame; its size follows the magic number.
                 if len(header) < 8:
                     return
                 self._num_skip = int.from_bytes(header[4:], "little")
-            else:  # Any other magic number is left for the decompressor to complain about.
+            else:  # A wrong magic number is not checked here, because the decompressor reports it.
                 descriptor = header[4]
                 single_segment = descriptor >> 5 & 1
                 size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]

@@ -1,7 +1,8 @@
-"""Everything that was lost in preparing data, as JSON lines: a file for each archive, written as it is read.
+"""Write every record that is lost while data is prepared to JSON lines files, one file per archive.
 
-The files lie beside the prepared data, so that losses can be listed at any time after, in the order of the archives, however
-many of these were read at once.
+A "loss" here is lost data, not a training loss. Each file is written while its archive is read and is stored beside
+the prepared data, so that the losses can be listed later at any time, in the order of the archives, no matter how
+many archives were read in parallel.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _COPY_BYTES = 2**20
 
 
 class Losses:
-    """What was lost of one archive: counted by kind, the first few remembered, and all of them written to a file.
+    """Count the lost records of one archive by kind, keep the first few as examples, and write all of them to a file.
 
-    A context manager; the file is complete when it is left.
+    This is a context manager; the file is complete when the context exits.
     """
 
     def __init__(self, uri: str) -> None:
@@ -36,11 +37,12 @@ class Losses:
         self._stream.close()
 
     def add(self, archive: str, problem: Problem, problems: Counter[str], examples: list[str]) -> None:
-        """Count and write a problem.
+        """Count a problem and write it to the file.
 
         Args:
-            archive: path of the archive that it lies in.
-            problems, examples: as `note` changes them.
+            archive: path of the archive that contains the problem.
+            problem: the problem to record.
+            problems, examples: counts and examples, which are updated in place as by `note`.
         """
         note(problem, problems, examples)
         line = {
@@ -54,18 +56,20 @@ class Losses:
 
 
 def losses_name(prepared: str) -> str:
-    """The name, or URI, of the losses beside what was prepared."""
+    """Return the name (or URI) of the file of losses that belongs to a prepared file of this name (or URI)."""
     return f"{prepared}.losses.jsonl"
 
 
 def list_losses(directory: str, files: Sequence[str], destination: str) -> None:
-    """Write the losses in some files of a prepared directory, one after the other, into one.
+    """Concatenate several files of losses of a prepared directory into one file.
 
     Args:
-        destination: path or URI of the file, whose directory exists; it is replaced.
+        directory: path or URI of the prepared directory.
+        files: names of the files to read, relative to `directory`, in the order in which they are concatenated.
+        destination: path or URI of the file to write. Its directory must exist; an existing file is replaced.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if `destination` cannot be written.
     """
     target, target_path = resolve(destination)
     with target.open_output_stream(target_path) as sink:

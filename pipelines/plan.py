@@ -1,10 +1,12 @@
-"""The order of training data as a pure function of (seed, manifest): which item stands at which place of the stream.
+"""Compute the order of training data, a pure function of (seed, manifest): which item is at which place of the stream.
 
-The stream is epoch 0, epoch 1, …, without end; an epoch visits every item exactly once. Batch k is places kB … (k+1)B−1,
-and batches run across the end of an epoch, so nothing is dropped and nothing depends on the number of workers. Shards
-are permuted, grouped into windows, and the items of a window are permuted: a reader holds one window at a time.
+The stream is the infinite sequence epoch 0, epoch 1, …; each epoch visits every item exactly once. A *place* is an
+index into the stream. With B items per batch, batch k consists of places kB … (k+1)B−1. Batches may cross the end of
+an epoch, so no item is dropped and the order does not depend on the number of workers. In each epoch the shards are
+permuted and grouped into windows, and the items within a window are permuted, so that a reader needs only one window
+in memory at a time.
 
-The cursor of a run is one number: the next place.
+The cursor of a run, which is all that is needed to resume it, is a single number: the next place.
 """
 
 from __future__ import annotations
@@ -18,30 +20,39 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A run of places whose items all lie in a few shards."""
+    """Contiguous range of places whose items all lie in a few shards."""
 
     epoch: int
+    """Epoch that the window belongs to, counted from 0."""
     index: int
-    """Which window of its epoch."""
+    """Number of the window within its epoch, counted from 0."""
     start: int
-    """Its first place in the stream."""
+    """First place of the window in the stream."""
     shards: tuple[int, ...]
+    """Numbers of the shards whose items the window holds."""
     num_items: int
+    """Number of items (and places) in the window."""
 
     @property
     def stop(self) -> int:
-        """The place after its last."""
+        """The place just after the last one of the window."""
         return self.start + self.num_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """The order of the items of a data set whose shards hold `shard_sizes` items."""
+    """Order in which the items of a data set are visited.
+
+    Raises:
+        ValueError: if the data set holds no items.
+    """
 
     shard_sizes: tuple[int, ...]
+    """Number of items in every shard."""
     seed: int
+    """Seed of the permutations."""
     window_size: int = 32_768
-    """A window is closed once it holds this many items."""
+    """Number of items that complete a window: shards are added to it until it holds this many or the epoch ends."""
 
     def __post_init__(self) -> None:
         if self.num_items_per_epoch == 0:
@@ -49,18 +60,18 @@ class StreamPlan:
 
     @property
     def num_items_per_epoch(self) -> int:
-        """Blocks in one epoch: all of them."""
+        """Number of items in one epoch, which is the number of items in all shards."""
         return sum(self.shard_sizes)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
-        """The windows that hold the places start … stop−1, in order."""
+        """Yield the windows that contain the places start … stop−1, in order."""
         epoch = start // self.num_items_per_epoch
         while epoch * self.num_items_per_epoch < stop:
             yield from (window for window in self.epoch(epoch) if window.stop > start and window.start < stop)
             epoch += 1
 
     def epoch(self, epoch: int) -> list[Window]:
-        """The windows of one epoch, in order."""
+        """Return the windows of one epoch, in order; windows without items are omitted."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.shard_sizes))
         windows: list[Window] = []
         group: list[int] = []
@@ -77,7 +88,7 @@ class StreamPlan:
         return [window for window in windows if window.num_items]
 
     def locate(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard, row) of the given places, all of which lie in the window."""
+        """Return the shard numbers and the rows in them, each (n,), of n places, which must all lie in the window."""
         permutation, bounds = _window_order(self, window)
         chosen = permutation[np.asarray(places) - window.start]
         member = np.searchsorted(bounds, chosen, side="right") - 1
@@ -86,14 +97,17 @@ class StreamPlan:
 
 @lru_cache(maxsize=4)
 def _window_order(plan: StreamPlan, window: Window) -> tuple[np.ndarray, np.ndarray]:
-    """The permutation of a window's items, and where each of its shards begins in the unpermuted order."""
+    """Return the permutation of a window's items, and the index of each shard's first item in the unpermuted order."""
     permutation = np.random.default_rng([plan.seed, window.epoch, window.index]).permutation(window.num_items)
     sizes = [plan.shard_sizes[shard] for shard in window.shards]
     return permutation, np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
 
 
 def rank_places(start: int, stop: int, *, batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """The places in start … stop−1 that belong to one rank: slots rank·B/W … of every batch."""
+    """Return the places in start … stop−1 that belong to one rank.
+
+    With B = batch_size and W = world_size, a rank gets slots rank·B/W … (rank+1)·B/W − 1 of every batch.
+    """
     places = np.arange(start, stop)
     num_per_rank = batch_size // world_size
     slot = places % batch_size

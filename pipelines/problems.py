@@ -1,4 +1,4 @@
-"""What was wrong with the content of data: one record of it, counts by kind, and the share past which it is too much."""
+"""Describe problems with the content of data, count them by kind, and reject a source that has too many of them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ _NUM_EXAMPLES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Something that is not a record."""
+    """Data that could not be read as a record."""
 
     kind: StrEnum
+    """Kind of the problem; each data format has its own enumeration of kinds."""
     where: str
-    """The record, or the archive or its member, relative to the URI that is read."""
+    """Name of the affected record, archive member or archive, relative to the URI that is read."""
     detail: str
+    """Explanation for a human reader."""
     count: int = 1
-    """How many records it stands for: more than one where only their number can be estimated."""
+    """Number of records that are affected; it exceeds 1 only where that number had to be estimated."""
 
 
 def note(problem: Problem, problems: Counter[str], examples: list[str]) -> None:
-    """Count a problem by kind and remember the first few."""
+    """Add a problem to the counts by kind, and to the examples as long as there are fewer than 5 of them."""
     problems[problem.kind] += problem.count
     if len(examples) < _NUM_EXAMPLES:
         examples.append(f"{problem.where} ({problem.kind}: {problem.detail})")
 
 
 class Reading(Protocol):
-    """What was read from one archive, and what was not."""
+    """Summary of reading one archive: how many records were readable, and the problems with the others."""
 
     @property
     def path(self) -> str: ...
@@ -44,7 +46,7 @@ class Reading(Protocol):
 
 
 class TooManyProblemsError(RuntimeError):
-    """More records were unreadable than the configuration allows."""
+    """Raised when more records were unreadable than the configuration allows, or when none was readable."""
 
 
 def check_problems(
@@ -55,15 +57,18 @@ def check_problems(
     field: str = "data.max_bad_share",
     noun: str = "document",
 ) -> None:
-    """Refuse a source in which too much was unreadable, or nothing readable was left.
+    """Reject a source with too large a share of unreadable records, or with no readable record at all.
 
     Args:
-        source: what was read, for the message.
-        field: how the person who gave `max_bad_share` knows it.
-        noun: what a record is.
+        source: path or URI of what was read, for the error message.
+        readings: one summary per archive.
+        max_bad_share: largest allowed share of unreadable records, in [0, 1].
+        field: name of the configuration field that `max_bad_share` comes from, for the error message.
+        noun: word for one record, for the error message.
 
     Raises:
-        TooManyProblemsError: naming the share, the kinds and the archives.
+        TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems and
+            the worst archives.
     """
     num_bad = sum(sum(reading.problems.values()) for reading in readings)
     num_records = sum(reading.num_records for reading in readings)

@@ -1,4 +1,4 @@
-"""Ranges of bytes of many files, local or remote; a file that is not as it was is named."""
+"""Read byte ranges from many files on a local or remote filesystem."""
 
 from __future__ import annotations
 
@@ -18,40 +18,44 @@ _MAX_BYTES_AT_A_TIME = 2**26
 
 
 class ByteRange(NamedTuple):
-    """Where some bytes lie."""
+    """Location of a range of bytes in a file."""
 
     path: str
+    """Path of the file within its filesystem."""
     offset: int
+    """Position of the first byte in the file."""
     size: int
+    """Number of bytes."""
 
 
 class RangeReader:
-    """Reads ranges from the filesystem of a URI: a local one range by range, a remote one several at a time.
+    """Read byte ranges from a filesystem: one after the other if it is local, several in parallel if it is remote.
 
-    Local files are read, not mapped into memory: a mapped file that becomes shorter ends the process with SIGBUS, where
-    a read comes back short and can be reported.
+    Local files are read rather than memory-mapped: if a mapped file becomes shorter, accessing it kills the process
+    with SIGBUS, whereas a read returns fewer bytes, which can be reported.
     """
 
     def __init__(self, filesystem: fs.FileSystem) -> None:
         self._filesystem = filesystem
-        # Arrow's random-access files may be read from several threads, and files may be open more than once.
+        # This is thread-safe: several threads may read from one of Arrow's random-access files, and it does no harm if
+        # two threads open the same file.
         self._open = lru_cache(maxsize=_NUM_OPEN_FILES)(filesystem.open_input_file)
         is_local = isinstance(filesystem, fs.LocalFileSystem)
         self._pool = None if is_local else ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each range, in order; fewer than asked for where a file ends before.
+        """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range.
 
         Raises:
-            OSError: if a file is gone or cannot be read.
+            OSError: if a file no longer exists or cannot be read.
         """
         return list(self._pool.map(self._read, ranges) if self._pool else map(self._read, ranges))
 
     def stream(self, ranges: Sequence[ByteRange]) -> Iterator[bytes]:
-        """The same one after the other; memory holds 64 MiB of them, or a single one that is longer.
+        """Yield what `read` returns, item by item; memory holds at most 64 MiB, or a single range if it is longer.
 
         Raises:
-            OSError: as `read`.
+            OSError: if a file no longer exists or cannot be read.
         """
         first, num_bytes = 0, 0
         for number, wanted in enumerate(ranges):
@@ -69,5 +73,5 @@ class RangeReader:
 
 @lru_cache(maxsize=4)
 def range_reader(uri: str) -> RangeReader:
-    """The reader for a URI's filesystem, one a process."""
+    """Return the reader for a URI's filesystem; it is cached, so that a process has one reader per URI."""
     return RangeReader(resolve(uri)[0])

@@ -1,4 +1,4 @@
-"""Where models and tokenizers come from: a local path, or the hub."""
+"""Check the source of a model or tokenizer: a local path, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SECONDS_TO_ANSWER = 5
-# One of them is in the cache of the hub if a model or a tokenizer is.
+# If a model or a tokenizer is in the local cache of the hub, so is at least one of these files.
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def check_source(source: str) -> None:
-    """Refuse a path that is not there and a hub that cannot be reached. Transformers takes a missing path for a hub name
-    that is misspelt, and tries a hub without a network for half a minute.
+    """Reject a local path that does not exist, and a hub name if the hub cannot be reached.
+
+    Without this check, Transformers treats a missing path as a misspelt hub name, and without a network it keeps
+    trying to reach the hub for half a minute.
 
     Raises:
-        ValueError: naming the source.
+        ValueError: if the source cannot be used; the message names it.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -38,7 +40,8 @@ def check_source(source: str) -> None:
 
 
 def _check_hub(name: str) -> None:
-    # Transformers brings it; readers that are only sent a tokenizer need neither.
+    # Imported here because it comes with Transformers, and processes that only receive a pickled tokenizer need
+    # neither.
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
@@ -47,7 +50,7 @@ def _check_hub(name: str) -> None:
         with urllib.request.urlopen(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER):
             pass
     except urllib.error.HTTPError:
-        pass  # it answers
+        pass  # An HTTP error is still an answer: the hub can be reached.
     except OSError as error:
         raise ValueError(
             f"{name!r} is no local directory, and the hub at {constants.ENDPOINT} cannot be reached from here: give the "

@@ -1,4 +1,4 @@
-"""Files at a path or URI: where it leads, and small JSON files that a reader sees whole or not at all."""
+"""Resolve paths and URIs to filesystems, and read and atomically write small JSON files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pyarrow import fs
 
 
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
-    """The filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
+    """Return the filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
 
-    Raises ValueError for an empty URI, or a scheme that pyarrow does not know.
+    Raises:
+        ValueError: if the URI is empty or pyarrow does not know its scheme.
     """
     if not uri:
         raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
@@ -33,16 +34,16 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def relative(path: str, root: str) -> str:
-    """`path` below the directory `root`, or the name of the file when `root` is the file itself."""
+    """Return `path` relative to the directory `root`, or only its file name if it equals `root` or is not below it."""
     below = PurePosixPath(path)
     return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
 
 
 def read_json(uri: str) -> dict[str, Any] | None:
-    """The JSON object at a URI, or None if there is no such file.
+    """Return the JSON object stored at a URI, or None if there is no such file.
 
     Raises:
-        ValueError: if the file holds something else, naming it.
+        ValueError: if the file holds something other than a JSON object; the message names the file.
     """
     filesystem, path = resolve(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -59,13 +60,13 @@ def read_json(uri: str) -> dict[str, Any] | None:
 
 
 def write_json(uri: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON object; a reader sees all of it or none, and a disk that is full leaves what was there before.
+    """Write a JSON object atomically: a reader sees all of it or none, and if the disk is full the old file remains.
 
     Raises:
-        OSError: naming the file, where the operating system says what the matter is.
+        OSError: if the file cannot be written; the message names the file if the operating system gave an error number.
     """
     filesystem, path = resolve(uri)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"  # others may write the same file
+    partial = f"{path}.{uuid.uuid4().hex}.partial"  # The name is unique, as other processes may write the same file.
     try:
         with filesystem.open_output_stream(partial) as stream:
             stream.write(json.dumps(content, indent=1).encode())
@@ -73,6 +74,6 @@ def write_json(uri: str, content: Mapping[str, Any]) -> None:
     except OSError as error:
         with suppress(OSError):
             filesystem.delete_file(partial)
-        if error.errno is None:  # an object store's
+        if error.errno is None:  # The error comes from an object store, which has no error numbers.
             raise
         raise OSError(error.errno, os.strerror(error.errno), path) from error

@@ -1,10 +1,10 @@
-"""Tar archives as a stream: the members in order, nothing extracted, and damage reported instead of passed over.
+"""Read tar archives as a stream: yield the members in order, extract nothing to disk, and report damage.
 
-Headers are followed here and not by `tarfile.TarFile`, which holds an extended header of any size, searches it in
-quadratic time, recurses into chains of them and takes a broken one for the end of the archive. A header block itself is
-parsed by `tarfile.TarInfo.frombuf`.
+This module follows the headers itself instead of using `tarfile.TarFile`, which loads an extended header of any size
+into memory, searches it in quadratic time, recurses into chains of extended headers, and treats a broken header as
+the end of the archive. Single header blocks are still parsed by `tarfile.TarInfo.frombuf`.
 
-Memory holds one buffer and one extended header, whatever the archive says about its sizes.
+Memory use is limited to one buffer and one extended header, whatever sizes the archive claims.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pipelines.decompression import Readable
 
 MAX_HEADER_BYTES = 2**16
-"""A longer extended header (a pax header, or a GNU header for a long name) is refused: the archive cannot be read further.
-A path has 4 KiB at most on Linux."""
+"""Maximum size of an extended header (a pax header, or a GNU header for a long name), in bytes.
+
+A longer one is an error, after which the archive cannot be read further. A path on Linux has at most 4 KiB.
+"""
 
 _BUFFER_BYTES = 2**20
 _BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -31,11 +33,14 @@ _TYPES_WITHOUT_DATA = (
     tarfile.FIFOTYPE,
 )
 _SPARSE = "GNU.sparse."
-_MAX_DIGITS = 20  # of a record's length and of a member's size
+_MAX_DIGITS = 20  # Maximum number of digits of a pax record's length and of a member's size.
 
 
 class TarMember:
-    """The bytes of one member, from the archive's stream: all there are, also of a member that is cut."""
+    """Reader of the bytes of one member, taken from the archive's stream.
+
+    If the archive ends inside the member, all bytes that exist can be read, and then `is_cut` becomes True.
+    """
 
     __slots__ = ("_num_left", "_source", "is_cut")
 
@@ -45,7 +50,7 @@ class TarMember:
         self.is_cut = False
 
     def read(self, num_bytes: int, /) -> bytes:
-        """Up to so many bytes; nothing at the end of the member, or of the archive."""
+        """Return up to `num_bytes` bytes; the result is empty at the end of the member or of the archive."""
         data = self._source.read(min(num_bytes, self._num_left))
         self._num_left -= len(data)
         self.is_cut = not data and self._num_left > 0
@@ -53,17 +58,18 @@ class TarMember:
 
 
 def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
-    """The members of a tar, in order; each is to be read, if at all, before the next.
+    """Yield the header and a reader of each member of a tar, in order.
 
-    Of a header, `name` (always encodable as UTF-8), `type`, `size`, `offset_data` and `sparse` (not None for a sparse file,
-    whose bytes are not the file's) are what the archive says.
+    A member can only be read before the next one is requested. The valid attributes of a header are `name` (always
+    encodable as UTF-8), `type`, `size`, `offset_data`, and `sparse` (not None for a sparse file, whose stored bytes
+    are not the file's content).
 
     Raises:
-        tarfile.TarError: where the archive is cut or corrupt, after all members before.
+        tarfile.TarError: where the archive is truncated or corrupt, after all members before that place were yielded.
     """
     source = _Source(stream)
-    for_all: dict[str, str] = {}  # fields of global pax headers
-    for_next: dict[str, str] = {}  # fields of the extended headers before a member; the first of a name counts
+    for_all: dict[str, str] = {}  # Fields of global pax headers, which apply to all later members.
+    for_next: dict[str, str] = {}  # Fields of the extended headers before the next member; the first occurrence wins.
     while True:
         position = source.position
         block = source.read(_BLOCK_BYTES)
@@ -76,7 +82,7 @@ def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
             if not block.strip(b"\0") and len(block) == _BLOCK_BYTES:
-                return  # the end mark
+                return  # A block of zeros marks the end of the archive.
             raise tarfile.ReadError(
                 f"neither a member nor the end of the archive at byte {position}: {error}"
             ) from error
@@ -100,7 +106,7 @@ def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]
 
 
 def _complete(info: tarfile.TarInfo, fields: dict[str, str], block: bytes, source: _Source, position: int) -> int:
-    """Fill in what extended headers say of a member. Returns the bytes it has in the archive."""
+    """Apply the fields of extended headers to a member's header; return the number of bytes stored for the member."""
     if info.type == tarfile.GNUTYPE_SPARSE:
         info.sparse = []  # type: ignore[assignment]  # a list in the code of tarfile, bytes in its stubs
         is_extended = block[482]
@@ -131,9 +137,10 @@ def _extended_header(info: tarfile.TarInfo, source: _Source, position: int) -> b
 
 
 def _pax_fields(content: bytes, position: int) -> dict[str, str]:
-    """The fields of a pax header that matter here, from records `<length> <field>=<value>\\n` (POSIX.1-2008, pax).
+    """Parse a pax header, a sequence of records `<length> <field>=<value>\\n` (POSIX.1-2008, pax).
 
-    Takes time that is linear in the content.
+    Only the fields `path`, `size` and `GNU.sparse.*` are returned; all sparse fields become a single empty entry. The
+    time is linear in the size of the content.
     """
     fields: dict[str, str] = {}
     at = 0
@@ -163,7 +170,7 @@ def _whole_blocks(num_bytes: int) -> int:
 
 
 class _Source:
-    """Reads a stream in large pieces and gives small ones, and knows where it is."""
+    """Buffered reader that reads a stream in large pieces, returns small ones, and tracks its position."""
 
     __slots__ = ("_at", "_buffer", "_stream", "position")
 
@@ -173,7 +180,7 @@ class _Source:
         self.position = 0
 
     def read(self, num_bytes: int) -> bytes:
-        """So many bytes; fewer only at the end of the stream."""
+        """Return exactly `num_bytes` bytes, or fewer at the end of the stream."""
         parts = []
         while num_bytes > 0:
             if self._at == len(self._buffer):
@@ -188,7 +195,7 @@ class _Source:
         return b"".join(parts)
 
     def skip(self, num_bytes: int) -> int:
-        """Pass over so many bytes. Returns how many of them the stream does not have."""
+        """Skip `num_bytes` bytes; return how many of them are missing because the stream ended."""
         while num_bytes > 0 and (data := self.read(min(num_bytes, _BUFFER_BYTES))):
             num_bytes -= len(data)
         return num_bytes

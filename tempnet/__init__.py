@@ -1,4 +1,4 @@
-"""Learned softmax temperatures: the robust loss, the temperature network, and the models that carry them."""
+"""Learned softmax temperatures: the robust loss, the temperature network (TempNet), and the models that use them."""
 
 from tempnet.dro import (
     best_constant_temperature,

@@ -1,11 +1,13 @@
-"""Choosing ρ and τ_max without a sweep (method §1, §2).
+"""Choose ρ and τ_max without a sweep (docs/method.md, "Choosing ρ for a frozen model").
 
-ρ. With a frozen base the oracle's mean τ*(ρ) over a sample of contexts falls in ρ, and a trained TempNet comes close to it:
-the ρ whose mean τ* is the wanted one is found by root finding, before anything is trained.
+ρ: With a frozen base model, the mean of the optimal temperature τ*(ρ) over a sample of contexts decreases in ρ, and
+the mean temperature of a trained TempNet comes close to it. The ρ that gives a desired mean τ* can therefore be found
+by root finding, before anything is trained.
 
-τ_max at inference. τ = (τ_max − τ₀)·σ(s) + τ₀ is linear in τ_max, so over given contexts the τ_max of a wanted mean τ is
-exact; over *generated* contexts, which change with τ, the step is repeated with fresh texts, and the σ of all rounds but the
-first are pooled until the standard error of the mean is small enough.
+τ_max at inference: τ = (τ_max − τ₀)·σ(s) + τ₀ is linear in τ_max, so for given contexts the τ_max that gives a
+desired mean τ is exact. *Generated* contexts change with τ, so for them the step is repeated with newly generated
+texts, and the values σ(s) of all rounds but the first are pooled until the standard error of their mean is small
+enough.
 
 Shapes: N contexts (rows), V effective vocabulary.
 """
@@ -23,38 +25,48 @@ from tempnet.dro import TemperatureCurve, optimal_temperature
 from tempnet.network import TempNetConfig
 
 Rows = Callable[[], Iterable[Tensor]]
-"""Called for every pass: the logits of the sample, in parts (n, V)."""
+"""Function that is called once per pass over the sample; it returns the sample's logits in parts (n, V)."""
 
-# ρ as a share of log V: the ends are infeasible (1) or have every τ* at τ_max (0).
+# Values of ρ as fractions of log V. The ends are left out: 1 is infeasible, and 0 puts every τ* at τ_max.
 DEFAULT_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _MAX_PASSES = 24
 
 
 class CalibrationError(ValueError):
-    """No ρ (or τ_max) gives the wanted mean temperature."""
+    """Raised if no ρ (or τ_max) gives the desired mean temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a sample of contexts says about ρ."""
+    """Result of choosing ρ from a sample of contexts."""
 
     rho: float
-    """The ρ whose mean τ* is the wanted one."""
+    """The ρ at which the mean τ* is the desired one, in nats."""
     target_entropy: float
-    """log V − ρ, nats."""
+    """Target entropy log V − ρ, in nats."""
     tau_mean: float
     """Mean τ* at that ρ."""
     tau_std: float
     """Standard deviation of τ* at that ρ."""
     curve: TemperatureCurve
-    """Mean and spread of τ*(ρ) over a range of ρ."""
+    """Mean and standard deviation of τ*(ρ) over a range of ρ."""
     num_contexts: int
+    """Number of contexts in the sample."""
 
 
 def oracle_moments(
     rows: Rows, rhos: Sequence[float], tau_min: float, tau_max: float
 ) -> tuple[list[float], list[float], int]:
-    """Mean and standard deviation of τ*(ρ) over the sample for every ρ, and the number of contexts; one pass."""
+    """Compute the mean and the standard deviation of τ*(ρ) over the sample for every ρ, in one pass over the sample.
+
+    Args:
+        rows: the sample.
+        rhos: values of ρ, in nats.
+        tau_min, tau_max: bounds τ₀ and τ_max of the optimal temperature.
+
+    Returns:
+        Means and standard deviations, one per ρ, and the number of contexts.
+    """
     sums = torch.zeros(2, len(rhos), dtype=torch.float64)
     num_contexts = 0
     for logits in rows():
@@ -77,12 +89,21 @@ def calibrate_rho(
     shares: Sequence[float] = DEFAULT_SHARES,
     tolerance: float = 1e-3,
 ) -> Calibration:
-    """The ρ at which the mean τ* over the sample is `tau`, within `tolerance`.
+    """Find the ρ at which the mean τ* over the sample is `tau`.
 
-    The bracket comes from the curve; false position with the Illinois rule inside it, as the mean is continuous and falls.
+    The curve of mean temperatures at `shares` gives a bracket. Inside it, the root is found by false position with the
+    Illinois rule, since the mean is continuous and decreasing in ρ.
+
+    Args:
+        rows: the sample.
+        vocab_size: V.
+        tau: desired mean temperature.
+        tau_min, tau_max: bounds τ₀ and τ_max of the optimal temperature.
+        shares: values of ρ for the curve, as ascending fractions of log V.
+        tolerance: largest accepted difference of the mean from `tau`.
 
     Raises:
-        CalibrationError: if no ρ in (0, log V) reaches `tau`.
+        CalibrationError: if `tau` is outside the range of means that the curve covers.
     """
     log_v = math.log(vocab_size)
     rhos = [share * log_v for share in shares]
@@ -108,7 +129,7 @@ def calibrate_rho(
         rho = (low * error_high - high * error_low) / (error_high - error_low)
         was_above = mean > tau
         [mean], [std], _ = oracle_moments(rows, [rho], tau_min, tau_max)
-        repeated = 0.5 if (mean > tau) == was_above else 1.0  # the end that stays is trusted less
+        repeated = 0.5 if (mean > tau) == was_above else 1.0  # Illinois rule: halve the value of an end that stays.
         if mean > tau:
             low, error_low, error_high = rho, mean - tau, error_high * repeated
         else:
@@ -120,15 +141,19 @@ def calibrate_rho(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Where temperatures lie in their range, σ = (τ − τ₀)/(τ_max − τ₀), which does not depend on τ_max."""
+    """Mean relative position of temperatures in their range, σ = (τ − τ₀)/(τ_max − τ₀); it is independent of τ_max."""
 
     mean: float
+    """Mean σ over all tokens, in [0, 1]."""
     standard_error: float
-    """Of the mean, with tokens of one text taken as dependent."""
+    """Standard error of the mean, where the tokens of one text are treated as dependent."""
 
     @classmethod
     def of(cls, texts: Sequence[Tensor]) -> Share:
-        """From the σ of the tokens of every text: the ratio of sums, and the spread of its residuals over texts."""
+        """Estimate mean and standard error from the σ of the tokens of each text.
+
+        The mean is a ratio of sums over texts, and its standard error comes from the residuals of the texts.
+        """
         sums = torch.tensor(
             [[text.double().sum().item(), len(text)] for text in texts if len(text)], dtype=torch.float64
         )
@@ -141,13 +166,18 @@ class Share:
 
 
 def share_of_range(tau: Tensor, config: TempNetConfig) -> Tensor:
-    """σ of temperatures that a network in eval mode gave."""
+    """Return the relative positions σ of temperatures that a network in eval mode predicted."""
     tau_max = config.tau_max if config.tau_max_eval is None else config.tau_max_eval
     return (tau - config.tau_min) / (tau_max - config.tau_min)
 
 
 def tau_max_for_mean(config: TempNetConfig, mean_share: float, *, wanted: float) -> float:
-    """The τ_max at which contexts of this mean σ have the mean temperature `wanted`: τ₀ + (wanted − τ₀)/σ.
+    """Return the τ_max at which contexts of mean σ have the mean temperature `wanted`: τ₀ + (wanted − τ₀)/σ.
+
+    Args:
+        config: configuration of the network, which gives τ₀.
+        mean_share: mean σ of the contexts.
+        wanted: desired mean temperature.
 
     Raises:
         CalibrationError: if `wanted` is not above τ₀.

@@ -1,19 +1,21 @@
 """The KL-constrained robust loss, its derivatives in the temperature, and its exact minimiser.
 
-For one instance with contrasting logits L_1..L_K and positive logit L₊ (TempNet §4.1, Appendix A-C):
+For one instance with contrasting logits L_1 … L_K and positive logit L₊ (TempNet, arXiv 2404.04575, §4.1, Appendix
+A-C):
 
     f(τ)   = τ·(logsumexp(L/τ) − log K) − L₊ + τ·ρ
     f'(τ)  = H(p) − log K + ρ,           p = softmax(L/τ)
     f''(τ) = Var_p[L] / τ³ ≥ 0
 
-so f is convex in τ, and at an interior minimum H(p) = log K − ρ: ρ is a target entropy, and only has a meaning together
-with K. Everything here works in float32 at least (float64 stays float64) and on logits shifted by their maximum, so
-that L/τ never overflows and the entropy never cancels.
+f is therefore convex in τ, and at an interior minimum the entropy is H(p) = log K − ρ. So ρ prescribes a target
+entropy, and has a meaning only together with K. All functions compute in float32 at least (float64 stays float64), on
+logits minus their maximum, so that L/τ never overflows and the entropy does not suffer from cancellation.
 
-A logit of −inf (a banned or padded token) is no contrast: it has weight 0, and K counts the others of its row. Every
-figure is then that of the row without it. NaN and +inf have no meaning here; what solves for a temperature refuses them.
+A logit of −inf (a banned or padded token) is not a contrast: it has weight 0, and K counts only the other logits of
+its row, so that all results are those of the row without it. NaN and +inf are invalid; the functions that solve for a
+temperature reject them.
 
-Shapes: N rows (tokens, images), K contrasts (the effective vocabulary of a language model).
+Shapes: N rows (tokens, images), K contrasts (for a language model, the effective vocabulary).
 """
 
 from __future__ import annotations
@@ -25,18 +27,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows are solved in slices of about this many logits, which bounds the oracle's working memory (float32: 64 MiB a copy).
+# Rows are solved in slices of about this many logits, which limits the solver's memory (in float32, 64 MiB per copy).
 _MAX_LOGITS_PER_SLICE = 1 << 24
 _MAX_NEWTON_STEPS = 100
-# Stands for −inf after the shift by the maximum: its weight is exactly 0 at any τ, and 0 times its square is 0, not NaN.
+# Replaces −inf after the maximum is subtracted: its weight is exactly 0 at any τ, and 0 times its square is 0, not NaN.
 _FLOOR = -1e12
 
 
 def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
-    """ρ = log K − H for a target entropy H in nats, 0 < H ≤ log K.
+    """Return ρ = log K − H for a target entropy H in nats, 0 < H ≤ log K.
+
+    Args:
+        target_entropy: H.
+        num_contrasts: K.
 
     Raises:
-        ValueError: if H lies outside (0, log K]; no ρ ≥ 0 asks for such an entropy.
+        ValueError: if H is outside (0, log K]; no feasible ρ corresponds to such an entropy.
     """
     log_k = math.log(num_contrasts)
     if not 0.0 < target_entropy <= log_k:
@@ -48,7 +54,11 @@ def rho_from_target_entropy(target_entropy: float, num_contrasts: int) -> float:
 
 
 def target_entropy_from_rho(rho: float, num_contrasts: int) -> float:
-    """H = log K − ρ in nats: the entropy that softmax(L/τ*) has at an interior optimum.
+    """Return H = log K − ρ in nats, the entropy of softmax(L/τ*) at an interior optimum τ*.
+
+    Args:
+        rho: ρ, in nats.
+        num_contrasts: K.
 
     Raises:
         ValueError: if ρ is infeasible, see :func:`check_rho`.
@@ -58,10 +68,16 @@ def target_entropy_from_rho(rho: float, num_contrasts: int) -> float:
 
 
 def check_rho(rho: float, num_contrasts: int) -> None:
-    """Refuse a ρ outside [0, log K): at or above log K the constraint never binds and every τ runs to its lower bound.
+    """Reject a ρ outside [0, log K).
+
+    At or above log K the constraint is never active, and every temperature would go to its lower bound.
+
+    Args:
+        rho: ρ, in nats.
+        num_contrasts: K.
 
     Raises:
-        ValueError: naming ρ, K, the legal range and what to choose.
+        ValueError: if ρ is infeasible; the message names ρ, K, the allowed range and what to choose.
     """
     log_k = math.log(num_contrasts)
     if not 0.0 <= rho < log_k:
@@ -75,16 +91,16 @@ def check_rho(rho: float, num_contrasts: int) -> None:
 
 
 def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float) -> Tensor:
-    """f(z, τ) = τ·(logsumexp(L/τ) − log K + ρ) − L₊ for every row; differentiable in the logits and in τ.
+    """Return f(z, τ) = τ·(logsumexp(L/τ) − log K + ρ) − L₊ for every row; it is differentiable in the logits and in τ.
 
     The gradient in the logits is softmax(L/τ) − onehot(target), without a factor 1/τ; the gradient in τ is
     H(p) − log K + ρ (TempNet Eq. 5 and Appendix B).
 
     Args:
-        logits: (N, K), or −inf for what is no contrast.
+        logits: (N, K) logits; −inf for entries that are not contrasts.
         targets: (N,) int64, the index of the positive logit of every row.
-        tau: (N,) or a number, τ > 0.
-        rho: the radius of the KL ball, in nats.
+        tau: (N,) temperatures or one number, τ > 0.
+        rho: radius ρ of the KL ball, in nats.
 
     Returns:
         (N,) in float32, or float64 for float64 logits.
@@ -98,9 +114,14 @@ def robust_loss(logits: Tensor, targets: Tensor, tau: Tensor | float, rho: float
 
 
 def temperature_derivatives(logits: Tensor, tau: Tensor | float, rho: float) -> tuple[Tensor, Tensor]:
-    """The first and second derivative of the robust loss in τ, each (N,): H(p) − log K + ρ and Var_p[L]/τ³.
+    """Return the first and second derivatives of the robust loss in τ, each (N,): H(p) − log K + ρ and Var_p[L]/τ³.
 
-    The second is the paper's (1/τ)·Var_p[L/τ] (TempNet Eq. 11).
+    The second one equals the paper's (1/τ)·Var_p[L/τ] (TempNet Eq. 11).
+
+    Args:
+        logits: (N, K) logits; −inf for entries that are not contrasts.
+        tau: (N,) temperatures or one number, τ > 0.
+        rho: radius ρ of the KL ball, in nats.
     """
     shifted = _shift_by_maximum(logits)
     tau = torch.as_tensor(tau, dtype=shifted.dtype, device=shifted.device).expand(shifted.shape[:-1])
@@ -111,25 +132,27 @@ def temperature_derivatives(logits: Tensor, tau: Tensor | float, rho: float) -> 
 def optimal_temperature(
     logits: Tensor, rho: float, tau_min: float = 0.001, tau_max: float = 2.0, *, tolerance: float = 1e-6
 ) -> Tensor:
-    """τ*(z) = argmin of the robust loss over [τ₀, τ_max], exactly: the oracle of TempNet's Baseline2.
+    """Return τ*(z), the exact minimiser of the robust loss over [τ₀, τ_max]: the "oracle" (Baseline2 of TempNet).
 
-    One Newton iteration in log τ from τ = 1, kept inside a bracket of the root: a step that leaves the bracket, or that
-    follows a step which did not halve the residual, is replaced by a bisection (the plain iteration of the paper's
-    Appendix B diverges on flat logits). A row whose f' does not change sign in [τ₀, τ_max] has its optimum at a bound:
-    τ₀ for flat rows, τ_max for certain ones. No gradient flows: by the envelope theorem none is needed.
+    The solver is a Newton iteration in log τ that starts at τ = 1 and keeps a bracket of the root. A step that would
+    leave the bracket, or that follows a step which did not halve the residual, is replaced by a bisection, because
+    the plain iteration of the paper's Appendix B diverges on flat logits. A row whose f' does not change sign in [τ₀,
+    τ_max] has its optimum at a bound: τ₀ if the logits are flat, τ_max if the prediction is nearly certain. The
+    result carries no gradient; by the envelope theorem, none is needed.
 
     Args:
-        logits: (..., K), or −inf for what is no contrast.
-        rho: the radius of the KL ball, 0 ≤ ρ < log K for every row.
+        logits: (..., K) logits; −inf for entries that are not contrasts.
+        rho: radius ρ of the KL ball in nats, 0 ≤ ρ < log K for every row.
         tau_min: τ₀ > 0.
         tau_max: τ_max > τ₀.
-        tolerance: the residual |H(p) − log K + ρ| in nats at which a row is solved.
+        tolerance: residual |H(p) − log K + ρ| in nats at which a row counts as solved.
 
     Returns:
         (...,) in float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: for an infeasible ρ, an empty interval, or a row with NaN, +inf or nothing but −inf, which is named.
+        ValueError: if ρ is infeasible, if [τ₀, τ_max] is not an interval of positive temperatures, or if a row
+            contains NaN, +inf or nothing but −inf; the message names the row.
     """
     num_contrasts = logits.shape[-1]
     check_rho(rho, num_contrasts)
@@ -146,20 +169,28 @@ def optimal_temperature(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureCurve:
-    """Mean τ*(ρ) over a sample of logits: the prior from which ρ is chosen without a sweep."""
+    """Mean and standard deviation of τ*(ρ) over a sample of logits, from which ρ is chosen without a sweep."""
 
     rho: tuple[float, ...]
+    """Values of ρ, in nats."""
     target_entropy: tuple[float, ...]
-    """log K − ρ, in nats; with log K the mean over the rows where they have different numbers of contrasts."""
+    """Target entropies log K − ρ, in nats; if rows have different numbers of contrasts, with the mean of log K."""
     tau_mean: tuple[float, ...]
+    """Mean of τ* over the rows, for every ρ."""
     tau_std: tuple[float, ...]
+    """Standard deviation of τ* over the rows, for every ρ."""
 
 
 def temperature_curve(
     logits: Tensor, rhos: Sequence[float], tau_min: float = 0.001, tau_max: float = 2.0
 ) -> TemperatureCurve:
-    """Mean and spread of the oracle's τ* over the rows of `logits` (N, K) for every ρ; the mean falls strictly in ρ
-    as long as some row has its optimum inside (τ₀, τ_max)."""
+    """Compute the mean and the standard deviation of τ* over the rows of `logits` (N, K) for every ρ.
+
+    The mean decreases strictly in ρ as long as some row has its optimum inside (τ₀, τ_max).
+
+    Raises:
+        ValueError: for the reasons given at :func:`optimal_temperature`.
+    """
     solved = [optimal_temperature(logits, rho, tau_min, tau_max).double() for rho in rhos]
     log_k = _log_num_contrasts(logits, torch.float64).mean().item()
     return TemperatureCurve(
@@ -171,9 +202,13 @@ def temperature_curve(
 
 
 def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001, tau_max: float = 2.0) -> float:
-    """The one τ that minimises the *mean* robust loss over all rows: what a TempNet has to beat.
+    """Return the single τ in [τ₀, τ_max] that minimises the *mean* robust loss over all rows: a baseline for TempNet.
 
-    The mean of convex functions is convex, so its derivative (mean entropy − log K + ρ) is bisected in log τ.
+    The mean of convex functions is convex, so the root of its derivative (mean entropy − log K + ρ) is found by
+    bisection in log τ.
+
+    Raises:
+        ValueError: if ρ is infeasible, or a row contains NaN, +inf or nothing but −inf.
     """
     shifted, targets = _checked(logits.reshape(-1, logits.shape[-1]), rho)
     target = targets.double().mean().item()
@@ -193,11 +228,11 @@ def best_constant_temperature(logits: Tensor, rho: float, tau_min: float = 0.001
 
 
 def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance: float, *, first_row: int) -> Tensor:
-    """The oracle for one slice of rows (n, K) → (n,)."""
+    """Return τ* (n,) of one slice of rows (n, K); `first_row` is the number of the first row, for error messages."""
     shifted, targets = _checked(logits, rho, first_row)
 
     def residual_and_slope(rows: Tensor, targets: Tensor, log_tau: Tensor) -> tuple[Tensor, Tensor]:
-        """f'(τ) and its derivative in log τ, which is Var_p[L/τ]."""
+        """Return f'(τ) and its derivative in log τ, which is Var_p[L/τ]."""
         entropy, variance = _scaled_moments(rows, log_tau.exp())
         return entropy - targets, variance
 
@@ -231,10 +266,10 @@ def _solve(logits: Tensor, rho: float, tau_min: float, tau_max: float, tolerance
 
 
 def _scaled_moments(shifted: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy of p = softmax(L/τ) in nats and Var_p[L/τ], each (N,), for rows whose maximum is 0."""
+    """Return the entropy of p = softmax(L/τ) in nats and Var_p[L/τ], each (N,), for rows whose maximum is 0."""
     scaled = shifted / tau.unsqueeze(-1)
     weights = scaled.exp()
-    # The maximum contributes exp(0) = 1, so the partition is at least 1 and a weight of exactly 0 meets a finite score.
+    # The maximum contributes exp(0) = 1, so the partition is at least 1. All scores are finite, so 0 · score is 0.
     partition = weights.sum(-1)
     weights = weights / partition.unsqueeze(-1)
     mean = (weights * scaled).sum(-1)
@@ -243,22 +278,29 @@ def _scaled_moments(shifted: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift_by_maximum(logits: Tensor) -> Tensor:
-    """L − max L per row, in float32 at least, and _FLOOR for −inf; the shift is a constant to autograd, as f is exactly
-    covariant to it."""
+    """Return L − max L per row, in float32 at least, with _FLOOR in place of −inf.
+
+    The maximum is a constant for autograd, because the gradient of f does not depend on a shift of all logits.
+    """
     logits = _at_least_float32(logits)
     return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=_FLOOR)
 
 
 def _log_num_contrasts(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """log K of every row (..., V) → (...,)."""
+    """Return log K (...,) of every row (..., V), where K is the number of logits that are not −inf."""
     return (logits > -math.inf).sum(-1).to(dtype).log()
 
 
 def _checked(logits: Tensor, rho: float, first_row: int = 0) -> tuple[Tensor, Tensor]:
-    """Shifted rows (n, V) and their target entropies log K − ρ (n,); `first_row` is the number of the first, for messages.
+    """Return the shifted rows (n, V) and their target entropies log K − ρ (n,).
+
+    Args:
+        logits: (n, V).
+        rho: ρ, in nats.
+        first_row: number of the first row, for error messages.
 
     Raises:
-        ValueError: for a row without a finite maximum, or a ρ that is infeasible for the K of a row.
+        ValueError: if a row has no finite maximum, or ρ is infeasible for the K of a row.
     """
     is_bad = ~logits.amax(-1).isfinite()
     if bool(is_bad.any()):

@@ -1,15 +1,18 @@
-"""Using a TempNet in `generate()`: the logits of every step are divided by the temperature that it predicts for them.
+"""Use a TempNet in `generate()`: the logits of every step are divided by the temperature that it predicts for them.
 
-    generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, takes the fastest way
+There are three ways:
 
-    processor = TemperatureLogitsProcessor(tempnet)                       reads the scores it is given
-    with attach(base, tempnet) as attached:                               listens to the model
+    generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, uses the fastest way
+
+    processor = TemperatureLogitsProcessor(tempnet)                       reads the scores that it receives
+    with attach(base, tempnet) as attached:                               reads the model's own outputs with a hook
         base.generate(…, do_sample=True, logits_processor=[attached.processor()])
 
-All give the same τ. What listens sees the logits as the model made them even when processors that ban or penalise tokens
-come first, and reads the hidden state (`CachedFold`, (d + d1)·d products a token instead of V·d1) where the logits are W h.
+All three give the same τ. A hook sees the original logits of the model, even if other processors that ban or penalise
+tokens run before. If the logits are W h with h the hidden state, the hook reads h instead of the logits
+(`CachedFold`), which costs (d + d1)·d products per token instead of V·d1.
 
-Shapes: B sequences, T tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+Shapes: B sequences, T tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
 
 from __future__ import annotations
@@ -32,15 +35,16 @@ from tempnet.softmax.fold import FoldCache, folds
 
 
 class TemperatureLogitsProcessor(LogitsProcessor):
-    """Divides the scores of a step by τ, and keeps the τ of every step.
+    """Logits processor that divides the scores of each step by τ, and records the τ of every step.
 
-    Only for sampling: a division by a positive number changes no argmax, and `temperature` ≠ 1 would divide a second time
-    (`check_generation` says so before a generation starts).
+    It is useful only for sampling, since a division by a positive number does not change the argmax. `temperature`
+    must be 1, or the scores would be divided a second time. `check_generation` rejects such settings before a
+    generation starts.
 
     Args:
-        tempnet: the network; `tau_max_eval` applies, as it is put into eval mode.
-        temperatures: where τ (B,) of a step comes from; default: the TempNet on the scores, which must then be the
-            logits as the model made them.
+        tempnet: the temperature network. It is put into eval mode, so that `tau_max_eval` applies.
+        temperatures: function that returns τ (B,) of the current step. By default the TempNet reads the scores, which
+            must then be the original logits of the model.
     """
 
     def __init__(self, tempnet: TempNet, temperatures: Callable[[], Tensor] | None = None) -> None:
@@ -51,7 +55,12 @@ class TemperatureLogitsProcessor(LogitsProcessor):
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, T) tokens so far, (B, V or more) scores → scores/τ; scores of padding beyond V become −inf."""
+        """Return scores/τ, with −inf for padding beyond V.
+
+        Args:
+            input_ids: (B, T) tokens so far.
+            scores: (B, V or more) scores of the next token.
+        """
         tau = self._read(scores[:, : self.vocab_size]) if self._temperatures is None else self._temperatures()
         self.steps.append(tau)
         scores = scores / tau.to(scores.dtype).unsqueeze(-1)
@@ -68,15 +77,15 @@ class TemperatureLogitsProcessor(LogitsProcessor):
 
     @property
     def temperatures(self) -> Tensor:
-        """(B, number of new tokens): τ of every step so far."""
+        """Temperatures of all steps so far: (B, number of new tokens)."""
         return torch.stack(self.steps, dim=-1)
 
 
 def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> None:
-    """Refuse settings of `generate()` under which a TempNet does nothing, or something else than it says.
+    """Reject settings of `generate()` under which a TempNet would have no effect or a wrong one.
 
     Raises:
-        ValueError: naming the setting, its value and what to do.
+        ValueError: if a setting is unsuitable; the message names the setting, its value and what to do.
     """
     if not config.do_sample:
         raise ValueError(
@@ -101,45 +110,52 @@ def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel 
 
 
 def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
-    """Whether τ can be had from the hidden state: logits that are W h and nothing else, and a network that folds into W."""
+    """Return whether τ can be computed from the hidden state: the logits must be exactly W h and the network must fold.
+
+    See `tempnet.softmax.fold` for the conditions on the network.
+    """
     head = find_output_head(base) if folds(tempnet) else None
     return head is not None and head.is_product(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What :func:`generate` returns."""
+    """Result of :func:`generate`."""
 
     sequences: Tensor
-    """(B, T + new): prompts and what was generated, padded."""
+    """Prompts and generated tokens, padded: (B, T + new)."""
     temperatures: Tensor
-    """(B, new): the τ that each new token was drawn with; meaningless after the end of a sequence."""
+    """The τ at which each new token was sampled: (B, new); values after the end of a sequence have no meaning."""
 
 
 @torch.no_grad()
 def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None = None, **options: Any) -> Generation:
-    """`base.generate(**options)` with every token drawn at the temperature that the TempNet predicts.
+    """Run `base.generate(**options)` and sample every token at the temperature that the TempNet predicts.
 
     Args:
-        base: the model.
-        tempnet: its network, on the device of the model's output weight.
-        fold: made once by `CachedFold.of(base, tempnet)` for many calls. Default: made in this call where possible.
-        options: as of `base.generate`, but by default tokens are drawn, at temperature 1, and top_k = 50, Transformers' own
-            default, is off (a top_k or top_p of the model's generation configuration stays). Prompts of a batch are
-            padded on the left.
+        base: the base model.
+        tempnet: its temperature network, on the device of the model's output weight.
+        fold: result of `CachedFold.of(base, tempnet)`, which can be reused for many calls. By default it is computed
+            in this call if possible.
+        options: options of `base.generate`. The defaults differ: tokens are sampled, the temperature is 1, and
+            Transformers' default top_k = 50 is disabled (but a top_k or top_p in the model's generation configuration
+            applies). Prompts of a batch must be padded on the left.
 
     Raises:
-        ValueError: for greedy decoding, a `temperature` other than 1, and the like (:func:`check_generation`).
+        ValueError: if the settings are unsuitable, such as greedy decoding or a `temperature` other than 1
+            (see :func:`check_generation`).
     """
     given: GenerationConfig | None = options.pop("generation_config", None)
     config = copy.deepcopy(base.generation_config if given is None else given)
     defaults: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
     for name, value in defaults.items():
-        # What a model is shipped with for decoding without a TempNet does not bind; what the caller says does.
+        # Sampling settings that the model is shipped with are meant for decoding without a TempNet, so they are
+        # overridden. Settings that the caller gives are kept.
         overridden = given is None and name != "top_k"
         if overridden or getattr(config, name) is None:
             setattr(config, name, value)
-    # As generate() will do; what is checked must be what runs.
+    # generate() will apply the same defaults; they are applied here so that the settings that are checked are those
+    # used.
     config.update(**base.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     rest = config.update(**options)
     check_generation(config, rest.get("assistant_model"))
@@ -152,18 +168,23 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 
 
 class CachedFold:
-    """τ from the hidden state, with W1·W and WᵀW made once: for a model whose weights no longer change.
+    """Computes τ from the hidden state with W1·W and WᵀW, which are built once; the weights must not change afterwards.
 
-    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (method §3), with the rows of W centred for the input shift `mean`.
-    Built in float32 from weights of any dtype.
+    With L = W h: W1 L = (W1 W) h and ‖L‖² = hᵀ(WᵀW)h (see `tempnet.softmax.fold`); for the input shift `mean`, the
+    mean row of W is subtracted first. The matrices are built in float32 from weights of any dtype. The caller must
+    make sure that the model's logits are W h (`can_fold`).
 
     Raises:
-        ValueError: if the TempNet has no transform, or reads L − max L. That the model's logits are W h is the caller's to
-            know (`can_fold`).
+        ValueError: if the TempNet has no transform, or reads L − max L.
     """
 
     def __init__(self, weight: Tensor, tempnet: TempNet) -> None:
-        """`weight` (V or more, d) is the output weight; rows beyond the effective vocabulary are left out."""
+        """Build the matrices.
+
+        Args:
+            weight: output weight (V or more, d); rows beyond the effective vocabulary are ignored.
+            tempnet: the temperature network, which is put into eval mode.
+        """
         if not folds(tempnet):
             raise ValueError(
                 "this TempNet has no transform layer, or input_shift = 'max': nothing folds, use TemperatureLogitsProcessor"
@@ -172,14 +193,14 @@ class CachedFold:
         cache, weight = FoldCache(), weight[: tempnet.config.input_size]
         centred = tempnet.config.input_shift == "mean"
         first = cache.first(tempnet.first_layer.weight, weight, centred=centred)
-        # One below the other: a step is one product.
+        # The two matrices are concatenated, so that each step needs only one matrix product.
         normalizes = tempnet.config.normalize_input
         self.weight = torch.cat([first, cache.gram(weight, centred=centred)]) if normalizes else first
         self.num_first = len(first)
 
     @torch.no_grad()
     def temperatures(self, hidden: Tensor) -> Tensor:
-        """(…, d) hidden states before the output weight → (…,) τ."""
+        """Return τ (…,) of hidden states (…, d), which are the inputs of the output layer."""
         hidden = hidden.float()
         product = hidden @ self.weight.T
         if self.tempnet.config.normalize_input:
@@ -190,10 +211,10 @@ class CachedFold:
 
     @classmethod
     def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold:
-        """The fold of a model's output weight.
+        """Build the fold of a model's output weight.
 
         Raises:
-            ValueError: if it does not fold (:func:`can_fold`).
+            ValueError: if τ cannot be computed from the hidden state (see :func:`can_fold`).
         """
         if not can_fold(base, tempnet):
             raise ValueError(
@@ -205,12 +226,15 @@ class CachedFold:
 
     @classmethod
     def attach(cls, base: PreTrainedModel, tempnet: TempNet) -> Attached:
-        """A fold that listens to the model's output layer; a context manager that lets go at its end."""
+        """Build a fold and attach it to the model's output layer; leaving the returned context removes the hook."""
         return attach(base, tempnet, cls.of(base, tempnet))
 
 
 class Attached:
-    """A TempNet that listens to a model and remembers the τ of the last position that went through it."""
+    """TempNet that is attached to a model by a hook and remembers the τ of the last position of the last forward pass.
+
+    It is a context manager; leaving the context removes the hook.
+    """
 
     def __init__(self, tempnet: TempNet) -> None:
         self.tempnet = tempnet
@@ -218,7 +242,7 @@ class Attached:
         self.handle: RemovableHandle | None = None
 
     def processor(self) -> TemperatureLogitsProcessor:
-        """For one call of `generate()`."""
+        """Return a logits processor for one call of `generate()`."""
         return TemperatureLogitsProcessor(self.tempnet, self._take)
 
     def _take(self) -> Tensor:
@@ -234,12 +258,12 @@ class Attached:
 
 
 def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Attached:
-    """The TempNet listening to the model: to its hidden state where τ can be had from it, else to its logits.
+    """Attach a TempNet to a model by a hook: on the hidden state if τ can be computed from it, else on the logits.
 
     Args:
-        base: the model.
-        tempnet: its network.
-        fold: one that was made before. Default: made here where possible.
+        base: the base model.
+        tempnet: its temperature network.
+        fold: a fold that was built before; by default it is built here if possible.
     """
     if fold is None and can_fold(base, tempnet):
         fold = CachedFold(base.get_output_embeddings().weight, tempnet)

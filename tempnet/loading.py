@@ -1,8 +1,9 @@
-"""Loading what temperatures are used with: a causal language model, and the TempNet that goes with it.
+"""Load a causal language model and the TempNet that belongs to it.
 
-A TempNet is found in a directory of its own, beside an exported model (`<model>/tempnet`), or in the files of the published
-LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), whose head is the `released` variant. The authors'
-LLaMA-1 and GPT-2 networks have the same tensors under the same names, but another range of τ and another input.
+A TempNet is read from its own directory, from the directory of an exported model (`<model>/tempnet`), or from the
+files of the published LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), which have the
+`released` configuration of the head. The LLaMA-1 and GPT-2 networks of the same authors have the same tensors under
+the same names, but a different range of τ and a different input.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, PublishedHead, TempNet, TempNetConfig
 from tempnet.weights import check_weight_files, check_weights
 
-# Where the published networks may lie: a file of their own, or among the weights of the whole model.
+# Files that may hold a published network: a separate file, or the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
 _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
 _WHOLE_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _RELEASED_PREFIX = "tempnet."
-# Key of the published files → our parameter. `last` is w3 and −b of the pooling; `scaler` is log φ.
+# Mapping from the names in published files to our parameters. `last` is w3 and −b of the pooling; `scaler` is log φ.
 _RELEASED_KEYS = {
     "proj.0.weight": "transform.0.weight",
     "proj.0.bias": "transform.0.bias",
@@ -40,20 +41,22 @@ _RELEASED_KEYS = {
     "last.bias": "pool_bias",
 }
 _LLAMA_VOCABULARY = 32_000
-_GPT2_VOCABULARIES = (50_257, 50_304)  # the second one is padded, as in the paper's Table 13
+_GPT2_VOCABULARIES = (50_257, 50_304)  # The second one includes padding, as in the paper's Table 13.
 
 
 def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> TempNet:
-    """The network in eval mode.
+    """Load a TempNet; it is returned in eval mode.
 
     Args:
-        source: a directory that `TempNet.save_pretrained` wrote; an exported model with `tempnet/` in it; a published
-            file, a directory with published files, or the hub name of a published network.
-        head: which of the authors' heads published files hold (see :func:`released_tempnet`). Default: what they show.
+        source: one of: a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported
+            model that contains `tempnet/`, a published file, a directory with published files, or the hub name of a
+            published network.
+        head: which of the authors' heads published files contain (see :func:`released_tempnet`). By default it is
+            inferred from the files.
 
     Raises:
-        FileNotFoundError: if nothing of the kind is there.
-        ValueError: if the files hold something else, or do not show which head they hold.
+        FileNotFoundError: if the source does not exist or contains no TempNet.
+        ValueError: if the files hold something else, or it cannot be inferred which head they contain.
     """
     path = Path(source)
     if (directory := find_tempnet(source)) is not None:
@@ -80,7 +83,7 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
 
 
 def find_tempnet(source: str | Path) -> Path | None:
-    """The local directory that `TempNet.save_pretrained` wrote: the source itself or `tempnet/` in it; else None."""
+    """Return the local directory that `TempNet.save_pretrained` wrote (the source, or `tempnet/` in it), or None."""
     for directory in (Path(source), Path(source) / PAIRED_DIRECTORY):
         if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
             return directory
@@ -88,16 +91,20 @@ def find_tempnet(source: str | Path) -> Path | None:
 
 
 def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None = None) -> TempNet:
-    """The `released` variant from the tensors of a published file; sizes are read off the shapes.
+    """Create a network of the `released` configuration from the tensors of a published file.
+
+    The sizes are inferred from the shapes of the tensors.
 
     Args:
         state: the tensors by name, with or without the prefix `tempnet.`.
-        head: llama2, llama1 or gpt2: they differ in the range of τ and in what the network reads
-            (`TempNetConfig.released`). Default: GPT-2 for its vocabulary; LLaMA-2 for a vocabulary of 32 000 whose `scaler`
-            has one dimension, as only the export of the LLaMA-2 networks writes it.
+        head: "llama2", "llama1" or "gpt2", which differ in the range of τ and in the input of the network
+            (`TempNetConfig.released`). By default it is inferred: GPT-2 from its vocabulary size, and LLaMA-2 from a
+            vocabulary of 32 000 and a `scaler` with one dimension, which only the export of the LLaMA-2 networks
+            writes.
 
     Raises:
-        ValueError: if a key is missing or unknown, the tensors hold NaN, or they do not show which head they are of.
+        ValueError: if a key is missing or unknown, the shapes do not fit together, the tensors contain NaN, or the head
+            cannot be inferred.
     """
     state = {name.removeprefix(_RELEASED_PREFIX): value for name, value in state.items()}
     if set(state) != set(_RELEASED_KEYS):
@@ -113,17 +120,17 @@ def released_tempnet(state: Mapping[str, Tensor], *, head: PublishedHead | None 
     ours["log_phi"] = ours["log_phi"].flatten()
     try:
         network.load_state_dict(ours)
-    except RuntimeError as error:  # what PyTorch raises for sizes that do not belong together
+    except RuntimeError as error:  # PyTorch raises this if the sizes do not fit together.
         raise ValueError(f"no published TempNet: {error}") from error
     check_weights(network, "the published TempNet")
     return network.eval()
 
 
 def _published_head(state: Mapping[str, Tensor], vocab_size: int) -> PublishedHead:
-    """Which head published tensors are of.
+    """Infer which head published tensors belong to.
 
     Raises:
-        ValueError: if they do not show it.
+        ValueError: if the tensors do not determine it.
     """
     if vocab_size in _GPT2_VOCABULARIES:
         return "gpt2"
@@ -145,17 +152,20 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, TempNet]:
-    """A base model and its TempNet, both in eval mode, that fit each other, on the device of the output weight.
+    """Load a base model and its TempNet, both in eval mode, and check that they fit together.
+
+    The TempNet is moved to the device of the model's output weight.
 
     Args:
         model: local directory or hub name of a Transformers causal LM.
-        tempnet: where the TempNet is (see :func:`load_tempnet`). Default: beside the model.
-        dtype: of the base model; the TempNet is always float32.
-        trust_remote_code: run code that comes with the model.
-        options: passed to `AutoModelForCausalLM.from_pretrained`.
+        tempnet: source of the TempNet (see :func:`load_tempnet`). By default it is looked for in the model's directory.
+        dtype: dtype of the base model; the TempNet is always float32.
+        trust_remote_code: whether to run code that comes with the model.
+        options: further options of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: if the vocabularies disagree, or weights are cut or hold NaN.
+        FileNotFoundError: if there is no TempNet.
+        ValueError: if the vocabularies do not fit together, or weights are truncated or contain NaN.
     """
     network = load_tempnet(model if tempnet is None else tempnet)
     check_weight_files(model)
@@ -166,10 +176,11 @@ def load_causal_lm(
 
 
 def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
-    """Refuse a base model that has fewer logits than the TempNet reads (more are padding), and a TempNet of embeddings.
+    """Check that a TempNet can read the logits of a base model; additional logits of the model are treated as padding.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if the TempNet reads embeddings, or the base model has fewer logits than the TempNet reads; the
+            message names both numbers.
     """
     if tempnet.config.kind != "logits":
         raise ValueError(f"the TempNet reads {tempnet.config.kind}, not the logits of a language model")
@@ -185,7 +196,11 @@ def _is_ours(path: Path) -> bool:
 
 
 def _released_state(find: Callable[[str], Path | None]) -> dict[str, Tensor]:
-    """The tensors of a published network among the files that `find(name)` gives a path for."""
+    """Return the tensors of a published network, or an empty dictionary if there are none.
+
+    Args:
+        find: function that returns the local path of a file by its name, or None if there is no such file.
+    """
     for name in _RELEASED_FILES:
         if (path := find(name)) is not None:
             return _read(path)
@@ -206,10 +221,10 @@ def _released_state(find: Callable[[str], Path | None]) -> dict[str, Tensor]:
 
 
 def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a file whose names begin with the prefix.
+    """Read the tensors of a file whose names begin with the prefix.
 
     Raises:
-        ValueError: if it is no file of tensors.
+        ValueError: if the file does not hold named tensors.
     """
     try:
         if path.suffix == ".safetensors":
@@ -217,12 +232,12 @@ def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
                 return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
         values = torch.load(path, map_location="cpu", weights_only=True)
         return {name: value for name, value in values.items() if name.startswith(prefix)}
-    except Exception as error:  # a damaged file raises whatever its first bytes happen to mean to the reader
+    except Exception as error:  # A damaged file can raise almost any exception, depending on its first bytes.
         raise ValueError(f"{path} holds no tensors by name: {error!r:.200}") from error
 
 
 def _download(repository: str, name: str) -> Path | None:
-    """A file of a hub repository, or None if it has none of this name."""
+    """Download a file of a hub repository and return its local path, or None if it is not available."""
     try:
         return Path(hf_hub_download(repository, name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):

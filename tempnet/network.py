@@ -1,6 +1,6 @@
-"""TempNet: the small network that predicts a temperature from logits or from an embedding (TempNet §5, Appendix D.1).
+"""TempNet: a small network that predicts a temperature from logits or an embedding (arXiv 2404.04575 §5, Appendix D.1).
 
-    shift       x ← x, x − mean x or x − max x      (logits only; a softmax cannot see the difference)
+    shift       x ← x, x − mean x or x − max x      (logits only; the shift does not change the softmax)
     normalise   x ← x/‖x‖₂
     transform   v = sigmoid(W1 x + b1)                                W1 (d1, d0)
     project     u = W2 v                (logits)                      W2 (d2, d1)
@@ -8,8 +8,9 @@
     pool        s = (1/ρ)·[Σ_k (softmax(u/φ)_k − 1/d2)·w3_k·u_k − b]
     output      τ = (τ_max − τ₀)·sigmoid(s) + τ₀
 
-The pooling has the shape of the optimality condition of the robust loss (Lemma 5.1). The input is under stop-gradient,
-so the base model feels TempNet only through τ in the loss. Everything is computed in float32, whatever the base uses.
+The pooling has the form of the optimality condition of the robust loss (Lemma 5.1). The input is detached
+(stop-gradient), so that TempNet influences the base model only through τ in the loss. Everything is computed in
+float32, whatever dtype the base model uses.
 
 Shapes: N rows, d0 input size, d1 hidden size, d2 prototypes.
 """
@@ -32,8 +33,9 @@ from tempnet.dro import check_rho
 from tempnet.weights import check_weight_files, check_weights
 
 PublishedHead = Literal["llama2", "llama1", "gpt2"]
-# Of the networks that the paper's authors trained: τ₀, τ_max and what they subtract from the logits. The LLaMA-2 code feeds
-# logits less their maximum in training (`vocab_parallel_cross_entropy_temp`) and in generation, the others raw logits.
+# τ₀, τ_max and the input shift of the networks that the paper's authors trained. Their LLaMA-2 code passes logits
+# minus their maximum to the network, both in training (`vocab_parallel_cross_entropy_temp`) and in generation; the
+# others pass raw logits.
 _PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
     "llama2": {"tau_min": 0.01, "tau_max": 1.2, "input_shift": "max"},
     "llama1": {"tau_min": 0.01, "tau_max": 2.0, "input_shift": "none"},
@@ -41,56 +43,61 @@ _PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
 }
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-# Where a TempNet lies inside the directory of the base model that it was trained with.
+# Subdirectory for a TempNet inside the directory of the base model that it was trained with.
 PAIRED_DIRECTORY = "tempnet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TempNetConfig:
-    """Sizes, range and ablation switches of a TempNet; use :meth:`for_logits` or :meth:`for_embeddings` for the
-    papers' defaults of either kind."""
+    """Sizes, output range and ablation switches of a TempNet.
+
+    :meth:`for_logits` and :meth:`for_embeddings` create configurations with the papers' defaults for each kind.
+
+    Raises:
+        ValueError: if a field is outside its range, or fields contradict each other.
+    """
 
     kind: Literal["logits", "embeddings"]
-    """What the network reads: the logits of a language model, or the embedding of an image or a text."""
+    """Input of the network: the logits of a language model, or the embedding of an image or a text."""
     input_size: int
-    """d0: the effective vocabulary, or the dimension of the embedding."""
+    """Input size d0: the effective vocabulary, or the dimension of the embedding."""
     rho: float
-    """ρ of the robust loss; it also scales the pooling (ρ = 0 leaves it unscaled)."""
+    """ρ of the robust loss, in nats; it also scales the pooling (with ρ = 0 the pooling is not scaled)."""
     tau_min: float = 0.001
-    """τ₀, the lower end of the output range (exclusive)."""
+    """Lower end τ₀ of the output range (exclusive)."""
     tau_max: float
-    """τ_max, the upper end of the output range in training (exclusive)."""
+    """Upper end τ_max of the output range in training (exclusive)."""
     tau_max_eval: float | None = None
-    """τ_max at inference; rescales the mean temperature (§6.4, Figure 9). None keeps tau_max."""
+    """τ_max at inference, which rescales the mean temperature (§6.4, Figure 9); None: the same as tau_max."""
     hidden_size: int = 256
-    """d1, the width of the transform."""
+    """Width d1 of the transform."""
     num_prototypes: int = 256
-    """d2, the width of the projection."""
+    """Width d2 of the projection."""
     phi_init: float
-    """The initial temperature φ inside the pooling; φ stays positive because its logarithm is what is stored."""
+    """Initial value of the temperature φ inside the pooling; the parameter is log φ, so that φ stays positive."""
     input_shift: Literal["none", "mean", "max"] = "none"
-    """What is subtracted from the logits before anything else: nothing, as in the paper; the mean of the row, which makes τ
-    independent of a constant added to all logits and costs nothing, as it folds into the output weight; or the maximum of
-    the row, which the published LLaMA-2-Chat networks were trained on."""
+    """Value that is subtracted from the logits first. "none": nothing, as in the paper. "mean": the mean of the row,
+    which makes τ independent of a constant added to all logits and costs nothing, because it folds into the output
+    weight. "max": the maximum of the row, as in the training of the published LLaMA-2-Chat networks."""
     normalize_input: bool = True
-    """Divide the input by its L2 norm (ablation: Table 20)."""
+    """Whether to divide the input by its L2 norm (ablation: Table 20)."""
     transform: bool = True
-    """Use the transform layer (ablation: Tables 19 and 20)."""
+    """Whether to use the transform layer (ablation: Tables 19 and 20)."""
     projection: bool = True
-    """Use the projection layer (ablation: Tables 19 and 20)."""
+    """Whether to use the projection layer (ablation: Tables 19 and 20)."""
     pooling: Literal["parametric", "linear"] = "parametric"
-    """The parametrised pooling, or one linear layer in its place, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b] (ablation: Tables 19 and
-    20)."""
+    """Kind of pooling: the parametrised one, or instead one linear layer, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b] (ablation:
+    Tables 19 and 20)."""
     depth: Literal[3, 4] = 3
-    """4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
+    """Number of layers; 4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
     stop_gradient: bool = True
-    """Detach the input (ablation: Table 18)."""
+    """Whether to detach the input (ablation: Table 18)."""
     projection_bias: bool = False
-    """Add a bias to the projection (the published LLaMA-2 networks have one; the paper's formula has none)."""
+    """Whether the projection has a bias (the published LLaMA-2 networks have one; the paper's formula has none)."""
     pool_by_rho: bool = True
-    """Divide the pooled score by ρ (the published LLaMA-2 networks do not)."""
+    """Whether to divide the pooled score by ρ (the published LLaMA-2 networks do not)."""
     dropout: float = 0.0
-    """Dropout after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
+    """Dropout probability after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
 
     def __post_init__(self) -> None:
         for name in ("input_size", "hidden_size", "num_prototypes"):
@@ -129,17 +136,28 @@ class TempNetConfig:
 
     @classmethod
     def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
-        """A TempNet on the logits of a language model with this *effective* vocabulary (TempNet §6.1: ρ 10, τ_max 2)."""
+        """Return the configuration of a TempNet on the logits of a language model (TempNet §6.1: ρ = 10, τ_max = 2).
+
+        Args:
+            vocab_size: *effective* vocabulary of the model, without padding.
+            rho: ρ of the robust loss, in nats.
+            tau_max: upper end τ_max of the output range.
+            changes: values of other fields.
+        """
         return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
 
     @classmethod
     def released(
         cls, vocab_size: int, *, head: PublishedHead = "llama2", hidden_size: int = 256, num_prototypes: int = 256
     ) -> TempNetConfig:
-        """The head of the networks in the authors' code: projection with bias, dropout, no 1/ρ (so ρ is not read).
+        """Return the configuration of the authors' networks: projection with bias, dropout, no 1/ρ (so ρ is unused).
 
-        `llama2` is that of the published LLaMA-2-Chat networks: τ in (0.01, 1.2), on logits less their maximum. `llama1` has
-        τ in (0.01, 2) and `gpt2` τ in (0.5, 5), both on raw logits.
+        Args:
+            vocab_size: effective vocabulary of the base model.
+            head: "llama2" for the published LLaMA-2-Chat networks, with τ in (0.01, 1.2), on logits minus their
+                maximum; "llama1" with τ in (0.01, 2) or "gpt2" with τ in (0.5, 5), both on raw logits.
+            hidden_size: d1.
+            num_prototypes: d2.
         """
         return cls.for_logits(
             vocab_size,
@@ -153,14 +171,21 @@ class TempNetConfig:
 
     @classmethod
     def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
-        """A TempNet on L2-normalised embeddings of this dimension (TempNet §6.2: ρ about 8, τ_max 0.05)."""
+        """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8, τ_max = 0.05).
+
+        Args:
+            dim: dimension of the embeddings.
+            rho: ρ of the robust loss, in nats.
+            tau_max: upper end τ_max of the output range.
+            changes: values of other fields.
+        """
         return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})
 
 
 class TempNet(nn.Module):
-    """τ(x) for logits or embeddings x; see the head of this file for the formula.
+    """Network that predicts τ(x) from logits or embeddings x; the formula is in the docstring of this module.
 
-    Parameters: d0·d1 + d1 + d1·d2 + d2 + 2 with the default switches (TempNet Table 13).
+    It has d0·d1 + d1 + d1·d2 + d2 + 2 parameters with the default switches (TempNet Table 13).
     """
 
     def __init__(self, config: TempNetConfig) -> None:
@@ -188,14 +213,20 @@ class TempNet(nn.Module):
         self.projection_bias = nn.Parameter(torch.zeros(width)) if config.projection_bias else None
         if config.pooling == "parametric":
             self.pool_weight = nn.Parameter(torch.ones(width))
-            # Scalars are kept as one-element vectors: DeepSpeed cannot broadcast parameters without a dimension.
+            # Scalars are stored as one-element vectors, because DeepSpeed cannot broadcast zero-dimensional parameters.
             self.pool_bias = nn.Parameter(torch.zeros(1))
             self.log_phi = nn.Parameter(torch.full((1,), math.log(config.phi_init)))
         else:
             self.final = nn.Linear(width, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(..., d0) logits or embeddings → (...,) temperatures in float32, between τ₀ and τ_max (τ_max_eval in eval)."""
+        """Return temperatures (...,) in float32 for logits or embeddings (..., d0).
+
+        They lie between τ₀ and τ_max, or τ_max_eval in eval mode.
+
+        Raises:
+            ValueError: if the input has another size than d0.
+        """
         if inputs.shape[-1] != self.config.input_size:
             raise ValueError(
                 f"TempNet reads {self.config.input_size} {self.config.kind}, the input has {inputs.shape[-1]}: "
@@ -210,36 +241,36 @@ class TempNet(nn.Module):
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
 
     def input_offset(self, logits: Tensor) -> Tensor | None:
-        """What `input_shift` subtracts from logits (..., V) → (..., 1), or None for nothing."""
+        """Return the value (..., 1) that `input_shift` subtracts from logits (..., V), or None for no shift."""
         if self.config.input_shift == "none":
             return None
         return logits.mean(-1, keepdim=True) if self.config.input_shift == "mean" else logits.amax(-1, keepdim=True)
 
     @property
     def first_layer(self) -> nn.Linear:
-        """W1 and b1."""
+        """First layer of the transform, with weight W1 and bias b1."""
         assert self.transform is not None
         layer = self.transform[0]
         assert isinstance(layer, nn.Linear)
         return layer
 
     def from_first_product(self, product: Tensor) -> Tensor:
-        """τ from W1 x (..., d1), which other code may have obtained without x (`tempnet.softmax.linear`)."""
+        """Return τ for W1 x (..., d1), which other code may have computed without x (`tempnet.softmax.linear`)."""
         assert self.transform is not None
         v = self.transform[1:](product + self.first_layer.bias)
         return self.temperature(self._pool(self.prototype_scores(v)))
 
     @property
     def _dtype(self) -> torch.dtype:
-        """float32, unless the whole module was made double for a test of exactness."""
+        """Dtype of the parameters: float32, unless a test has converted the module to float64."""
         return next(self.parameters()).dtype
 
     def hidden(self, x: Tensor) -> Tensor:
-        """v: the transformed input, (..., d1)."""
+        """Return the transformed input v (..., d1)."""
         return x if self.transform is None else self.transform(x)
 
     def prototype_scores(self, v: Tensor) -> Tensor:
-        """u: the prototypical logits, (..., d2)."""
+        """Return the prototypical logits u (..., d2)."""
         if self.projection is None:
             return v
         if self.config.kind == "logits":
@@ -247,7 +278,7 @@ class TempNet(nn.Module):
         return v @ F.normalize(self.projection, dim=0)
 
     def temperature(self, score: Tensor) -> Tensor:
-        """τ = (τ_max − τ₀)·sigmoid(s) + τ₀."""
+        """Return τ = (τ_max − τ₀)·sigmoid(s) + τ₀ for scores s; in eval mode τ_max_eval takes the place of τ_max."""
         config = self.config
         tau_max = config.tau_max
         if not self.training and config.tau_max_eval is not None:
@@ -256,8 +287,9 @@ class TempNet(nn.Module):
 
     def _pool(self, u: Tensor) -> Tensor:
         if self.config.pooling == "linear":
-            # A mean, on the scale of the pooling in whose place it is: the learning rate is that of the pooling too, and a
-            # sum over the prototypes, which all move at once, is at the end of the sigmoid after a step.
+            # Dividing by d2 gives a mean on the same scale as the parametric pooling, since both use the same
+            # learning rate. A sum over the prototypes, which all change at once, would saturate the sigmoid after a
+            # single step.
             pooled = self.final(u / u.shape[-1]).squeeze(-1)
         else:
             attention = torch.softmax(u * torch.exp(-self.log_phi), dim=-1) - 1.0 / u.shape[-1]
@@ -269,7 +301,10 @@ class TempNet(nn.Module):
         """Set the prototypes (columns of W2) to the transformed embeddings of d2 randomly chosen training samples.
 
         Args:
-            embeddings: (d2, d0), L2-normalised, of this network's own modality (TempNet Appendix D.1).
+            embeddings: (d2, d0) L2-normalised embeddings of this network's own modality (TempNet Appendix D.1).
+
+        Raises:
+            ValueError: if the network does not read embeddings or has no projection, or the shape is wrong.
         """
         if self.config.kind != "embeddings" or self.projection is None:
             raise ValueError("init_prototypes is for a TempNet on embeddings with a projection layer")
@@ -281,11 +316,11 @@ class TempNet(nn.Module):
         self.projection.copy_(self.hidden(embeddings.float()).T)
 
     def set_tau_max_eval(self, tau_max_eval: float | None) -> None:
-        """Choose τ_max for inference; it is saved with the network."""
+        """Set τ_max for inference; it is saved with the network. None restores the τ_max of training."""
         self.config = replace(self.config, tau_max_eval=tau_max_eval)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write `config.json` and `model.safetensors` into the directory, which is created."""
+        """Write `config.json` and `model.safetensors` to the directory, which is created if necessary."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
@@ -293,11 +328,11 @@ class TempNet(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TempNet:
-        """Read a network that :meth:`save_pretrained` wrote; it comes in eval mode.
+        """Read a network that :meth:`save_pretrained` wrote; it is returned in eval mode.
 
         Raises:
-            FileNotFoundError: if either file is missing, with the path.
-            ValueError: if the configuration has fields that this version does not know, or the weights hold NaN.
+            FileNotFoundError: if one of the two files is missing; the message names the directory and the file.
+            ValueError: if the configuration has unknown fields, or the weights are truncated or contain NaN.
         """
         directory = Path(directory)
         for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -1,17 +1,20 @@
-"""ρ as a controlled variable: it holds the mean temperature at a target while base and TempNet learn together.
+"""Control ρ so that the mean temperature stays at a target while base model and TempNet learn together.
 
-What pushes the mean temperature is f'(τ) = H(p) − log K + ρ, averaged over instances by how much each of them gives way;
-with ρ₀ the ρ at which that average is zero, it is ρ − ρ₀. Scaling all logits and τ by c scales f by c, so in joint training
-no ρ but ρ₀ leaves the mean where it is (the gauge of the loss of TempNet §4.1), and ρ₀ moves as the base learns: from near
-0 to log K less its final cross-entropy. So ρ follows it,
+The force on the mean temperature is the derivative f'(τ) = H(p) − log K + ρ, averaged over instances with weights
+that say how strongly the temperature of each one responds. With ρ₀ defined as the ρ at which this average is zero,
+the average is ρ − ρ₀. Scaling all logits and τ by a factor c scales f by c (TempNet §4.1), so that in joint training
+only ρ = ρ₀ leaves the mean temperature constant. ρ₀ moves as the base model learns, from near 0 to log K minus the
+model's final cross-entropy. The controller therefore follows ρ₀ with a proportional and an integral term:
 
-    e = log(τ̄/τ*),  I ← I + κ·e/T,  ρ = ρ₀ + κ·e + I         τ̄ the mean temperature, τ* the target
+    e = log(τ̄/τ*),  I ← I + κ·e/T,  ρ = ρ₀ + κ·e + I
 
-which leaves a push of κ·e towards the target, as a damper does. I takes up what that leaves over: Adam does not follow the
-average slope alone, as it divides every parameter's gradient by its size (docs/log.md). T is long, so that I cannot swing the
-mean temperature; an integral alone would.
+where τ̄ is the mean temperature and τ* the target. The remaining force κ·e drives the mean temperature towards the
+target, with damping. The integral I corrects the remaining error, which arises because Adam does not follow the
+average slope alone: it divides every parameter's gradient by its size (docs/log.md). T is large, so that I cannot
+make the mean temperature oscillate, which an integral term alone would.
 
-Instances still differ by their H(p) from the mean, which is all that a temperature network has to learn.
+Instances still differ from the mean by their entropies H(p), and these differences are what a temperature network has
+to learn.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ import math
 
 
 class RhoController:
-    """ρ for the next step, from the mean temperature and the excess of the steps before.
+    """Controller that computes the ρ of the next step from the mean temperatures and the excesses of previous steps.
 
     Args:
-        rho: where ρ starts, nats.
-        target: τ*.
+        rho: initial ρ, in nats.
+        target: target τ* of the mean temperature.
         limit: log K; ρ stays in [0, limit).
-        gain: κ, nats for a temperature that is off by a factor of e.
-        reset_steps: T.
-        smoothing: weight of the past in the moving average of ρ₀, in [0, 1): one batch says little about it.
+        gain: κ, the change of ρ in nats for a temperature that is off by a factor of e.
+        reset_steps: time constant T of the integral term, in steps.
+        smoothing: weight of the past in the moving average of ρ₀, in [0, 1); it is needed because one batch gives
+            only a noisy estimate of ρ₀.
 
     Raises:
-        ValueError: naming what is out of its range.
+        ValueError: if an argument is outside its range; the message names it.
     """
 
     def __init__(
@@ -58,11 +62,13 @@ class RhoController:
         self._integral = 0.0
 
     def update(self, tau_mean: float, excess: float) -> float:
-        """Take in a step and return the ρ of the next one; a step without finite values changes nothing.
+        """Process the values of a step and return the ρ of the next one.
+
+        If the values are not finite (or the mean is not positive), nothing changes.
 
         Args:
-            tau_mean: τ̄.
-            excess: ρ − ρ₀ at the ρ of the step: the average f'(τ).
+            tau_mean: mean temperature τ̄ of the step.
+            excess: ρ − ρ₀ at the ρ of the step, which is the average of f'(τ).
         """
         if not (math.isfinite(excess) and math.isfinite(tau_mean) and tau_mean > 0.0):
             return self.rho
@@ -74,16 +80,16 @@ class RhoController:
         integral = self._integral + push / self._reset_steps
         wanted = neutral + push + integral
         self.rho = min(max(wanted, 0.0), math.nextafter(self._limit, 0.0))
-        if self.rho == wanted:  # at a bound nothing more would come of it but a long way back
+        if self.rho == wanted:  # At a bound the integral stays unchanged (anti-windup); it would only delay the return.
             self._integral = integral
         return self.rho
 
     def state(self) -> dict[str, float | None]:
-        """What :meth:`restore` takes, as plain values."""
+        """Return the state of the controller as plain values, in the form that :meth:`restore` takes."""
         return {"rho": self.rho, "neutral": self._neutral, "integral": self._integral}
 
     def restore(self, state: dict[str, float | None]) -> None:
-        """Go on where another controller of the same settings stood."""
+        """Continue from the state of another controller with the same settings."""
         rho, integral = state["rho"], state["integral"]
         assert rho is not None
         assert integral is not None

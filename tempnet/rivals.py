@@ -1,13 +1,13 @@
-"""What predicted temperatures are worth: their mean held-out loss beside that of two constants, on the same rows.
+"""Compare the mean held-out loss at predicted temperatures with that at two constant temperatures, on the same rows.
 
-    best constant   argmin over [τ₀, τ_max] of the mean loss. It is fitted to the rows that it is scored on, so that its one
-                    parameter has an advantage that the prediction has not.
-    MeanShift       the mean of the predicted temperatures themselves: it shares their level and lacks only their spread.
+    best constant   argmin over [τ₀, τ_max] of the mean loss. It is fitted to the rows that it is evaluated on, which is
+                    an advantage over the prediction.
+    MeanShift       the mean of the predicted temperatures. It has the same level as the predictions but no spread.
 
-A prediction that beats the second and not the first has the wrong level; one that beats neither has learned nothing that
-a number could not say.
+Predictions that beat MeanShift but not the best constant have the wrong level. Predictions that beat neither contain
+nothing that a single number could not express.
 
-Shapes: (...) rows of any layout: tokens (N,), or both members of B pairs (2, B).
+Shapes: (...) rows of any layout, such as tokens (N,), or both members of B pairs (2, B).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 CONSTANTS = ("best_constant", "mean_shift")
-# In log τ; near its minimum a loss is quadratic, so that this decides only its sixth digit.
+# Tolerance in log τ. A loss is quadratic near its minimum, so this affects only the sixth digit of the loss.
 _TOLERANCE = 1e-3
 
 
@@ -29,22 +29,24 @@ _TOLERANCE = 1e-3
 def compare_with_constants(
     losses: Callable[[Tensor], Tensor], tau: Tensor, groups: Tensor, *, tau_min: float, tau_max: float
 ) -> dict[str, float]:
-    """The mean loss at the predicted τ and at both constants, and how much the prediction gains over each.
+    """Compute the mean loss at the predicted τ and at both constants, and the prediction's gain over each constant.
 
-    With d_i = loss_i(constant) − loss_i(τ_i), the gain is the mean of d over all rows, positive where the prediction is the
-    better one. Its half-width is that of a 95 % interval, t_{G−1}·s, in which the rows of a group may depend on one another
-    and the G groups may not: s² = G/(G−1)·Σ_g (Σ_{i∈g} (d_i − d̄))² / N².
+    With d_i = loss_i(constant) − loss_i(τ_i), the gain is the mean of d over all rows; it is positive if the
+    prediction is better. The half-width of its 95 % confidence interval is t_{G−1}·s, with t_{G−1} the quantile of
+    Student's t distribution and s² = G/(G−1)·Σ_g (Σ_{i∈g} (d_i − d̄))² / N². This allows the N rows to depend on one
+    another within a group, but assumes that the G groups are independent.
 
     Args:
-        losses: temperatures (...) → the losses of the same rows (...), whose mean over the rows has one minimum in a τ that
-            is the same for all of them. The robust loss is convex in τ, a cross-entropy in 1/τ.
-        tau: (...) the predicted temperatures.
-        groups: (...) integers: the document, block or image that each row belongs to.
-        tau_min, tau_max: where the best constant is looked for.
+        losses: function from temperatures (...) to the losses of the same rows (...). As a function of one τ that is
+            common to all rows, the mean loss must have a single minimum. (The robust loss is convex in τ, a
+            cross-entropy in 1/τ.)
+        tau: (...) predicted temperatures.
+        groups: (...) integers that identify the document, block or image that each row belongs to.
+        tau_min, tau_max: range that is searched for the best constant.
 
     Returns:
-        `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN for a
-        single group), and the same four of `mean_shift`.
+        `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN
+        for a single group), and the same four of `mean_shift`.
     """
     own = losses(tau).double()
     constants = {
@@ -65,7 +67,10 @@ def compare_with_constants(
 
 
 def half_width(values: Tensor, groups: Tensor) -> float:
-    """Half of the 95 % interval of the mean of `values` (...), whose `groups` (...) are independent; NaN for one group."""
+    """Return the half-width of the 95 % confidence interval of the mean of `values` (...).
+
+    The values of different `groups` (...) are assumed to be independent. The result is NaN for a single group.
+    """
     values = values.double().flatten()
     _, inverse = torch.unique(groups.flatten(), return_inverse=True)
     num_groups = int(inverse.max()) + 1
@@ -82,5 +87,5 @@ def _best_constant(losses: Callable[[Tensor], Tensor], tau: Tensor, tau_min: flo
 
     bounds = math.log(tau_min), math.log(tau_max)
     inside = minimize_scalar(mean_loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x
-    # The search never looks at the ends themselves.
+    # The bounded search never evaluates the ends of the interval, so they are compared here.
     return math.exp(min((*bounds, float(inside)), key=mean_loss))

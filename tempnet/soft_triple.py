@@ -1,17 +1,18 @@
-"""SoftTriple (arXiv 1909.05235) and TripleEntropy (its sum with cross-entropy, for fine-tuning classifiers).
+"""SoftTriple loss (arXiv 1909.05235) and TripleEntropy, its sum with cross-entropy for fine-tuning classifiers.
 
-With unit rows x and w_c^k, K centres for each of C classes:
+With unit vectors x and w_c^k, where each of C classes has K centres w_c^1 … w_c^K:
 
     S'_c = Σ_k softmax_k(xᵀw_c^k / γ) · xᵀw_c^k
     ℓ    = −log softmax(λ·(S' − δ·onehot(y)))_y
-    R    = Σ_c Σ_{s<t} √(2 − 2·w_c^s·w_c^t + ε) / (C·K·(K−1))            the optional regulariser: centres that can merge, do
+    R    = Σ_c Σ_{s<t} √(2 − 2·w_c^s·w_c^t + ε) / (C·K·(K−1))            optional regulariser, merges similar centres
     L    = β·CE + (1 − β)·(ℓ + weight·R)                                   TripleEntropy
 
-ℓ is the mean over every non-padding token of a sentence, CE is that of the pooled sentence. Everything inside is float32,
-whatever the inputs and the parameters are. Neither the (n, C, K) similarities nor the (K, K) distances are held whole:
-both are computed a tile at a time, and again in the backward pass.
+ℓ is the mean over all non-padding tokens of a sentence, and CE is the cross-entropy of the pooled sentence. All
+computations are in float32, whatever the dtypes of inputs and parameters are (float64 stays float64). Neither the (n,
+C, K) similarities nor the (K, K) distances are stored completely: both are computed one tile at a time, and again in
+the backward pass.
 
-Shapes: n vectors of dimension d, C classes, K centres a class.
+Shapes: n vectors of dimension d, C classes, K centres per class.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-IGNORE_INDEX = -100
+from tempnet.softmax.reference import IGNORE_INDEX
 
 _TILE_VALUES = 1 << 22
-_EPSILON = 1e-5  # as the authors' code has it: the root's slope at 0 is infinite
+_EPSILON = 1e-5  # As in the authors' code; it is needed because the slope of the square root at 0 is infinite.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftTripleConfig:
-    """The settings of the loss; the defaults are the paper's best (TripleEntropy, Table 1).
+    """Settings of the loss; the defaults are the best ones of the paper (TripleEntropy, Table 1).
 
     Raises:
-        ValueError: naming the field.
+        ValueError: if a field is outside its range; the message names the field.
     """
 
     num_centers: int = 2000
-    """K."""
+    """Number K of centres per class."""
     gamma: float = 0.1
-    """γ, the temperature of the softmax over the centres of a class."""
+    """Temperature γ of the softmax over the centres of a class."""
     scale: float = 3.3
-    """λ."""
+    """Factor λ of the class scores."""
     margin: float = 0.3
-    """δ."""
+    """Margin δ that is subtracted from the score of the true class."""
     beta: float = 0.9
-    """β, the share of the cross-entropy."""
+    """Weight β of the cross-entropy, in [0, 1]."""
     regularizer: float = 0.0
-    """Weight of R; 0: it is not computed."""
+    """Weight of the regulariser R; if 0, R is not computed."""
 
     def __post_init__(self) -> None:
         if self.num_centers < 1:
@@ -65,15 +66,15 @@ class SoftTripleConfig:
 
 
 class SoftTriple(nn.Module):
-    """ℓ + weight·R, with the centres as its parameter.
+    """Module that computes ℓ + weight·R; its parameter is the tensor of all centres (C, K, d).
 
     Args:
-        embedding_size: d.
-        num_classes: C, at least 2.
-        config: the settings.
+        embedding_size: dimension d of the vectors.
+        num_classes: number C of classes, at least 2.
+        config: settings of the loss.
 
     Raises:
-        ValueError: for fewer than two classes.
+        ValueError: if there are fewer than two classes.
     """
 
     def __init__(self, embedding_size: int, num_classes: int, config: SoftTripleConfig) -> None:
@@ -85,19 +86,19 @@ class SoftTriple(nn.Module):
         nn.init.kaiming_uniform_(self.centers.view(-1, embedding_size), a=math.sqrt(5))
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """ℓ + weight·R; see :meth:`token_loss` and :meth:`regularization`."""
+        """Return ℓ + weight·R, a scalar; see :meth:`token_loss` and :meth:`regularization`."""
         loss = self.token_loss(embeddings, labels)
         return loss + self.regularization() if self.config.regularizer else loss
 
     def token_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """ℓ, a scalar; 0 where every label is ignored.
+        """Return ℓ, a scalar; it is 0 if every label is ignored.
 
         Args:
-            embeddings: (…, d), of any length but 0.
-            labels: (…) int64 in [0, C), or -100 for what does not count, such as padding.
+            embeddings: (…, d) vectors, which are normalised here and must not be 0.
+            labels: (…) int64 in [0, C), or -100 for vectors that are not counted, such as those of padding.
 
         Raises:
-            ValueError: naming a label that is out of range.
+            ValueError: if a label is out of range; the message names it.
         """
         num_classes = len(self.centers)
         is_counted = labels != IGNORE_INDEX
@@ -111,7 +112,7 @@ class SoftTriple(nn.Module):
             return F.cross_entropy(logits - margin, y, reduction="sum") / max(1, len(y))
 
     def regularization(self) -> Tensor:
-        """weight·R, a scalar; 0 for one centre a class."""
+        """Return weight·R, a scalar; it is 0 if each class has only one centre."""
         with torch.autocast(self.centers.device.type, enabled=False):
             centers = F.normalize(_wide(self.centers), dim=-1)
             return self.config.regularizer * (
@@ -119,7 +120,7 @@ class SoftTriple(nn.Module):
             )
 
     def class_similarities(self, embeddings: Tensor) -> Tensor:
-        """S' of (…, d), shape (…, C): the classes' scores without a margin."""
+        """Return the class scores S' (…, C) of vectors (…, d), without a margin."""
         with torch.autocast(embeddings.device.type, enabled=False):
             x = F.normalize(_wide(embeddings).flatten(0, -2), dim=-1)
             found = self._similarities(x, F.normalize(_wide(self.centers), dim=-1))
@@ -135,7 +136,7 @@ class SoftTriple(nn.Module):
 
 
 def center_regularizer(centers: Tensor) -> Tensor:
-    """R of unit centres (C, K, d), K > 1."""
+    """Return the regulariser R of unit centres (C, K, d) with K > 1."""
     num_classes, num_centers, _ = centers.shape
     rows = max(1, _TILE_VALUES // num_centers)
     total = centers.new_zeros(())
@@ -146,12 +147,12 @@ def center_regularizer(centers: Tensor) -> Tensor:
 
 
 def token_labels(labels: Tensor, attention_mask: Tensor, *, with_padding: bool = False) -> Tensor:
-    """(b, t): the label of a sentence for each of its tokens, -100 at padding.
+    """Return labels (b, t) of tokens: each token has the label of its sentence, and padding has -100.
 
     Args:
-        labels: (b,) of the sentences.
-        attention_mask: (b, t), 1 for tokens.
-        with_padding: count padding too, as the authors' code does.
+        labels: (b,) labels of the sentences.
+        attention_mask: (b, t), 1 for tokens and 0 for padding.
+        with_padding: whether padding has the label of the sentence too, as in the authors' code.
     """
     every = labels[:, None].expand(attention_mask.shape)
     return every if with_padding else every.masked_fill(attention_mask == 0, IGNORE_INDEX)
@@ -163,11 +164,12 @@ def _soft_similarities(x: Tensor, centers: Tensor, gamma: float) -> Tensor:
 
 
 def _distances(centers: Tensor, start: int, stop: int) -> Tensor:
-    """Σ over pairs s < t of one class with s in [start, stop)."""
+    """Return Σ √(2 − 2·w^s·w^t + ε) over pairs s < t of centres (K, d) of one class with s in [start, stop)."""
     part = centers[start:stop]
     squares = 2.0 - 2.0 * part @ centers.T
     is_pair = torch.ones_like(squares, dtype=torch.bool).triu(start + 1)
-    # Rounding may leave a square just below 0; a masked one must not carry an infinite slope back.
+    # Rounding may make a square slightly negative, so it is clamped. Masked entries are set to 1 before the root, so
+    # that they have no infinite slope in the backward pass.
     return torch.where(is_pair, squares.clamp(min=0.0) + _EPSILON, 1.0).sqrt().where(is_pair, 0.0).sum()
 
 

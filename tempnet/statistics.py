@@ -1,6 +1,7 @@
-"""What is logged about temperatures: sums that add up over micro-batches and ranks, and the figures read off them.
+"""Statistics of token temperatures for logging: sums that are additive over micro-batches and ranks, and summaries.
 
-The sums form one flat float64 vector, so a whole step's statistics cross the network in a single all-reduce.
+The sums form one flat float64 vector, so that the statistics of a whole step need only a single all-reduce.
+
 Shapes: N tokens, V effective vocabulary.
 """
 
@@ -17,20 +18,20 @@ from tempnet.dro import optimal_temperature, robust_loss
 from tempnet.softmax.reference import IGNORE_INDEX
 
 NUM_HISTOGRAM_BINS = 200
-# A temperature within this share of the range from an end counts as "at the bound".
+# A temperature counts as "at the bound" if its distance from the bound is at most this fraction of the range.
 BOUND_SHARE = 0.01
 
 _SCALARS = (
     "num_tokens",
-    "cross_entropy",  # at τ = 1
+    "cross_entropy",  # The cross-entropy at τ = 1.
     "cross_entropy_tau",
-    "entropy",  # at τ = 1
+    "entropy",  # The entropy at τ = 1.
     "robust_loss",
     "tau",
     "tau_squared",
     "num_at_lower_bound",
     "num_at_upper_bound",
-    "rank_correlation",  # of a micro-batch, weighted by tokens
+    "rank_correlation",  # The rank correlation within each micro-batch, multiplied by its number of tokens.
     "num_oracle_tokens",
     "regret",
     "tau_oracle",
@@ -38,7 +39,12 @@ _SCALARS = (
 
 
 class TemperatureStatistics:
-    """Sums over tokens; `sums` may be added to another's, or all-reduced in place."""
+    """Sums over tokens. `sums` may be added to that of another object, or all-reduced in place.
+
+    Args:
+        sums: float64 vector of the scalars in _SCALARS, followed by the histogram of τ.
+        tau_min, tau_max: range [τ₀, τ_max] of the histogram.
+    """
 
     __slots__ = ("sums", "tau_max", "tau_min")
 
@@ -49,21 +55,21 @@ class TemperatureStatistics:
 
     @classmethod
     def zeros(cls, tau_min: float, tau_max: float, device: torch.device | str = "cpu") -> TemperatureStatistics:
-        """The empty sum."""
+        """Return statistics of no tokens."""
         size = len(_SCALARS) + NUM_HISTOGRAM_BINS
         return cls(torch.zeros(size, dtype=torch.float64, device=device), tau_min, tau_max)
 
     @property
     def histogram(self) -> Tensor:
-        """Counts of τ in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max]."""
+        """Histogram of τ: counts in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max]."""
         return self.sums[len(_SCALARS) :]
 
     def quantile(self, share: float) -> float:
-        """The τ below which this share of the tokens lies."""
+        """Return the τ below which a share of the tokens lies, such as 0.5 for the median."""
         return histogram_quantile(self.histogram, share, self.tau_min, self.tau_max)
 
     def summary(self) -> dict[str, float]:
-        """Means, spread, quantiles and shares; NaN where nothing was counted."""
+        """Return means, standard deviation, quantiles and shares by name; a value is NaN if it has no tokens."""
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
         count, num_oracle = raw["num_tokens"] or math.nan, raw["num_oracle_tokens"] or math.nan
         mean = raw["tau"] / count
@@ -86,19 +92,19 @@ class TemperatureStatistics:
 
 
 class TokenValues(NamedTuple):
-    """What the statistics are made of, one value a token (N,); the loss has them at hand."""
+    """Values per token (N,) that the statistics are computed from; they are by-products of computing the loss."""
 
     cross_entropy: Tensor
-    """At τ = 1, nats; 0 where the target is ignored."""
+    """Cross-entropy at τ = 1, in nats; 0 where the target is ignored."""
     cross_entropy_tau: Tensor
-    """At τ, nats; 0 where the target is ignored."""
+    """Cross-entropy at the token's τ, in nats; 0 where the target is ignored."""
     entropy: Tensor
-    """Of the prediction at τ = 1, nats."""
+    """Entropy of the prediction at τ = 1, in nats."""
 
     @classmethod
     @torch.no_grad()
     def from_logits(cls, logits: Tensor, targets: Tensor, tau: Tensor) -> TokenValues:
-        """From logits (N, V), targets (N,) and τ (N,)."""
+        """Compute the values from logits (N, V), targets (N,) and τ (N,)."""
         logits, tau = logits.detach().float(), tau.detach().float()
         log_probs = F.log_softmax(logits, dim=-1)
         return cls(
@@ -122,10 +128,17 @@ def token_statistics(
     tau_max: float,
     oracle_logits: Tensor | None = None,
 ) -> TemperatureStatistics:
-    """Statistics of a micro-batch: values, targets and τ of N tokens; ignored targets count for nothing.
+    """Compute the statistics of a micro-batch of N tokens, without those whose target is ignored.
 
-    `oracle_logits` (n, V) are those of the first n valid tokens; the oracle, and with it the regret f(z, τ) − f(z, τ*), is
-    solved for them.
+    Args:
+        values: (N,) each, cross-entropies and entropies of the tokens.
+        targets: (N,) int64, IGNORE_INDEX for tokens that are not counted.
+        tau: (N,) temperatures of the tokens.
+        vocab_size: V.
+        rho: ρ of the robust loss, in nats.
+        tau_min, tau_max: range of the histogram and of the oracle.
+        oracle_logits: (n, V) logits of the first n valid tokens, or None. For these tokens, the optimal temperature
+            τ* and the regret f(z, τ) − f(z, τ*) are computed too.
     """
     statistics = TemperatureStatistics.zeros(tau_min, tau_max, tau.device)
     is_valid = targets != IGNORE_INDEX
@@ -162,13 +175,19 @@ def token_statistics(
 
 
 def histogram_of(tau: Tensor, tau_min: float, tau_max: float) -> Tensor:
-    """Counts of τ (any shape) in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max], those beyond an end in the last bin."""
+    """Count τ (of any shape) in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max].
+
+    A value beyond an end of the range is counted in the bin at that end.
+    """
     bins = ((tau - tau_min) / (tau_max - tau_min) * NUM_HISTOGRAM_BINS).long().clamp(0, NUM_HISTOGRAM_BINS - 1)
     return torch.bincount(bins.flatten(), minlength=NUM_HISTOGRAM_BINS)
 
 
 def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max: float) -> float:
-    """The τ below which this share of a histogram's counts lies, interpolated within its bin; NaN for an empty one."""
+    """Return the τ below which a share of a histogram's counts lies, interpolated within the bin.
+
+    The result is NaN for an empty histogram.
+    """
     cumulative = histogram.cumsum(0)
     if cumulative[-1] == 0:
         return math.nan
@@ -180,7 +199,7 @@ def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's rank correlation of two (N,) samples, ties sharing their mean rank; 0 if either is constant."""
+    """Return Spearman's rank correlation of two samples (N,), with mean ranks for ties; it is 0 if one is constant."""
     ranks = torch.stack([_mean_ranks(x), _mean_ranks(y)])
     ranks -= ranks.mean(-1, keepdim=True)
     norms = ranks.norm(dim=-1)
@@ -188,7 +207,7 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_ranks(x: Tensor) -> Tensor:
-    """Ranks 0..N−1 in float64, equal values sharing their mean."""
+    """Return ranks 0 … N−1 in float64; equal values have the mean of their ranks."""
     _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts.double() + 1) / 2)[inverse]

@@ -1,4 +1,4 @@
-"""Weights that cannot be used are refused before anything is built or started, not where their damage first shows."""
+"""Reject unusable weights before anything is built or started, instead of where the damage first has an effect."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 def check_weight_files(source: str | Path) -> None:
-    """Refuse a file of weights that is cut or corrupt. Only headers and file sizes are read.
+    """Reject truncated or corrupt files of weights. Only headers and file sizes are read.
 
     Args:
-        source: a directory, in which every `*.safetensors` is looked at, or one such file; anything else, such as a hub
-            name, is passed over.
+        source: a directory, in which every `*.safetensors` file is checked, or one such file; anything else, such as
+            a hub name, is ignored.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: if a file is truncated or corrupt; the message names the file.
     """
     path = Path(source)
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
@@ -32,17 +32,18 @@ def check_weight_files(source: str | Path) -> None:
 
 
 def check_weights(module: nn.Module, source: str | Path) -> None:
-    """Refuse a model whose weights hold NaN: every logit and every temperature would be NaN as well.
+    """Reject a model whose weights contain NaN, since every logit and every temperature would then be NaN as well.
 
     Args:
-        module: the loaded model; parameters without data (on the device `meta`) are not looked at.
-        source: where it was loaded from, for the message.
+        module: the loaded model; parameters without data (on the device `meta`) are not checked.
+        source: where the model was loaded from, for the error message.
 
     Raises:
-        ValueError: naming the first such tensor and how many of its numbers are NaN.
+        ValueError: if a parameter contains NaN; the message names the first one and how many of its values are NaN.
     """
     for name, parameter in module.named_parameters():
-        # A sum is one pass without a mask as large as the weight; it is NaN if a term is, or if infinities cancel.
+        # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the
+        # values are counted only then.
         if not parameter.is_meta and bool(parameter.detach().sum().isnan()) and (count := int(parameter.isnan().sum())):
             raise ValueError(
                 f"the weights of {source} hold NaN: {count} of the {parameter.numel()} numbers of {name}. Did the training "

@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipelines.storage import read_json, relative, resolve
 from pyarrow.fs import FileSelector, FileType
+
+from pipelines.storage import read_json, relative, resolve
 
 _NUM_READERS = 16
 

@@ -25,11 +25,11 @@ def run_command(
     Returns:
         The outcome of the run, or None for a dry run.
     """
-    from pipelines.problems import TooManyProblemsError
     from ray.train import TrainingFailedError
 
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.launch import train
+    from pipelines.problems import TooManyProblemsError
 
     try:
         plan = make_plan(config)

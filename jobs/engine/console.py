@@ -104,7 +104,7 @@ class Progress:
         if self._with_lines:
             left = (time.monotonic() - self._started) / (step - self._first_step) * (self._num_steps - step)
             width = len(str(self._num_steps))
-            self.say(f"step {step:>{width}}/{self._num_steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
+            self.say(f"step {step:>{width}}/{self._num_steps}  {text}  {clock(left)} left")
 
     def say(self, line: str) -> None:
         """Print one line on the driver's terminal, or in the worker's log if there is no mailbox."""
@@ -112,3 +112,9 @@ class Progress:
             print(line, flush=True)  # goes to the worker's log
         else:
             self._mailbox.say.remote(line)
+
+
+def clock(seconds: float) -> str:
+    """Returns a duration as hours, minutes and seconds, without hours if there are none."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.fs
+
 from pipelines.storage import resolve
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -41,6 +40,7 @@ from jobs.engine.tracking import (
 )
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
+from pipelines.storage import read_json, resolve, write_json
 
 
 def tracking_uri(config: TrainingConfig) -> str:

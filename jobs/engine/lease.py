@@ -30,8 +30,9 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import LocalFileSystem
+
+from pipelines.storage import read_json, resolve, write_json
 
 LEASE_FILE = "lease.json"
 

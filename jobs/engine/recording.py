@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow.fs
-from pipelines.storage import read_json, resolve, write_json
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, send_metrics, survive_outage
+from pipelines.storage import read_json, resolve, write_json
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:

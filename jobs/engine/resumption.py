@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipelines.storage import read_json, resolve, write_json
 from pyarrow.fs import FileSelector, FileType
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME as SNAPSHOT_FILE
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
@@ -21,6 +20,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 
 from jobs.engine.checkpoint_files import find_damage
+from pipelines.storage import read_json, resolve, write_json
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 

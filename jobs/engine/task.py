@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from pipelines.storage import write_json
-from pipelines.stream import Batch, RankStream
 from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun
+from pipelines.storage import write_json
+from pipelines.stream import Batch, RankStream
 
 if TYPE_CHECKING:  # the driver does not need DeepSpeed at run time
     from deepspeed import DeepSpeedEngine

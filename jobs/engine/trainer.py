@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipelines.storage import resolve
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -17,6 +16,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
 from jobs.engine.worker import packed, run_worker
+from pipelines.storage import resolve
 
 
 class Trainer(TorchTrainer):

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.storage import resolve
-
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
+from pipelines.storage import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Images and captions: an index of every archive, views, tokens, pairs."""
+"""Image–text data: archive indexes, image views (crops and augmentation), caption tokens, and pairs for training."""

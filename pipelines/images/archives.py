@@ -1,7 +1,8 @@
-"""Reading image–text samples out of archives: WebDataset tars as img2dataset writes them, or files in a directory.
+"""Read image–text samples from archives: WebDataset tars as img2dataset writes them, or image files in a directory.
 
-What is wrong with the content comes out of the same iterator as a `Problem` and costs as little as it can, and what is left
-out knowingly comes as `LeftOut`, so that everything is counted; nothing is extracted, so a member's name is only ever a name.
+The same iterator also yields a `Problem` for each defect in the content, at the cost of as few samples as possible,
+and a `LeftOut` for everything that is skipped on purpose, so that everything is counted. Nothing is extracted to
+disk, so a member's name is never used as a path.
 """
 
 from __future__ import annotations
@@ -37,25 +38,29 @@ from pipelines.tars import tar_members
 _SUFFIXES = {".tar": ArchiveFormat.TAR} | {
     f".{spelling}": ArchiveFormat.PLAIN for suffix in IMAGE_SUFFIXES for spelling in (suffix, suffix.upper())
 }
-# Of a directory of files; as many as img2dataset puts into a tar, to an order of magnitude.
+# Number of image files of a directory that form one archive: the order of magnitude of what img2dataset puts into a
+# tar.
 _NUM_FILES_PER_ARCHIVE = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageArchive:
-    """One tar, or some of the image files of a directory."""
+    """One unit of work: a tar, or a group of image files in a directory."""
 
     path: str
-    """The tar, or the directory; within the filesystem of the URI it was listed from."""
+    """Path of the tar or of the directory, within the filesystem of the URI that it was listed from."""
     num_bytes: int
+    """Size of the tar, or the total size of the files, in bytes."""
     files: tuple[str, ...] = ()
-    """Empty for a tar; else paths below `path`."""
+    """Paths of the image files relative to `path`; empty for a tar."""
 
 
 def list_image_archives(uri: str) -> list[ImageArchive]:
-    """The tars at a URI, and its image files in groups, in order of path.
+    """List the tars at a URI in order of path, followed by its image files in groups, also in order of path.
 
-    Raises as `list_archives`.
+    Raises:
+        FileNotFoundError: if the path does not exist or is a directory with neither tars nor images.
+        ValueError: if the path is a file with an unknown suffix.
     """
     archives = list_archives(uri, _SUFFIXES)
     filesystem, root = resolve(uri)
@@ -75,14 +80,20 @@ def list_image_archives(uri: str) -> list[ImageArchive]:
 
 
 def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None = None) -> Iterator[Item]:
-    """Stream the samples of one archive, in the order they are stored in.
+    """Stream the samples of one archive, in stored order, together with its problems and what is left out.
 
-    Without a caption file, a sample is a WebDataset's: consecutive members of a tar with the same name up to its last dot
-    (see `pipelines.images.samples`), an image beside a `.txt` or a `.json` with a field "captions" or "caption". A list
-    there is several captions of the image and is preferred; otherwise the `.txt` is. With a caption file, samples are the
-    images that it names, and any other image is left out.
+    Without a caption file, samples are those of WebDataset: consecutive members of a tar whose names agree up to the
+    last dot (see `pipelines.images.samples`), namely an image and a `.txt` or a `.json` with a field "captions" or
+    "caption". If that field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred
+    to the field. With a caption file, samples are the images that it names, and any other image is left out.
 
-    Raises OSError if the archive cannot be opened or the filesystem fails.
+    Args:
+        uri: the URI that `archive` was listed from.
+        archive: one of `list_image_archives(uri)`.
+        captions: captions by image path; required if the archive is a group of image files.
+
+    Raises:
+        OSError: if the archive cannot be opened or the filesystem fails.
     """
     filesystem, root = resolve(uri)
     name = relative(archive.path, root)
@@ -90,7 +101,7 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
         assert captions is not None
         yield from _read_files(filesystem, archive, captions)
         return
-    # Without `compression=None` pyarrow would itself undo what the suffix suggests.
+    # Without `compression=None`, pyarrow would decompress the stream itself if the suffix suggests a compression.
     with filesystem.open_input_stream(archive.path, compression=None) as stream:
         if captions is not None:
             yield from _named_images(tar_members(stream), name, captions)
@@ -143,7 +154,7 @@ def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: Capt
         try:
             with filesystem.open_input_stream(f"{archive.path}/{file}", compression=None) as stream:
                 data = stream.read(MAX_IMAGE_BYTES + 1)
-        except (FileNotFoundError, PermissionError) as error:  # any other is the filesystem's, not the file's
+        except (FileNotFoundError, PermissionError) as error:  # Other errors concern the filesystem, not this file.
             yield Problem(kind=SampleProblemKind.UNREADABLE_FILE, where=file, detail=str(error))
             continue
         if len(data) > MAX_IMAGE_BYTES:

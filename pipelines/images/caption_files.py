@@ -1,4 +1,4 @@
-"""Captions that come in a json of their own, beside tars or directories of images: COCO, Flickr30K, Flickr8k."""
+"""Read captions from a separate JSON file that accompanies tars or directories of images: COCO, Flickr30K, Flickr8k."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from pipelines.storage import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFile:
-    """Captions by the path of their image; read it with :meth:`load`."""
+    """Captions by the path of their image; use :meth:`load` to read them from a file."""
 
     captions: dict[str, tuple[str, ...]]
-    """Path as the file gives it → its captions, in order."""
+    """Mapping from an image's path, as the file spells it, to its captions in the order of the file."""
 
     @classmethod
     def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
-        """Read a json in either form.
+        """Read a JSON file in one of two forms.
 
-        * Karpathy's: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`; only the images of
-          `splits`, or all of them if it is empty.
-        * a list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
+        * Karpathy's form: `{"images": [{"filename", "filepath"?, "split", "sentences": [{"raw"}]}]}`.
+        * A list of `{"image": path, "caption": string or list of strings}`; an image may occur several times.
+
+        Args:
+            uri: path or URI of the JSON file.
+            splits: splits of Karpathy's form to read, such as "train"; if empty, all images are read.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it has another form, or a split is unknown or not applicable.
+            ValueError: if the file has another form or names no image, or if a split is unknown or not applicable.
         """
-        return _load(uri, tuple(filter(None, splits)))  # `--splits ""` names none
+        return _load(uri, tuple(filter(None, splits)))  # `--splits ""` gives one empty string, which selects no split.
 
     def find(self, path: str) -> str | None:
-        """The image of this file that a path names, or None: either path must end in the other, part by part.
+        """Return the path in this file of the image that `path` names, or None if there is none.
 
-        (`val2014/1.jpg` in the json is found as `coco/val2014/1.jpg` and, where that is unambiguous, as `1.jpg`.)
+        Two paths match if one of them ends in the other, compared by whole path components: `val2014/1.jpg` in the
+        JSON file is found as `coco/val2014/1.jpg` and, if that is unambiguous, as `1.jpg`.
         """
         parts = path.split("/")
         for first in range(len(parts)):
@@ -46,7 +50,7 @@ class CaptionFile:
 
     @cached_property
     def _by_ending(self) -> dict[str, str | None]:
-        """Every proper ending of the images' paths → the path; None where several end so."""
+        """Mapping from every proper suffix of the images' paths to the path, or to None if several paths share it."""
         endings: dict[str, str | None] = {}
         for name in self.captions:
             parts = name.split("/")
@@ -63,7 +67,7 @@ def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
         data = stream.read()
     try:
         content = json.loads(data)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # An integer of thousands of digits also raises ValueError.
         raise _not_understood(uri, error) from error
     try:
         pairs = (

@@ -1,6 +1,6 @@
-"""Captions: tokens of a fixed number, and caption noise.
+"""Tokenise captions to a fixed length, and add noise to captions.
 
-Shapes: n captions, t tokens each.
+Shapes: n captions of t tokens each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from transformers import PreTrainedTokenizerFast
 
 RANDOM_WORD = "random"
 
-# Apart from the generators of views, which are keyed by (seed, epoch, id).
+# Keeps the random generators of the noise distinct from those of image views, which are keyed by (seed, epoch, id).
 _NOISE_STREAM = 0x6E6F697365
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEncoder:
-    """A tokenizer with a fixed length: too long is cut inside its special tokens, too short is padded and masked."""
+    """Tokenizer with output of a fixed length t.
+
+    A longer caption is truncated but keeps its special tokens; a shorter one is padded, and the padding is masked.
+
+    Raises:
+        ValueError: if t leaves no room for a token of the caption beside the special tokens.
+    """
 
     tokenizer: PreTrainedTokenizerFast
+    """Tokenizer to apply; its own truncation and padding settings are not changed."""
     num_text_tokens: int = 30
-    """t."""
+    """Number t of tokens per caption, including special tokens and padding."""
 
     def __post_init__(self) -> None:
         num_special = self.tokenizer.num_special_tokens_to_add()
@@ -37,21 +44,21 @@ class CaptionEncoder:
 
     @cached_property
     def _backend(self) -> Tokenizer:
-        """A copy, because length is a state of the tokenizer's."""
+        """Copy of the backend tokenizer, because truncation and padding lengths are part of a tokenizer's state."""
         backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         backend.enable_truncation(self.num_text_tokens)
-        # What stands under the mask is never looked at: any token will do where there is none for padding (GPT-2).
+        # Masked positions are never read, so any token serves as padding if the tokenizer has no pad token (GPT-2).
         backend.enable_padding(length=self.num_text_tokens, pad_id=self.tokenizer.pad_token_id or 0)
         return backend
 
     def are_cut(self, texts: Sequence[str]) -> np.ndarray:
-        """(n,) bool: which captions have more than t tokens and lose some."""
+        """Return (n,) bool: which captions have more than t tokens and are therefore truncated."""
         return np.array(
             [bool(encoding.overflowing) for encoding in self._backend.encode_batch(list(texts))], dtype=bool
         )
 
     def encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """`input_ids` and `attention_mask`, each (n, t) int64."""
+        """Tokenise n captions; return `input_ids` and `attention_mask`, each (n, t) int64."""
         encodings = self._backend.encode_batch(list(texts))
         shape = (len(encodings), self.num_text_tokens)
         return {
@@ -64,23 +71,28 @@ class CaptionEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionNoise:
-    """Noise of TempNet's robustness experiment (arXiv 2404.04575, §6 and appendix D).
+    """Caption noise of TempNet's robustness experiment (arXiv 2404.04575, §6 and appendix D).
 
-    A share p of the captions is chosen; each of these has, with equal chance, one of its words deleted, or one replaced
-    by the word "random". A caption of a single word always has it replaced. Which captions, and what becomes of them, is
-    a function of (seed, pair id) alone, the same in every epoch; and what is chosen at p is chosen at any larger p too.
+    Each caption is selected with probability p. In a selected caption, one word is either deleted or replaced by the
+    word "random", with equal probability; in a caption of a single word, it is always replaced. The selection and the
+    change depend on (seed, pair id) only, so they are the same in every epoch, and a caption that is selected at p is
+    also selected at any larger p.
+
+    Raises:
+        ValueError: if p is outside [0, 1].
     """
 
     share: float = 0.0
-    """p."""
+    """Probability p that a caption receives noise, in [0, 1]."""
     seed: int = 0
+    """Seed of the noise."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
             raise ValueError(f"caption_noise = {self.share:g} must lie in [0, 1]")
 
     def apply(self, caption: str, pair: int) -> tuple[str, bool]:
-        """The caption as it is trained with, and whether noise was put in."""
+        """Return the caption of pair id `pair` as it is used in training, and whether noise was added to it."""
         if not self.share:
             return caption, False
         rng = np.random.default_rng([self.seed, _NOISE_STREAM, pair])

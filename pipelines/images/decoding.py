@@ -1,7 +1,8 @@
-"""From the bytes of an image file to RGB, within limits that are checked before anything is decoded.
+"""Decode the bytes of an image file to RGB, within size limits that are checked before anything is decoded.
 
-Formats are told by content, never by name. Alpha is laid over white (as img2dataset does), 16 bits are scaled to 8, an
-animation is its first frame, and an image is turned as its EXIF orientation says.
+The format is determined from the content, never from the file name. Transparent images are composited over white (as
+img2dataset does), 16-bit values are scaled to 8 bits, only the first frame of an animation is used, and an image is
+rotated or flipped as its EXIF orientation says.
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ import numpy as np
 from PIL import ExifTags, Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is decoded; every further plug-in of Pillow's would be one more parser of untrusted bytes."""
+"""Formats that are decoded; the list is short because each further plug-in of Pillow also parses untrusted bytes."""
 
 MAX_PIXELS = 2**26
-"""Default limit: 67 million pixels, 268 MB as Pillow holds RGB."""
-# Pillow itself refuses twice its MAX_IMAGE_PIXELS.
+"""Default limit on the number of pixels: 67 million, which Pillow stores as RGB in 268 MB."""
+# Pillow itself refuses images of more than twice its MAX_IMAGE_PIXELS.
 LARGEST_MAX_PIXELS = 2 * 89_478_485
 MAX_DECODING_BYTES = 10 * 2**26
-"""Memory that decoding an image and converting it to RGB may take (640 MiB): an RGB JPEG of MAX_PIXELS just fits. With the
-file's own bytes and the interpreter, a process that reads images stays below 1 GB."""
+"""Maximum memory for decoding an image and converting it to RGB, in bytes (640 MiB).
 
-# Memory at the peak for each pixel of the decoded image: Pillow holds RGB, RGBA and CMYK in 4 bytes, and an image is
-# converted while its source still exists. A JPEG may be progressive, so that libjpeg keeps 2 bytes for each coefficient;
-# libwebp keeps two canvases, and Pillow two copies; libtiff decodes a whole strip or tile, of up to 8 bytes a pixel.
+An RGB JPEG of MAX_PIXELS pixels just fits. Including the file's own bytes and the interpreter, a process that reads
+images stays below 1 GB.
+"""
+
+# Peak memory per pixel of the decoded image, in bytes. Pillow stores RGB, RGBA and CMYK in 4 bytes per pixel, and the
+# source image still exists while it is converted. A JPEG may be progressive, in which case libjpeg keeps 2 bytes per
+# coefficient. libwebp keeps two canvases, and Pillow two copies. libtiff decodes a whole strip or tile, with up to 8
+# bytes per pixel.
 _BYTES_PER_PIXEL = {"JPEG": 10, "MPO": 10, "PNG": 8, "GIF": 8, "BMP": 8, "WEBP": 20, "TIFF": 16}
 _BYTES_PER_PIXEL_OF_CMYK = 12
-# Pillow keeps a pointer to every line, in the image, in its conversion, and in what it is turned into.
+# Pillow keeps a pointer to every line in each of three images: the original, its RGB conversion and the rotated result.
 _BYTES_PER_LINE = 24
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
 
@@ -41,24 +46,27 @@ _TRANSPOSITIONS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF orientation → what turns the stored image upright; 1 needs nothing, and other numbers mean nothing."""
-_FIRST_SWAPPING = 5  # from here on width and height change places
+"""Mapping from EXIF orientation to the operation that turns the stored image upright.
+
+Orientation 1 needs no operation, and other numbers have no meaning.
+"""
+_FIRST_SWAPPING = 5  # Orientations from this number on swap width and height.
 
 _LINES_AT_A_TIME = 256
 
 
 class ImageProblemKind(StrEnum):
-    """Everything that can be wrong with the bytes of one image."""
+    """Kinds of problems with the bytes of one image."""
 
     EMPTY_IMAGE = "empty_image"
     CORRUPT_IMAGE = "corrupt_image"
     TOO_MANY_PIXELS = "too_many_pixels"
     TOO_MUCH_MEMORY = "too_much_memory"
-    """Decoding it would take more than MAX_DECODING_BYTES."""
+    """Decoding the image would take more than MAX_DECODING_BYTES."""
 
 
 class ImageError(Exception):
-    """An image that cannot be used."""
+    """Raised for an image that cannot be used; `kind` says why."""
 
     def __init__(self, kind: ImageProblemKind, detail: str) -> None:
         super().__init__(detail)
@@ -66,11 +74,11 @@ class ImageError(Exception):
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image, of which only the header has been read.
+    """Open an image, reading only its header, and check its size.
 
     Raises:
-        ImageError: if there are no bytes, they are no image, it has more than `max_pixels` pixels, or decoding it would
-            take more than MAX_DECODING_BYTES.
+        ImageError: if `data` is empty or is not an image, if the image has more than `max_pixels` pixels, or if
+            decoding it would take more than MAX_DECODING_BYTES.
     """
     if not data:
         raise ImageError(ImageProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
@@ -79,7 +87,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         num_bytes = decoding_bytes(image)
     except Image.DecompressionBombError as error:
         raise ImageError(ImageProblemKind.TOO_MANY_PIXELS, str(error)) from error
-    except Exception as error:  # Pillow's plug-ins raise whatever their parsing ran into
+    except Exception as error:  # Pillow's plug-ins let all kinds of exceptions escape from their parsers.
         raise ImageError(ImageProblemKind.CORRUPT_IMAGE, "no image of a known format, or a broken header") from error
     width, height = image.size
     if width * height > max_pixels:
@@ -95,10 +103,10 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def decoding_bytes(image: Image.Image) -> int:
-    """An upper bound of the memory that decoding an opened image and converting it to RGB takes, from its header alone."""
+    """Bound, from the header alone, the memory in bytes for decoding an opened image and converting it to RGB."""
     width, height = image.size
     num_pixels = width * height
-    if image.format == "TIFF":  # A tile is decoded whole, however little of it is in the image.
+    if image.format == "TIFF":  # A tile is always decoded completely, even if most of it lies outside the image.
         tags = image.tag_v2  # type: ignore[attr-defined]
         num_pixels = max(num_pixels, int(tags.get(_TIFF_TILE_WIDTH, 1)) * int(tags.get(_TIFF_TILE_LENGTH, 1)))
     bytes_per_pixel = _BYTES_PER_PIXEL[image.format or ""]
@@ -108,10 +116,12 @@ def decoding_bytes(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Decode, convert and turn upright. The image that is given is used up: its memory is released.
+    """Decode an image, convert it to RGB and turn it upright.
+
+    The image that is passed in must not be used afterwards, because its memory is released.
 
     Raises:
-        ImageError: if the data are cut or corrupt.
+        ImageError: if the data are truncated or corrupt.
     """
     _load(image)
     turn = _TRANSPOSITIONS.get(_orientation(image))
@@ -123,10 +133,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) that `to_rgb` will give. A JPEG's header says it; any other image is decoded for it.
+    """Return the (width, height) of the image that `to_rgb` will return.
+
+    The header of a JPEG is sufficient for this; any other image is decoded.
 
     Raises:
-        ImageError: as `to_rgb`.
+        ImageError: if the data are truncated or corrupt.
     """
     if image.format not in ("JPEG", "MPO"):
         _load(image)
@@ -135,10 +147,12 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
-    """Decode an image as cheaply as finds every error (a JPEG at an eighth of its size, which still reads all of it).
+    """Check that an image can be decoded, as cheaply as possible.
+
+    A JPEG is decoded at an eighth of its size, which still reads all of its data and so finds every error.
 
     Raises:
-        ImageError: as `open_image` and `to_rgb`.
+        ImageError: if the image cannot be used, for the reasons given at `open_image` and `to_rgb`.
     """
     image = open_image(data, max_pixels)
     shrink_on_load(image, (1, 1))
@@ -146,12 +160,17 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def shrink_on_load(image: Image.Image, size: tuple[int, int]) -> None:
-    """Let a JPEG be decoded at ½, ¼ or ⅛ of its size, as long as it stays at least `size` when it is upright.
+    """Set a JPEG to be decoded at ½, ¼ or ⅛ of its size, as small as possible but no smaller than `size`.
 
-    Does nothing to any other image, or to one that has been decoded.
+    This has no effect on other formats or on an image that is already decoded.
+
+    Args:
+        image: the opened image.
+        size: minimum (width, height) of the upright image.
     """
     width, height = size
-    image.draft(None, (height, width) if _orientation_of_header(image) >= _FIRST_SWAPPING else size)  # None: same mode
+    # The first argument None keeps the mode.
+    image.draft(None, (height, width) if _orientation_of_header(image) >= _FIRST_SWAPPING else size)
 
 
 def _load(image: Image.Image) -> None:
@@ -162,10 +181,13 @@ def _load(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 … 8, of an image that is a JPEG or has been decoded (a PNG may say it behind its pixels)."""
+    """Return the EXIF orientation, 1 … 8, of an image that is a JPEG or has been decoded.
+
+    Other formats must be decoded first, because a PNG may store its orientation after its pixels.
+    """
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # Pillow raises whatever its parsing of broken metadata ran into; the pixels may be good
+    except Exception:  # Pillow raises all kinds of exceptions for broken metadata; the pixels may still be intact.
         return 1
     return orientation if orientation in _TRANSPOSITIONS else 1
 
@@ -175,7 +197,7 @@ def _orientation_of_header(image: Image.Image) -> int:
 
 
 def _converted(image: Image.Image) -> Image.Image:
-    """A decoded image as RGB; releases the image unless it is that already."""
+    """Convert a decoded image to RGB and release its memory; return it unchanged if it is already RGB."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "F":
@@ -192,7 +214,7 @@ def _converted(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Grey values 0 … 65 535 → 0 … 255, rounded; `Image.convert` would clip them."""
+    """Scale grey values 0 … 65 535 to 0 … 255 with rounding, and convert to RGB; `Image.convert` would clip them."""
     grey = np.empty((image.height, image.width), dtype=np.uint8)
     for top in range(0, image.height, _LINES_AT_A_TIME):
         bottom = min(top + _LINES_AT_A_TIME, image.height)
@@ -202,7 +224,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _replaced(image: Image.Image, replacement: Image.Image) -> Image.Image:
-    """The replacement; the image's memory is released, whoever still has a reference to it."""
+    """Release the image's memory, even if references to it remain, and return the replacement."""
     image.close()
     return replacement
 

@@ -1,7 +1,7 @@
-"""Indexing: an archive becomes a table of its good pairs, and the tables of all archives become a manifest.
+"""Index archives: build a table of the usable pairs of each archive, and combine the tables into a manifest.
 
-The first half looks at one archive, so that many can be indexed at once; the second at all of them in their order, so that
-the result does not depend on how many were.
+The first half of this module handles one archive, so that many archives can be indexed in parallel. The second half
+handles all archives in order, so that the result does not depend on how many were indexed at the same time.
 """
 
 from __future__ import annotations
@@ -27,29 +27,34 @@ from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 
 ASSEMBLY = "assembly"
-"""The file name that the losses found by `assemble` lie beside."""
+"""Base name of the file of losses that `assemble` writes (see `pipelines.losses.losses_name`)."""
 
-# Kinds of members that are left out, counted apart; names are free, and a hostile tar has as many kinds as members.
+# Maximum number of distinct kinds of left-out members that are counted separately. A kind is a file suffix, so
+# without a limit a malicious tar could have as many kinds as members.
 _NUM_KINDS_LEFT_OUT = 32
 
 
 def index_name(number: int) -> str:
-    """The file name of an archive's index."""
+    """Return the file name of the index of archive `number`."""
     return f"index-{number:05d}.arrow"
 
 
 def index_archive(
     source: str, archive: ImageArchive, captions: CaptionFile | None, *, max_pixels: int, index: str
 ) -> dict[str, Any]:
-    """Read one archive, decode each of its images once, and write the index of what is good.
+    """Read one archive, decode each of its images once, and write an index of the usable pairs.
 
     Args:
         source: the URI that the archive was listed from.
-        index: URI of the file to write; everything that is lost is written beside it (`pipelines.losses`).
+        archive: the archive to read.
+        captions: captions by image path, or None if captions are stored with the images.
+        max_pixels: images with more pixels are rejected.
+        index: URI of the index file to write; lost samples are written to a file beside it (`pipelines.losses`).
 
     Returns:
-        The archive's ImageShard as JSON; `lost`, the keys of its bad images; and `num_bytes_read`, how far a tar that is
-        cut or corrupt could be read, else None.
+        A JSON object with the fields of the archive's ImageShard and two more: `lost`, the keys of its unusable
+        images, and `num_bytes_read`, how many bytes of a truncated or corrupt tar could be read (None for any other
+        archive).
     """
     problems: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
@@ -114,11 +119,20 @@ def assemble(
     captions_uri: str,
     max_pixels: int,
 ) -> ImageManifest:
-    """The manifest of indexed archives, given in order.
+    """Combine the indexes of all archives into a manifest.
 
-    Of images with one key the first stays, in the order of archives and in each archive; every other is a problem. So is
-    an image that the captions name and no archive holds. Samples behind the place where a tar cannot be read further are
-    estimated; with a json of captions they are known, for it names them.
+    If several images have the same key, the first one is kept, in the order of archives and within each archive;
+    every other one is counted as a problem. An image that the caption file names but no archive holds is a problem
+    too. The number of samples after the place where a tar becomes unreadable is estimated; with a caption file no
+    estimate is needed, because the file names every image.
+
+    Args:
+        entries: results of `index_archive`, in the order of the archives.
+        captions: captions by image path, or None if captions are stored with the images.
+        directory: URI of the directory that holds the index files.
+        source: path or URI that the archives were listed from.
+        captions_uri: path or URI of the caption file, for the manifest.
+        max_pixels: limit that the images were checked against, for the manifest.
     """
     lost = {key for entry in entries for key in entry["lost"]}
     fields = set(ImageShard.__dataclass_fields__)
@@ -148,14 +162,16 @@ def assemble(
 def _with_unread(
     shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], losses: Losses
 ) -> list[ImageShard]:
-    """The shards, with the number of samples that were not reached in each estimated from bytes.
+    """Add to each unreadable shard an estimate, from bytes, of the number of samples that could not be reached.
 
-    Of a tar that is corrupt before its end, the bytes that are left are known. Of one that ends early, those are taken to be
-    missing that it lacks of the median size of whole tars. Where there are none nothing is known, and as much is taken to be
-    missing as was read, which is what a cut at a random place costs on average.
+    If a tar is corrupt before its end, the number of remaining bytes is known. If it ends early, the missing bytes
+    are estimated as the difference to the median size of the intact tars. If there are no intact tars, as many bytes
+    are assumed to be missing as were read, which is what a cut at a random place costs on average.
 
     Args:
-        num_bytes_read: of each tar that is cut or corrupt, else None.
+        shards: the shards in order.
+        num_bytes_read: for each shard, how many bytes of a truncated or corrupt tar could be read, else None.
+        losses: file of losses that receives the estimates.
     """
     whole = [
         shard
@@ -169,7 +185,7 @@ def _with_unread(
         if read is None:
             estimated.append(shard)
             continue
-        num_bytes = shard.num_bytes or 0  # some filesystems do not say
+        num_bytes = shard.num_bytes or 0  # Some filesystems do not report sizes.
         if read + TAR_BLOCK_BYTES <= num_bytes:
             missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
         elif whole:
@@ -184,7 +200,7 @@ def _with_unread(
 
 
 def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str, losses: Losses) -> ImageShard:
-    """The shard with so many more problems of a kind, in the whole archive, and an example that says how many."""
+    """Return the shard with `number` more problems of a kind, recorded as one problem of the whole archive."""
     if number == 0:
         return shard
     problems, examples = Counter(shard.problems), list(shard.examples)
@@ -195,20 +211,27 @@ def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, deta
 
 
 def _image_rows(table: pa.Table) -> pa.Table:
-    """One row an image: its key and the number of its pairs."""
+    """Return a table with one row per image: its key and its number of pairs."""
     _, first, counts = np.unique(table.column("image").to_numpy(), return_index=True, return_counts=True)
     return pa.table({"key": table.column("key").take(pa.array(first, pa.int64())), "num_pairs": counts})
 
 
 def _first_occurrences(keys: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
-    """(n,) whether a key occurs for the first time, and the distinct keys."""
+    """Return (n,) bool, whether each key occurs for the first time, and the distinct keys."""
     encoded = pa.array(keys.combine_chunks(), pa.string()).dictionary_encode()
-    codes = encoded.indices.to_numpy()  # numbered in order of first occurrence
+    codes = encoded.indices.to_numpy()  # Codes are numbered in order of first occurrence.
     return codes > np.maximum.accumulate(np.concatenate([[-1], codes]))[:-1], encoded.dictionary
 
 
 def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: Losses) -> ImageShard:
-    """The shard without images whose keys have occurred before, which become problems."""
+    """Remove images with repeated keys from a shard and count them as problems.
+
+    Args:
+        shard: the shard to change.
+        images: its images, as from `_image_rows`.
+        repeated: row numbers in `images` of those whose key occurred before.
+        losses: file of losses that receives the removed images.
+    """
     problems, examples = Counter(shard.problems), list(shard.examples)
     for key in images.column("key").take(pa.array(repeated, pa.int64())).to_pylist():
         where = f"{shard.archive.rsplit('/', 1)[-1]}/{key}"
@@ -226,7 +249,7 @@ def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: 
 
 
 def _absent(captions: CaptionFile, uri: str, found: set[str], losses: Losses) -> CaptionReading:
-    """The images that the captions name and that are not among those found."""
+    """Count as problems all images that the caption file names but that are not in `found`."""
     problems: Counter[str] = Counter()
     examples: list[str] = []
     for name in captions.captions:

@@ -1,7 +1,7 @@
-"""What a prepared image–text data set holds: an index of every archive, with counts and digests, and what was wrong.
+"""Manifest of a prepared image–text data set: an index of every archive with counts, digests and problems.
 
-Pairs are numbered densely in the order of the shards and their rows; so are images, and the pairs of one image are
-neighbours. N pairs.
+A shard is the indexed part of one archive. Pairs are numbered without gaps (0 … N−1) in the order of the shards and
+of the rows within them. Images are numbered in the same way, and the pairs of one image are adjacent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ FORMAT_VERSION = 3
 INDEX_SCHEMA = pa.schema(
     {
         "key": pa.string(),
-        "image": pa.int64(),  # in the file: counted from 0, dropped ones included; `read_index` gives the dense number
+        # In the file, images are numbered from 0 per archive, dropped ones included; `read_index` returns global
+        # numbers.
+        "image": pa.int64(),
         "caption": pa.string(),
-        "offset": pa.int64(),  # of the image's bytes in the archive, or in the file of its own
-        "size": pa.int64(),
-        "member": pa.string(),  # the image's name in the archive, or its path below the directory
-        "checksum": pa.uint32(),  # CRC-32 of the image's bytes
+        "offset": pa.int64(),  # Position of the image's first byte in the tar; 0 for an image in a file of its own.
+        "size": pa.int64(),  # Size of the image's bytes.
+        "member": pa.string(),  # Name of the image in the tar, or its path relative to the directory.
+        "checksum": pa.uint32(),  # CRC-32 of the image's bytes.
     }
 )
-"""One row a pair."""
+"""Columns of an index file, which has one row per pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,114 +43,121 @@ class ImageShard:
     """The pairs of one archive."""
 
     file: str
-    """Name of its index, relative to the manifest."""
+    """Name of the index file, relative to the manifest."""
     archive: str
     """Path of the tar, or of the directory of image files, within the filesystem of the manifest's source."""
     is_directory: bool
+    """Whether the archive is a group of image files in a directory rather than a tar."""
     num_bytes: int
-    """Size of the tar."""
+    """Size of the tar, or total size of the image files, in bytes."""
     num_pairs: int
+    """Number of pairs, without those of dropped images."""
     num_images: int
+    """Number of images, without dropped ones."""
     digest: str
-    """blake2b of keys, captions and image bytes."""
+    """blake2b hash of keys, captions and image bytes."""
     problems: dict[str, int]
-    """Problem kind → samples that it cost."""
+    """Number of lost samples by kind of problem."""
     left_out: dict[str, int]
-    """Suffix, or other kind → members and files that are no part of a sample, and no problem."""
+    """Number of members and files that belong to no sample and are no problem, by suffix or other kind."""
     examples: list[str]
-    """Where the first few problems are."""
+    """Descriptions of the first few problems."""
     dropped: list[int]
-    """Images in the index, as it counts them, whose key has occurred before."""
+    """Numbers, as in the index file, of the images that are ignored because their key occurred before."""
 
     @property
     def path(self) -> str:
-        """Where it comes from."""
+        """Path of the archive that the shard was read from."""
         return self.archive
 
     @property
     def num_records(self) -> int:
-        """What the share of problems is a share of."""
+        """Number of readable records (images), which `check_problems` compares the problems with."""
         return self.num_images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionReading:
-    """What was wrong with the json that captions come from."""
+    """Problems with the JSON file that the captions come from."""
 
     path: str
+    """Path or URI of the JSON file."""
     problems: dict[str, int]
+    """Number of lost images by kind of problem."""
     examples: list[str]
+    """Descriptions of the first few problems."""
 
     @property
     def num_records(self) -> int:
-        """Its images are counted by the archives that hold them."""
+        """Always 0, because the images are already counted in the archives that hold them."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageManifest:
-    """A prepared data set; read it with :meth:`load`."""
+    """Description of a prepared data set; use :meth:`load` to read it."""
 
     directory: str
-    """The URI that index files are relative to."""
+    """URI of the prepared directory, which index files are relative to."""
     source: str
-    """The URI that it was prepared from; images are read from there."""
+    """URI that the data set was prepared from; images are still read from there."""
     max_pixels: int
-    """Larger images were refused."""
+    """Maximum number of pixels of an image; larger images were rejected."""
     shards: list[ImageShard]
-    """One an archive, in order of path."""
+    """One shard per archive, in order of path."""
     captions: CaptionReading | None
-    """None where captions come with the images."""
+    """Problems with the caption file, or None if captions are stored with the images."""
     version: int = FORMAT_VERSION
+    """Version of the manifest format."""
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Pairs in every shard, for a `StreamPlan`."""
+        """Number of pairs in every shard, for a `StreamPlan`."""
         return tuple(shard.num_pairs for shard in self.shards)
 
     @cached_property
     def first_pairs(self) -> np.ndarray:
-        """The id of every shard's first pair, and N: (shards + 1,) int64."""
+        """Id of every shard's first pair, followed by the total N: (shards + 1,) int64."""
         return np.cumsum([0, *self.shard_sizes], dtype=np.int64)
 
     @cached_property
     def first_images(self) -> np.ndarray:
-        """The number of every shard's first image, and the number of all images: (shards + 1,) int64."""
+        """Number of every shard's first image, followed by the total number of images: (shards + 1,) int64."""
         return np.cumsum([0, *(shard.num_images for shard in self.shards)], dtype=np.int64)
 
     @property
     def num_pairs(self) -> int:
-        """N; pair ids are 0 … N−1."""
+        """Total number N of pairs; pair ids are 0 … N−1."""
         return int(self.first_pairs[-1])
 
     @property
     def num_images(self) -> int:
-        """Image numbers are below it."""
+        """Total number M of images; image numbers are 0 … M−1."""
         return int(self.first_images[-1])
 
     @property
     def readings(self) -> Sequence[Reading]:
-        """Everything that was read, for `check_problems`."""
+        """Summaries of everything that was read, for `check_problems`."""
         return [*self.shards, *([self.captions] if self.captions else [])]
 
     @cached_property
     def problems(self) -> Counter[str]:
-        """Problem kind → number, over all archives."""
+        """Number of lost samples by kind of problem, over all archives and the caption file."""
         return sum((Counter(reading.problems) for reading in self.readings), Counter())
 
     @cached_property
     def left_out(self) -> Counter[str]:
-        """Kind → number of members and files that are no part of a sample, over all archives."""
+        """Number of members and files that belong to no sample, by kind, over all archives."""
         return sum((Counter(shard.left_out) for shard in self.shards), Counter())
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the shards: equal digests mean equal pairs in equal order."""
+        """Hash of all shards as 16 hex digits; equal digests mean equal pairs in equal order."""
         content = json.dumps([[shard.digest, shard.dropped] for shard in self.shards])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def save(self) -> None:
-        """Write the manifest into its directory; its presence says that the directory is complete."""
+        """Write the manifest to its directory; the presence of this file marks the directory as complete."""
         content = {key: value for key, value in asdict(self).items() if key != "directory"} | {"digest": self.digest}
         write_json(f"{self.directory}/{MANIFEST_FILE}", content)
 
@@ -157,8 +166,8 @@ class ImageManifest:
         """Read the manifest of a prepared directory.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if another version, or the preparation of text, wrote it.
+            FileNotFoundError: if the directory has no manifest.
+            ValueError: if the manifest was written by another version, or by the preparation of text.
         """
         content = read_json(f"{directory}/{MANIFEST_FILE}")
         if content is None:
@@ -177,10 +186,14 @@ class ImageManifest:
 
 
 def read_index(manifest: ImageManifest, number: int) -> pa.Table:
-    """The index of one shard: a row for each of its pairs, with dense image numbers.
+    """Read the index of one shard: one row per pair, with image numbers that are unique in the whole data set.
+
+    Args:
+        manifest: the manifest of the data set.
+        number: number of the shard in the manifest.
 
     Raises:
-        OSError: if the file is not the one that the manifest speaks of.
+        OSError: if the file does not have the number of pairs that the manifest states.
     """
     shard = manifest.shards[number]
     table = open_index(manifest.directory, shard.file)
@@ -198,7 +211,7 @@ def read_index(manifest: ImageManifest, number: int) -> pa.Table:
 
 
 def open_index(directory: str, file: str) -> pa.Table:
-    """An index file as it is stored; a local one is memory-mapped."""
+    """Read an index file unchanged; a local file is memory-mapped."""
     filesystem, path = resolve(f"{directory}/{file}")
     is_local = filesystem.type_name == "local"
     with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:

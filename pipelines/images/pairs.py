@@ -1,9 +1,10 @@
-"""Image–text pairs as training arrays, and images and captions as evaluation arrays, from a prepared data set.
+"""Read image–text pairs as training arrays, and images and captions as evaluation arrays, from a prepared data set.
 
-Everything random is a pure function: a view of (seed, epoch, pair id), caption noise of (seed, pair id). Images are read
-from where they were when the data set was prepared, and held against the checksums taken then.
+All randomness is a pure function of known numbers: an image view depends on (seed, epoch, pair id), and caption noise
+on (seed, pair id). Images are read from their original location and compared with the checksums that were taken when
+the data set was prepared.
 
-Shapes: n pairs of a batch, S pixels a side, t tokens a caption, M images of the data set, N pairs.
+Shapes: n pairs in a batch, S pixels per side of a view, t tokens per caption, M images and N pairs in the data set.
 """
 
 from __future__ import annotations
@@ -26,30 +27,40 @@ from pipelines.ranges import ByteRange, range_reader
 
 Batch = dict[str, np.ndarray]
 
-# Apart from the generators of the plan, which are keyed by (seed, epoch, window).
+# Keeps the random generators of image views distinct from those of the plan, which are keyed by (seed, epoch, window).
 _VIEW_STREAM = 0x76696577
 _NUM_OPEN_INDICES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """What a `RankStream` of pairs reads from. It can be pickled; files are opened where it is used."""
+    """Source of image–text pairs for a `RankStream`.
+
+    It can be pickled; files are opened only in the process that reads from them.
+
+    Raises:
+        ValueError: if a field is outside its range.
+    """
 
     manifest: ImageManifest
+    """Prepared data set to read from."""
     tokenizer: PreTrainedTokenizerFast
+    """Tokenizer of the captions."""
     image_size: int
-    """S."""
+    """Side S of the square views, in pixels."""
     num_text_tokens: int = 30
-    """t."""
+    """Number t of tokens per caption, including special tokens and padding."""
     seed: int = 0
+    """Seed of the views and of the caption noise."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
+    """Distribution of the training views."""
     caption_noise: float = 0.0
-    """Share of the captions that noise is put into (`CaptionNoise`)."""
+    """Share of the captions that receive noise, in [0, 1] (`CaptionNoise`)."""
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
             raise ValueError(f"image_size = {self.image_size} must be at least 1")
-        assert self.encoder  # made here, so that what is wrong with their values is said here
+        assert self.encoder  # Created here already, so that invalid values raise an error here.
         assert self.noise
 
     def __getstate__(self) -> dict[str, object]:
@@ -57,12 +68,12 @@ class PairSource:
 
     @cached_property
     def encoder(self) -> CaptionEncoder:
-        """Tokenises captions."""
+        """Tokenizer of captions with a fixed output length t."""
         return CaptionEncoder(tokenizer=self.tokenizer, num_text_tokens=self.num_text_tokens)
 
     @cached_property
     def noise(self) -> CaptionNoise:
-        """Puts noise into captions."""
+        """Noise that is added to captions."""
         return CaptionNoise(share=self.caption_noise, seed=self.seed)
 
     @cached_property
@@ -72,18 +83,20 @@ class PairSource:
     # ---- training ----
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """The training arrays of pairs.
+        """Return the training arrays of n pairs.
 
         Args:
-            shards, rows: (n,) which pair: the shard's number in the manifest, and the row in its index.
-            epoch: which views of the images.
+            shards, rows: (n,) location of each pair: the shard's number in the manifest, and the row in the shard's
+                index.
+            epoch: epoch that the random views of the images belong to.
 
         Returns:
-            `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64, dense
-            numbers of pair and image; `is_noisy` (n,) bool; `digest` (n,) int64, 48 bits over pixels and tokens.
+            `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64,
+            the pair ids 0 … N−1 and the image numbers 0 … M−1; `is_noisy` (n,) bool, whether the caption received
+            noise; `digest` (n,) int64, a 48-bit hash of pixels and tokens.
 
         Raises:
-            OSError: if an archive is not what it was when the data set was prepared.
+            OSError: if an archive has changed since the data set was prepared.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         ids = self.manifest.first_pairs[shards] + rows
@@ -107,7 +120,7 @@ class PairSource:
         }
 
     def name(self, shard: int, row: int) -> str:
-        """What a person finds the pair by."""
+        """Return the key, the archive and the id of a pair, for messages."""
         key = self._index(int(shard)).column("key")[int(row)].as_py()
         pair = int(self.manifest.first_pairs[shard]) + int(row)
         return f"{key!r} of {self.manifest.shards[shard].archive} (pair {pair})"
@@ -115,11 +128,11 @@ class PairSource:
     # ---- evaluation ----
 
     def read_images(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The images of these numbers (0 … M−1), resized and centre-cropped: (n, S, S, 3) uint8.
+        """Return the images with these numbers (0 … M−1), resized and centre-cropped: (n, S, S, 3) uint8.
 
         Raises:
-            IndexError: if there is no image of such a number.
-            OSError: as `read`.
+            IndexError: if there is no image with one of the numbers.
+            OSError: if an archive has changed since the data set was prepared.
         """
         numbers = np.asarray(numbers, dtype=np.int64)
         shards = number_in(numbers, self.manifest.first_images, "image")
@@ -135,16 +148,16 @@ class PairSource:
         return np.stack(views) if views else np.empty((0, self.image_size, self.image_size, 3), dtype=np.uint8)
 
     def captions(self) -> tuple[list[str], np.ndarray]:
-        """All captions as they were written, in the order of pair ids, and (N,) the number of the image of each."""
+        """Return all captions, without added noise, in the order of pair ids, and (N,) the image number of each."""
         tables = [self._index(number) for number in range(len(self.manifest.shards))]
         texts = [text for table in tables for text in table.column("caption").to_pylist()]
         return texts, np.concatenate([table.column("image").to_numpy() for table in tables])
 
     def share_of_captions_cut(self, max_captions: int = 20_000, max_shards: int = 32) -> float:
-        """Share of the captions that have more than t tokens, in [0, 1].
+        """Return the share of captions that have more than t tokens and are truncated, in [0, 1].
 
-        Of all captions if there are no more than `max_captions` in `max_shards`; else of so many, from shards that are
-        evenly spaced, so that a data set of millions costs no more than a second.
+        The share is measured on at most about `max_captions` captions from at most `max_shards` evenly spaced shards,
+        so that it takes no more than a second for a data set of millions. A smaller data set is measured completely.
         """
         num_shards = min(len(self.manifest.shards), max_shards)
         chosen = np.unique(np.linspace(0, len(self.manifest.shards) - 1, num_shards).round().astype(int))
@@ -156,10 +169,10 @@ class PairSource:
         return float(self.encoder.are_cut(texts).mean()) if texts else 0.0
 
     def locate(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shards, rows), each (n,), of the pairs of these ids (0 … N−1), as `read` takes them.
+        """Return (shards, rows), each (n,), of the pairs with these ids (0 … N−1), in the form that `read` takes.
 
         Raises:
-            IndexError: if there is no pair of such an id.
+            IndexError: if there is no pair with one of the ids.
         """
         ids = np.asarray(ids, dtype=np.int64)
         shards = number_in(ids, self.manifest.first_pairs, "pair")
@@ -168,7 +181,7 @@ class PairSource:
     # ---- reading ----
 
     def _entries(self, shards: np.ndarray, rows: np.ndarray) -> dict[str, pa.ChunkedArray]:
-        """Index columns at these places."""
+        """Return the index columns of n pairs, given their shards and rows, each (n,), in the same order."""
         tables, order = [], []
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
@@ -180,7 +193,11 @@ class PairSource:
         return dict(zip(table.column_names, table.columns, strict=True))
 
     def _image_files(self, shards: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Iterator[bytes]:
-        """The stored bytes of the images of index entries, as they were when they were prepared."""
+        """Yield the stored bytes of the image of each index entry.
+
+        Raises:
+            OSError: if a checksum shows that the bytes have changed since the data set was prepared.
+        """
         ranges = []
         columns = (entries[name].to_pylist() for name in ("member", "offset", "size"))
         for shard, member, offset, size in zip(shards, *columns, strict=True):
@@ -202,15 +219,20 @@ class PairSource:
     ) -> np.ndarray:
         try:
             return view(data, self.image_size, *arguments, max_pixels=self.manifest.max_pixels)
-        except ImageError as error:  # it could be decoded when it was prepared
+        except ImageError as error:  # The image must have changed, since it could be decoded when it was prepared.
             raise OSError(f"{self.name(shard, row)} cannot be decoded: {error}; prepare it again") from error
 
 
 def number_in(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
-    """Which shard each number lies in, given every shard's first number and the end.
+    """Return the shard that each number lies in.
+
+    Args:
+        numbers: (n,) numbers of pairs or images.
+        firsts: (shards + 1,) first number of every shard, followed by the total.
+        noun: word for what is numbered, for the error message.
 
     Raises:
-        IndexError: if a number lies in none.
+        IndexError: if a number lies in no shard.
     """
     beyond = numbers[(numbers < 0) | (numbers >= firsts[-1])]
     if len(beyond):
@@ -219,6 +241,6 @@ def number_in(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
 
 
 def _digest(image: np.ndarray, input_ids: np.ndarray) -> int:
-    """32 bits of the pixels, by CRC as the fastest, and 16 of the tokens."""
+    """Return a 48-bit hash: 32 bits from the pixels, by CRC-32 because it is fastest, and 16 bits from the tokens."""
     tokens = hashlib.blake2b(input_ids.tobytes(), digest_size=2).digest()
     return zlib.crc32(image.data) << 16 | int.from_bytes(tokens, "little")

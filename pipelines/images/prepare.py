@@ -1,7 +1,8 @@
-"""Preparing image–text data: a Ray Data job that indexes archives and checks every image, one task an archive.
+"""Prepare image–text data: a Ray Data job that indexes archives and checks every image, with one task per archive.
 
-Images stay where they are. The directory is named after everything that decides its content, so preparing again is free,
-and an interrupted preparation goes on with the archives that are left.
+Images are not copied. The name of the prepared directory contains a hash of everything that determines its content,
+so that preparing the same data again costs nothing, and an interrupted preparation continues with the remaining
+archives.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from pipelines.storage import resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareImagesConfig:
-    """What to prepare and how."""
+    """Which image–text data to prepare, and how.
+
+    Raises:
+        ValueError: if a field is outside its range, or `splits` is given without `captions`.
+    """
 
     source: str
-    """A WebDataset tar as img2dataset writes it, a directory of such, or a directory of images; path or pyarrow URI."""
+    """WebDataset tar as img2dataset writes it, directory of such tars, or directory of images; path or pyarrow URI."""
     captions: str = ""
-    """A json with the captions, for images that come without: Karpathy's form, or a list of {"image", "caption"}."""
+    """JSON file of captions, for images without their own: Karpathy's form, or a list of {"image", "caption"}."""
     splits: tuple[str, ...] = ()
-    """Which splits of a Karpathy json. Empty: all of them."""
+    """Splits to use from a JSON file in Karpathy's form; if empty, all of them."""
     max_bad_share: float = 0.01
-    """Share of samples that may be unreadable before preparing fails."""
+    """Largest share of samples that may be unreadable, in [0, 1]; above it, preparation fails."""
     max_pixels: int = MAX_PIXELS
-    """Larger images are refused, before decoding, as decompression bombs."""
+    """Maximum number of pixels of an image; a larger one is rejected before decoding, as a decompression bomb."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_bad_share <= 1.0:
@@ -51,17 +56,22 @@ class PrepareImagesConfig:
 def prepare_images(
     config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "data.max_bad_share", losses: str = ""
 ) -> ImageManifest:
-    """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
+    """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Needs a running Ray.
+    Ray must be running.
 
     Args:
-        max_bad_share_field: how the person who gave it knows it, for the message.
-        losses: path or URI of a file to write every lost sample to (`pipelines.losses`), also if there are too many.
+        config: which data to prepare, and how.
+        root: path or URI of the directory of all prepared data.
+        max_bad_share_field: name of the setting that `max_bad_share` comes from, for the error message.
+        losses: path or URI of a file to list every lost sample in (`pipelines.losses`); it is also written if there
+            are too many. If empty, no list is written.
 
     Raises:
-        FileNotFoundError, ValueError: as `check_source`.
-        TooManyProblemsError: naming the share, the kinds and the archives.
+        FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
+        ValueError: if the captions are not understood, or are needed but not given.
+        TooManyProblemsError: if too many samples are unreadable; the message names the share, the kinds of problems
+            and the archives.
     """
     archives, captions = check_source(config)
     directory = f"{root}/{_content_name(config, archives, captions)}"
@@ -72,7 +82,8 @@ def prepare_images(
         filesystem.create_dir(path, recursive=True)
 
         def prepare(number: int) -> dict[str, Any]:
-            # Read again where it is needed: a worker reads it once, however many archives it is given.
+            # The worker reads the caption file itself; `load` caches it, so that each worker process reads it only
+            # once.
             named = CaptionFile.load(config.captions, config.splits) if config.captions else None
             return index_archive(
                 config.source,
@@ -100,11 +111,11 @@ def prepare_images(
 
 
 def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None]:
-    """What there is to prepare; needs no Ray.
+    """Return the archives to prepare, and the captions if they come in a file of their own; Ray is not needed.
 
     Raises:
-        FileNotFoundError: the source or the captions do not exist, or the source holds neither tar nor image.
-        ValueError: the captions are not understood, or needed and not given.
+        FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
+        ValueError: if the captions are not understood, or are needed but not given.
     """
     archives = list_image_archives(config.source)
     captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
@@ -114,7 +125,7 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
 
 
 def _content_name(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
-    """A directory name that is a function of everything that decides the prepared content."""
+    """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [asdict(archive) for archive in archives]
     content = json.dumps([FORMAT_VERSION, files, captions and captions.captions, config.max_pixels])
     digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
@@ -123,7 +134,7 @@ def _content_name(config: PrepareImagesConfig, archives: list[ImageArchive], cap
 
 
 def describe(manifest: ImageManifest, seconds: float | None = None) -> str:
-    """Counts of a prepared data set, for a person."""
+    """Summarise the counts of a prepared data set in one line, for a human reader."""
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.left_out.items()))
     left_out = f"; left out: {kinds}" if kinds else ""

@@ -1,6 +1,7 @@
-"""RandAugment: a few operations, drawn from a fixed list, at one strength (Cubuk et al., arXiv 1909.13719).
+"""RandAugment: apply a few operations, drawn from a fixed list, at one strength (Cubuk et al., arXiv 1909.13719).
 
-The list is the one that vision-language pre-training uses: none changes colours so far that a caption turns false.
+The list is the one used in vision-language pre-training: no operation changes colours so much that a caption becomes
+false.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ MAX_MAGNITUDE = 10
 
 _GREY = (128, 128, 128)
 _MAX_SHEAR = 0.3
-_MAX_SHIFT = 0.45  # of the side
+_MAX_SHIFT = 0.45  # As a fraction of the image's side.
 _MAX_DEGREES = 30.0
-_MAX_CHANGE = 0.9  # of brightness, sharpness
+_MAX_CHANGE = 0.9  # Largest relative change of brightness or sharpness.
 
 Operation = Callable[[Image.Image, float], Image.Image]
-"""An image and a strength in [−1, 1], whose sign is the direction of those that have one."""
+"""Function of an image and a strength in [−1, 1]; the sign is the direction, for operations that have one."""
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
@@ -42,11 +43,11 @@ OPERATIONS: dict[str, Operation] = {
         _MAX_DEGREES * strength, resample=Image.Resampling.BILINEAR, fillcolor=_GREY
     ),
 }
-"""Name → operation on an RGB image."""
+"""Operations on an RGB image, by name."""
 
 
 def rand_augment(image: Image.Image, num_operations: int, magnitude: float, rng: np.random.Generator) -> Image.Image:
-    """Apply operations drawn with replacement, each at ±magnitude / 10 of its full strength."""
+    """Apply `num_operations` operations, drawn with replacement, at strength ±magnitude / 10 with random signs."""
     names = list(OPERATIONS)
     for choice, sign in zip(rng.integers(len(names), size=num_operations), rng.random(num_operations), strict=True):
         strength = magnitude / MAX_MAGNITUDE * (1 if sign < 0.5 else -1)

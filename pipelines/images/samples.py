@@ -1,9 +1,10 @@
-"""Image–text samples: what belongs together among the members of a tar, and what is wrong with it.
+"""Group the members of a tar into image–text samples, and report what is wrong with them.
 
-A sample is an image and its captions: consecutive members of one name, `photo.v1.2.jpg` and `photo.v1.2.txt`. The key of a
-member is its name up to the last dot. (WebDataset takes the first dot, by which these two would be no image and no text; for
-names with one dot both rules are one.) What is beside a sample under a longer name, as `photo.seg.png` is beside `photo.jpg`
-and `photo.txt`, and has no partner of its own, is left out and counted.
+A sample is an image and its captions, stored as consecutive members with the same key, such as `photo.v1.2.jpg` and
+`photo.v1.2.txt`. The key of a member is its name up to the last dot. (WebDataset splits at the first dot, which would
+recognise these two members neither as an image nor as a text; for names with one dot the two rules agree.) A member
+with a longer name beside a sample, such as `photo.seg.png` beside `photo.jpg` and `photo.txt`, is left out and
+counted if it has no partner of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipelines.problems import Problem
 from pipelines.tars import TarMember
 
 MAX_IMAGE_BYTES = 2**26
-"""Of an image file; a reader holds several at its peak, beside what one of them is decoded to."""
+"""Maximum size of an image file in bytes; a reader holds several files at its peak, and one decoded image."""
 MAX_CAPTION_BYTES = 2**22
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -27,12 +28,12 @@ TAR_BLOCK_BYTES = 512
 
 
 class SampleProblemKind(StrEnum):
-    """Everything that can be wrong with a sample, beside its image's bytes."""
+    """Kinds of problems with a sample, apart from problems with its image's bytes (`ImageProblemKind`)."""
 
     TRUNCATED_ARCHIVE = "truncated_archive"
-    """The tar ends early or cannot be read further; the complete samples before were yielded."""
+    """The tar ends early or cannot be read further; the complete samples before that place were yielded."""
     UNREAD_SAMPLE = "unread_sample"
-    """Behind the place where a tar cannot be read further; their number is estimated from bytes."""
+    """The sample lies after the place where a tar becomes unreadable; their number is estimated from bytes."""
     EMPTY_ARCHIVE = "empty_archive"
     MISSING_IMAGE = "missing_image"
     MISSING_CAPTION = "missing_caption"
@@ -40,12 +41,12 @@ class SampleProblemKind(StrEnum):
     INVALID_UTF8 = "invalid_utf8"
     OVERSIZED_MEMBER = "oversized_member"
     IRREGULAR_MEMBER = "irregular_member"
-    """A link, a sparse file or a device under the name of an image or a caption."""
+    """The member is a link, a sparse file or a device, although its name is that of an image or a caption."""
     UNREADABLE_FILE = "unreadable_file"
-    """An image file that is listed and cannot be opened: gone since, a link to nowhere, or not permitted."""
+    """The image file was listed but cannot be opened: it was deleted, is a broken link, or is not permitted."""
     DUPLICATED_KEY = "duplicated_key"
     ABSENT_IMAGE = "absent_image"
-    """The captions' json names it, and no archive holds it."""
+    """The JSON file of captions names the image, but no archive holds it."""
 
 
 Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
@@ -53,32 +54,34 @@ Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSample:
-    """An image, not yet looked at, with at least one caption."""
+    """Image, not yet decoded or checked, with at least one caption."""
 
     key: str
-    """The member's name up to its last dot, or, where captions come from a json, the path by which it names the image."""
+    """Name of the member up to its last dot, or the image's path in the JSON file if captions come from one."""
     member: str
-    """The image's name in the tar, or its path below the directory."""
+    """Name of the image in the tar, or its path relative to the directory."""
     offset: int
-    """Where the image's bytes begin in the file."""
+    """Position of the image's first byte in the tar, or 0 for an image in a file of its own."""
     data: bytes
+    """Encoded bytes of the image file."""
     captions: tuple[str, ...]
+    """Captions of the image, none of them empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """A member or file that is no part of any sample, and no problem either; it is counted."""
+    """Member or file that belongs to no sample but is no problem either; such members are counted."""
 
     kind: str
-    """Its suffix, or why it is left out."""
+    """Suffix of the name, or the reason why it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TruncatedArchive(Problem):
-    """A tar that cannot be read further."""
+    """Problem of a tar that cannot be read further."""
 
     num_bytes_read: int
-    """Where its last member that has a header ends, or should end."""
+    """Position in the tar at which the last member with a readable header ends, or should end."""
 
 
 Item = ImageSample | Problem | LeftOut
@@ -92,18 +95,23 @@ class Part:
     """One member of a sample."""
 
     member: str
+    """Name of the member."""
     offset: int
+    """Position of its first byte in the tar."""
     data: bytes
+    """Its bytes; empty if there is a problem."""
     problem: Problem | None
+    """Why the bytes could not be read, or None."""
 
 
-Parts = dict[str, Part]  # by role: image, txt, json
+Parts = dict[str, Part]  # The keys are roles: "image", "txt" or "json".
 
 
 class _Group:
-    """The samples under one WebDataset key: all members whose names are the same up to the first dot.
+    """Collects the samples that share a WebDataset key, that is, all members whose names agree up to the first dot.
 
-    Memory holds two samples: the one whose members are being read, and the one of the shortest name that its own extends.
+    At most two samples are held in memory: the one whose members are being read, and the pending one with the
+    shortest key that is a prefix of the former's key.
     """
 
     def __init__(self, key: str, archive: str) -> None:
@@ -112,11 +120,12 @@ class _Group:
         self._pending: dict[str, Parts] = {}
         self._last = ""
         self._seen: set[str] = set()
-        # Only when the group has ended is it known whether they stood beside a sample.
+        # Members that lack an image or a caption. Only at the end of the group is it known whether they belong beside a
+        # complete sample and are left out, or are problems.
         self._without_partner: list[tuple[str, str, Problem]] = []
 
     def add(self, key: str, role: str, part: Part) -> Iterator[Item]:
-        """Take a member in; yields samples that no further member can belong to."""
+        """Add a member, and yield the samples that are complete because no later member can belong to them."""
         base = min((other for other in self._pending if key.startswith(other + ".")), key=len, default=key)
         for other in [other for other in self._pending if other not in (key, base)]:
             yield from self._close(other)
@@ -127,7 +136,10 @@ class _Group:
         self._pending.setdefault(key, {})[role] = part
 
     def close(self, *, is_cut: bool = False) -> Iterator[Item]:
-        """Yield all that is left; a last sample that is not complete is part of what is cut off."""
+        """Yield everything that is left.
+
+        If the tar was cut off (`is_cut`), an incomplete last sample is not reported, as it belongs to the missing part.
+        """
         for key in list(self._pending):
             is_last = is_cut and key == self._last
             closed = list(self._close(key))
@@ -155,7 +167,12 @@ class _Group:
 
 
 def webdataset_samples(members: Members, name: str) -> Iterator[Item]:
-    """The samples of a tar, in the order in which they are complete."""
+    """Yield the samples of a tar in the order in which they become complete, and its problems and left-out members.
+
+    Args:
+        members: the members of the tar, as from `tar_members`.
+        name: name of the tar, for messages.
+    """
     group, end = _Group("", name), 0
     try:
         for info, member in members:
@@ -179,12 +196,12 @@ def webdataset_samples(members: Members, name: str) -> Iterator[Item]:
 
 
 def member_end(info: tarfile.TarInfo) -> int:
-    """Where a member's data end in the tar, padding included."""
+    """Return the position in the tar at which a member's data end, including padding."""
     return info.offset_data + -(-info.size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:
-    """`a/b.v1.PNG` → `a/b.v1`, `png`; hidden files have no suffix."""
+    """Split a name at its last dot: `a/b.v1.PNG` gives `a/b.v1` and `png`; a hidden file has no suffix."""
     directory, slash, file = printable(name).rpartition("/")
     stem, _, suffix = file.rpartition(".")
     is_hidden = file.startswith(".")
@@ -207,7 +224,7 @@ def _caption_texts(parts: Parts, where: str) -> Sequence[str] | Problem:
         try:
             record = json.loads(parts["json"].data)
             caption = (record.get("captions") or record.get("caption")) if isinstance(record, dict) else None
-        except (ValueError, RecursionError):  # bytes that are no UTF-8, too
+        except (ValueError, RecursionError):  # Bytes that are not UTF-8 raise a ValueError too.
             pass
     if isinstance(caption, list) and all(isinstance(text, str) for text in caption) and caption:
         return caption
@@ -226,7 +243,12 @@ def _caption_texts(parts: Parts, where: str) -> Sequence[str] | Problem:
 
 
 def read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> Part:
-    """A member's bytes, or why they are not to be had.
+    """Read a member's bytes, or explain in `problem` why they cannot be used.
+
+    Args:
+        info: header of the member.
+        member: reader of the member's bytes.
+        name: name of the tar, for messages.
 
     Raises:
         tarfile.TarError: if the archive ends before the member does.
@@ -250,7 +272,13 @@ def read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> Part:
 def checked(
     key: str, member: str, offset: int, data: bytes, texts: Sequence[str], where: str
 ) -> Iterator[ImageSample | Problem]:
-    """The sample with the captions that hold something, and a problem for each that does not."""
+    """Yield a problem for each caption that is empty or invalid, then the sample with the remaining captions, if any.
+
+    Args:
+        key, member, offset, data: fields of the `ImageSample`.
+        texts: the captions to check.
+        where: location of the sample, for messages.
+    """
     captions = []
     for text in texts:
         stripped = text.strip()
@@ -259,7 +287,7 @@ def checked(
             continue
         try:
             stripped.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, and no tokenizer takes it.
+        except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
             yield Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
             continue
         captions.append(stripped)
@@ -268,17 +296,17 @@ def checked(
 
 
 def printable(name: str) -> str:
-    """A member's name as UTF-8, whatever bytes it is made of."""
+    """Return a member's name as a string that can be encoded as UTF-8, whatever its bytes are."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def oversized(where: str, limit: int) -> Problem:
-    """The problem of a member or file that is longer than it may be."""
+    """Return the problem of a member or file that is longer than `limit` bytes."""
     return Problem(kind=SampleProblemKind.OVERSIZED_MEMBER, where=where, detail=f"longer than {limit} bytes")
 
 
 def truncated(name: str, error: tarfile.TarError, num_bytes_read: int) -> TruncatedArchive:
-    """The problem of a tar that cannot be read further."""
+    """Return the problem of a tar that cannot be read further after `num_bytes_read` bytes."""
     return TruncatedArchive(
         kind=SampleProblemKind.TRUNCATED_ARCHIVE,
         where=name,

@@ -1,9 +1,9 @@
-"""The table of temperatures of image-text pairs: what its columns are, and reading it in the order of a prepared data set.
+"""Define the table of temperatures of image–text pairs, and read it in the order of a prepared data set.
 
-A directory of Parquet files `part-*.parquet`, one row a pair. A pair is known by its key and its caption, not by its id,
-which depends on what else was prepared with it.
+The table is a directory of Parquet files `part-*.parquet` with one row per pair. A pair is identified by its key and
+its caption, not by its id, because the id depends on what else was prepared with the pair.
 
-Shapes: N pairs, d size of the embedding.
+Shapes: N pairs, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _UNIT = "temperature, dimensionless"
 
 
 def table_schema(embedding_size: int | None = None) -> pa.Schema:
-    """The columns; every field says its unit and meaning. With embeddings of that size, if any."""
+    """Return the schema of the table; the metadata of every field states its unit and meaning.
+
+    Args:
+        embedding_size: d, to include columns for the embeddings of image and caption; None to omit them.
+    """
     columns: list[tuple[str, pa.DataType, str, str]] = [
         ("id", pa.int64(), "number", "of the pair in the data set that was predicted, from 0"),
         ("key", pa.string(), "name", "of the image, in its archive or in the captions' json"),
@@ -43,14 +47,18 @@ def table_schema(embedding_size: int | None = None) -> pa.Schema:
 
 
 def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
-    """τ of every pair of a data set, by key and caption: (2, N) float32, image and text, in the order of pair ids.
+    """Read the temperatures of all pairs of a data set, matched by key and caption.
 
     Args:
-        directory: of the table; path or pyarrow URI. Rows of other pairs are left out.
+        directory: path or pyarrow URI of the table. Its rows of pairs that are not in the data set are ignored.
+        manifest: the data set.
+
+    Returns:
+        (2, N) float32: τ of every image and τ of every text, in the order of pair ids.
 
     Raises:
         FileNotFoundError: if there is no table.
-        ValueError: if it is another kind of table, or lacks pairs of the data set; their number is named.
+        ValueError: if it is another kind of table, or lacks pairs of the data set; the message says how many.
     """
     table = read_table(directory, ["key", "caption", *_TAU])
     wanted = pa.concat_tables(
@@ -69,10 +77,11 @@ def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
 
 
 def read_table(directory: str, columns: list[str]) -> pa.Table:
-    """Columns of all parts of a table, in order.
+    """Read some columns of all parts of a table, in order.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_temperatures`.
+        FileNotFoundError: if there is no table.
+        ValueError: if the table lacks one of the columns.
     """
     filesystem, root = resolve(directory)
     files = (
@@ -91,6 +100,6 @@ def read_table(directory: str, columns: list[str]) -> pa.Table:
 
 
 def _names(table: pa.Table) -> pa.Array:
-    """(rows,) key and caption as one string; no key holds a line break."""
+    """Return (rows,) key and caption joined by a line break, which is unambiguous because no key contains one."""
     columns = (table[name].combine_chunks().cast(pa.large_string()) for name in ("key", "caption"))
     return pc.binary_join_element_wise(*columns, pa.scalar("\n", pa.large_string()))

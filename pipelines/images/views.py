@@ -1,6 +1,6 @@
-"""Training and evaluation views of an image: random-resized crop, flip, RandAugment; resize and centre crop.
+"""Views of an image: random resized crop, flip and RandAugment for training; resize and centre crop for evaluation.
 
-Shapes: S pixels a side of the view, which is uint8 (S, S, 3); scaling and normalisation happen in the model, on the device.
+Shapes: a view is uint8 (S, S, 3) with S pixels per side. Scaling and normalisation happen in the model, on the device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ _NUM_CROP_ATTEMPTS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentationConfig:
-    """How training views are drawn."""
+    """Distribution of the random training views.
+
+    Raises:
+        ValueError: if a field is outside its range.
+    """
 
     min_scale: float = 0.5
-    """Least share of the image's area that a crop covers; 1 with max_scale = 1 and equal ratios is no cropping at all."""
+    """Smallest share of the image's area that a crop covers; 1, with max_scale = 1 and equal ratios: no cropping."""
     max_scale: float = 1.0
+    """Largest share of the image's area that a crop covers."""
     min_ratio: float = 3 / 4
-    """Least width / height of a crop."""
+    """Smallest ratio width / height of a crop."""
     max_ratio: float = 4 / 3
+    """Largest ratio width / height of a crop."""
     flip_probability: float = 0.5
-    """0 where captions speak of left and right."""
+    """Probability of a horizontal flip; use 0 if captions mention left and right."""
     num_operations: int = 0
-    """RandAugment operations an image; 0 leaves RandAugment out."""
+    """Number of RandAugment operations per image; 0 disables RandAugment."""
     magnitude: float = 7.0
-    """Strength of the operations, 0 … 10."""
+    """Strength of the RandAugment operations, 0 … 10."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_scale <= self.max_scale <= 1.0:
@@ -63,19 +69,26 @@ def training_view(
     *,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """A random view (S, S, 3) of an image file's bytes; a function of the bytes and the generator's state.
+    """Return a random view (S, S, 3) of an image, a pure function of the file's bytes and the generator's state.
 
-    The crop is drawn before decoding, so that a JPEG is decoded no larger than the crop needs, and is resized by a
-    bicubic filter that averages when it shrinks.
+    The crop is drawn before decoding, so that a JPEG is decoded no larger than the crop needs. It is resized by a
+    bicubic filter that averages over pixels when it reduces the size.
+
+    Args:
+        data: bytes of the image file.
+        size: S.
+        augmentation: distribution of the views.
+        rng: generator of the random numbers.
+        max_pixels: maximum number of pixels of the image.
 
     Raises:
-        ImageError: if the bytes are no usable image.
+        ImageError: if the image cannot be decoded or exceeds a limit.
     """
     image = open_image(data, max_pixels)
     width, height = upright_size(image)
     left, top, right, bottom = random_crop(width, height, augmentation, rng)
     is_flipped = rng.random() < augmentation.flip_probability
-    # What of the image is left when the crop is exactly S × S.
+    # The arguments are the size of the whole image at the scale at which the crop is exactly S × S.
     shrink_on_load(image, (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))))
     upright = to_rgb(image)
     x, y = upright.width / width, upright.height / height
@@ -89,11 +102,12 @@ def training_view(
 
 
 def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: np.random.Generator) -> Box:
-    """(left, top, right, bottom) of a random crop, in whole pixels.
+    """Return (left, top, right, bottom) of a random crop, in whole pixels.
 
-    A share of the area, uniform in [min_scale, max_scale], and a ratio, log-uniform in [min_ratio, max_ratio], are
-    drawn until the rectangle fits, up to ten times; then it is the largest central crop of a legal ratio. (Szegedy
-    et al., arXiv 1409.4842, §6, as every framework has it since.)
+    A share of the area, uniform in [min_scale, max_scale], and an aspect ratio, log-uniform in [min_ratio,
+    max_ratio], are drawn until the rectangle fits into the image, at most ten times. If none fits, the result is the
+    largest central crop with an allowed ratio. The method is that of Szegedy et al. (arXiv 1409.4842, §6), as all
+    common frameworks implement it.
     """
     low, high = math.log(augmentation.min_ratio), math.log(augmentation.max_ratio)
     for _ in range(_NUM_CROP_ATTEMPTS):
@@ -112,16 +126,18 @@ def random_crop(width: int, height: int, augmentation: AugmentationConfig, rng: 
 
 
 def evaluation_view(data: bytes, size: int, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """The centre (S, S, 3) of an image whose shorter side has been resized to S, bicubic, from the full decoding.
+    """Return the central square (S, S, 3) of an image whose shorter side is resized to S.
+
+    The image is decoded at full size and resized with a bicubic filter.
 
     Raises:
-        ImageError: if the bytes are no usable image.
+        ImageError: if the image cannot be decoded or exceeds a limit.
     """
     image = to_rgb(open_image(data, max_pixels))
     shorter = min(image.size)
     width, height = (max(size, round(side * size / shorter)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
-    # Only what lies in the centre is resized: a strip one pixel wide would become `size` times as long.
+    # Only the centre is resized. Resizing the whole image would make a strip one pixel wide `size` times as long.
     x, y = image.width / width, image.height / height
     box = (left * x, top * y, (left + size) * x, (top + size) * y)
     return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))

@@ -1,1 +1,1 @@
-"""The sample data that the project makes itself: prose that is installed anyway, and rendered scenes with captions."""
+"""Sample data that the project generates itself: prose from installed packages, and rendered scenes with captions."""

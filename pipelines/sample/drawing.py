@@ -1,8 +1,9 @@
-"""A sample scene as pixels: anti-aliased figures with patterns on a textured background.
+"""Render a sample scene to pixels: anti-aliased figures with patterns on a textured background.
 
-A figure is an outline filled at four times the resolution and averaged down to a mask, through which its colour is laid
-on the canvas, and a darker shade of it where the pattern's mask is set too. Backgrounds use the same masks, fainter.
-Colours vary a little from figure to figure, as paint and light do, and the whole image carries some noise.
+A figure's outline is filled at four times the resolution and averaged down to a mask. The figure's colour is pasted
+through this mask, and then a darker shade of it where the pattern's mask is set too. Backgrounds use the same pattern
+masks with a fainter shade. Colours vary a little from figure to figure, as real paint and light do, and noise is
+added to the whole image.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ PALETTE = {
     "white": (246, 246, 246), "grey": (186, 188, 190), "cream": (246, 234, 200), "sky": (186, 214, 246),
     "mint": (194, 236, 204), "lavender": (216, 200, 240),
 }  # fmt: skip
-"""RGB of every word of COLOURS and BACKGROUND_COLOURS."""
+"""RGB value of every colour in COLOURS and BACKGROUND_COLOURS."""
 COLOUR_JITTER = 14
-"""The most that a channel differs from the palette."""
+"""Maximum random difference of a colour channel from the palette, out of 255."""
 
 _SCALE = 4
 _FIGURE_SHADE = 0.5
@@ -35,11 +36,11 @@ _NOISE = 0.04
 Color = tuple[int, int, int]
 Point = tuple[float, float]
 Outline = tuple[Sequence[Point], bool]
-"""A polygon in the circle of radius 1, and whether it adds to the figure (or cuts a hole)."""
+"""A polygon inside the unit circle, and whether it is added to the figure (True) or cut out of it (False)."""
 
 
 def render(scene: Scene, image_size: int, generator: random.Random) -> Image.Image:
-    """The scene as an RGB image of `image_size` pixels square."""
+    """Render the scene as an RGB image of `image_size` × `image_size` pixels."""
     image = _background(scene, image_size, generator)
     for group in scene.groups:
         for figure in group.figures:
@@ -65,7 +66,7 @@ def _draw_figure(image: Image.Image, group: Group, figure: Figure, generator: ra
     canvas = image.width
     size = math.ceil(2 * figure.radius * canvas) + 2
     left, top = round(figure.x * canvas - size / 2), round(figure.y * canvas - size / 2)
-    # The centre keeps its fraction of a pixel within the box.
+    # `left` and `top` are rounded to whole pixels; the fraction that was rounded off is kept in the centre.
     centre = ((figure.x * canvas - left) * _SCALE, (figure.y * canvas - top) * _SCALE)
     radius = figure.radius * canvas * _SCALE
     cos, sin = radius * math.cos(figure.angle), radius * math.sin(figure.angle)
@@ -90,7 +91,7 @@ def _jitter(colour: Color, generator: random.Random) -> Color:
 
 
 def _shade(colour: Color, factor: float) -> Color:
-    """Darker by the factor; of a dark colour, lighter."""
+    """Return a shade of a colour: darker by the factor, or lighter if the colour is already dark."""
     if sum(colour) < 150:
         red, green, blue = (channel + 110 for channel in colour)
     else:
@@ -102,7 +103,7 @@ def _shade(colour: Color, factor: float) -> Color:
 
 
 def _pattern_crop(pattern: str, size: int, period: float, generator: random.Random) -> Image.Image:
-    """A square of the endless pattern, from a random place of it."""
+    """Return a square mask of `size` pixels, cut from a random place of the infinitely repeated pattern."""
     period = max(2, round(period))
     mask = _pattern_mask(pattern, size + period, period)
     left, top = generator.randrange(period), generator.randrange(period)
@@ -111,7 +112,7 @@ def _pattern_crop(pattern: str, size: int, period: float, generator: random.Rand
 
 @functools.cache
 def _pattern_mask(pattern: str, size: int, period: int) -> Image.Image:
-    """Where the pattern, which repeats every `period` pixels both ways, has its second colour."""
+    """Return the mask of the pattern's second colour, which repeats every `period` pixels in both directions."""
     mask = Image.new("L", (size * _SCALE, size * _SCALE))
     draw = ImageDraw.Draw(mask)
     step = period * _SCALE
@@ -133,7 +134,7 @@ def _pattern_mask(pattern: str, size: int, period: int) -> Image.Image:
 
 
 def _regular(num_corners: int, *, start: float = -90.0, radius: float = 1.0, centre: Point = (0, 0)) -> list[Point]:
-    """A regular polygon; `start` is the direction of its first corner in degrees, −90 being up."""
+    """Return a regular polygon; `start` is the direction of its first corner in degrees, where −90 is up."""
     return _arc(start, start + 360 * (1 - 1 / num_corners), radius=radius, centre=centre, num_points=num_corners)
 
 
@@ -206,4 +207,4 @@ OUTLINES: dict[str, tuple[Outline, ...]] = {
         ([(0.25, -0.97), (-0.55, 0.12), (-0.05, 0.12), (-0.25, 0.97), (0.55, -0.22), (0.05, -0.22)], True),
     ),
 }  # fmt: skip
-"""The polygons of every word of SHAPES, in the order in which they are filled."""
+"""Polygons of every shape in SHAPES, in the order in which they are filled."""

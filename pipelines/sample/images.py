@@ -1,16 +1,20 @@
-"""Rendered scenes with captions, as a data set of image-text pairs: training, retrieval and zero-shot splits.
+"""Write rendered scenes with captions as a data set of image–text pairs: training, retrieval and zero-shot splits.
 
-    train/00000.tar …           as img2dataset writes: KEY.jpg, KEY.txt (the caption) and KEY.json, 1 000 pairs a tar;
-                                keys are sparse, as where a download failed
-    validation/, test/          the same, with five captions an image: KEY.txt is the first, KEY.json has all as "captions"
-    zero_shot/test.tar          <class name>/0000.jpg …, a class being one of the most frequent concepts
-    zero_shot/templates.txt     prompts with {} for the class name, one a line
+The data set consists of these files:
+
+    train/00000.tar …           as written by img2dataset: KEY.jpg, KEY.txt (the caption) and KEY.json, 1 000 pairs
+                                per tar; some keys are missing, as they are after failed downloads
+    validation/, test/          the same with five captions per image: KEY.txt has the first, KEY.json all as "captions"
+    zero_shot/test.tar          <class name>/0000.jpg …, where a class is one of the most frequent concepts
+    zero_shot/templates.txt     prompts with {} for the class name, one per line
     concepts.json               the Zipf law and, for every concept, its rank, probability and count in each split
 
-A pair's json has its "concept", the concept's "concept_rank" (1 is the most frequent), "concept_frequency" (the pairs of
-`train` that have it, whichever split the json belongs to) and "concept_share" (that over all pairs), and the whole "scene".
+A pair's JSON file has the "concept", its "concept_rank" (1 is the most frequent), its "concept_frequency" (the number
+of pairs in `train` with this concept, whichever split the file belongs to), its "concept_share" (that number divided
+by the number of all pairs in `train`), and the whole "scene".
 
-An image is a pure function of the seed, the split and its number, so that any number of processes writes the same bytes.
+An image is a pure function of the seed, the split and its number, so that any number of processes writes the same
+bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ _JPEG_QUALITY = 90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesSummary:
-    """What `write_images` wrote."""
+    """Counts of what `write_images` wrote."""
 
     num_images_train: int
     num_images_validation: int
@@ -60,23 +64,23 @@ class ImagesSummary:
     num_images_zero_shot: int
     num_classes_zero_shot: int
     num_bytes: int
-    """Of all files."""
+    """Total size of all files in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Archive:
-    """One tar to write: what a process needs to know for it."""
+    """Everything that a process needs to know to write one tar."""
 
     path: Path
     split: str
     number: int
-    """Of the tar within its split."""
+    """Number of the tar within its split, from 0."""
     first: int
-    """The number of its first image within its split."""
+    """Number of the tar's first image within its split, from 0."""
     concepts: tuple[int, ...]
-    """Index into CONCEPTS of every image."""
+    """For every image, the index of its concept in CONCEPTS."""
     frequencies: tuple[int, ...]
-    """Of every concept, in `train`."""
+    """For every concept, the number of pairs in `train`."""
     image_size: int
     seed: int
 
@@ -92,12 +96,22 @@ def write_images(
     seed: int = 0,
     num_processes: int | None = None,
 ) -> ImagesSummary:
-    """Write the splits above, in `num_processes` processes (all cores if None), which changes nothing in the files.
+    """Write all splits of the data set.
 
-    `num_images` is the number of training pairs, `num_retrieval_images` that of each retrieval split. `directory`
-    appears when it is complete, by a rename.
+    `directory` appears only when it is complete, through a rename.
 
-    Raises FileExistsError if `directory` is already there and not an empty directory.
+    Args:
+        directory: directory to create.
+        num_images: number of training pairs.
+        num_retrieval_images: number of images of each retrieval split (validation and test).
+        num_classes: number of zero-shot classes, which are the most frequent concepts.
+        num_images_per_class: number of zero-shot images per class.
+        image_size: side of the square images in pixels.
+        seed: seed of all random numbers.
+        num_processes: number of processes, or None for one per core; it does not affect the content of the files.
+
+    Raises:
+        FileExistsError: if `directory` already exists and is not an empty directory.
     """
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(f"directory {str(directory)!r} is not empty; remove it or choose another")
@@ -110,7 +124,7 @@ def write_images(
     frequencies = {split: _frequencies(drawn) for split, drawn in concepts.items()}
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
-        # A directory inside the temporary one, because that one is readable by its owner only.
+        # The data are written to a subdirectory, because the temporary directory itself is readable by its owner only.
         staging = Path(temporary, "images")
         archives = []
         for split, drawn in concepts.items():
@@ -129,11 +143,12 @@ def write_images(
                         seed=seed,
                     )
                 )
-        # Forked, as starting an interpreter anew would import all that the calling job has imported, for seconds.
+        # Processes are forked, because a new interpreter would spend seconds on importing what the caller has imported.
         with multiprocessing.get_context("fork").Pool(num_processes or os.cpu_count()) as pool:
             pool.map(_write_archive, archives, chunksize=1)
-            # Leaving the block ends the processes by SIGTERM, for which a job that has started Ray has a handler: a process
-            # that waits for a lock would not run it, and be waited for without end.
+            # Leaving the `with` block would terminate the processes with SIGTERM. In a job that has started Ray they
+            # have inherited a handler for it, which a process that waits for a lock would never run, so the pool
+            # would hang.
             pool.close()
             pool.join()
         (staging / "zero_shot" / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
@@ -151,7 +166,7 @@ def write_images(
 
 
 def read_captions(directory: Path) -> Iterator[str]:
-    """The captions of a split in img2dataset's layout, in order; for an image of several, the first."""
+    """Yield the captions of a split in img2dataset's layout, in order; only the first of several of an image."""
     for path in sorted(directory.glob("*.tar")):
         with tarfile.open(path) as archive:
             for member in archive:
@@ -218,6 +233,6 @@ def _write_archive(archive: _Archive) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)  # Its mtime and owner are 0.
+    info = tarfile.TarInfo(name)  # Its time stamp and owner are 0, so that equal data give equal files.
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -1,8 +1,9 @@
-"""What a sample scene's captions say: a small English grammar that claims nothing which the scene does not show.
+"""Generate captions of a sample scene from a small English grammar that states only what the scene shows.
 
-A caption always names the main group's shape and colour, in one of several words for each. Which of the rest is said
-(size, pattern, place, other groups, relations, background), in which order and in which words, is drawn anew for every
-caption, so that two captions of a scene are paraphrases of which either may know more.
+A caption always names the main group's shape and colour, with one of several words for each. Whether it mentions
+anything else (size, pattern, place, other groups, relations, background), in which order and in which words, is drawn
+anew for every caption. Two captions of a scene are therefore paraphrases, and either may contain details that the
+other omits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SHAPE_NOUNS = {
     "cloud": ("cloud",), "house": ("house", "cottage"), "tree": ("tree", "fir"), "fish": ("fish",),
     "bolt": ("bolt", "lightning bolt"),
 }  # fmt: skip
-"""The nouns for every word of SHAPES; the first is the most usual."""
+"""Nouns for every shape in SHAPES; the first is the most frequent."""
 COLOUR_ADJECTIVES = {
     "red": ("red", "scarlet", "crimson"), "orange": ("orange", "tangerine"), "yellow": ("yellow", "golden"),
     "green": ("green", "emerald"), "teal": ("teal", "turquoise"), "blue": ("blue", "cobalt"), "purple": ("purple", "violet"),
@@ -48,12 +49,16 @@ PLACES = {
     (0, 2): ("in the bottom left corner", "at the lower left"), (1, 2): ("at the bottom", "near the bottom edge"),
     (2, 2): ("in the bottom right corner", "at the lower right"),
 }  # fmt: skip
-"""Where the third (column, row) of the canvas lies in which the centre of a single figure is."""
+"""Phrases for the place of a single figure, by the cell (column, row) of a 3 × 3 grid that its centre lies in."""
 RELATIONS = {
     "left": ("left of", "to the left of"), "right": ("right of", "to the right of"),
     "above": ("above", "over", "higher than"), "below": ("below", "under", "lower than"), "beside": ("beside", "next to"),
 }  # fmt: skip
-"""`left`, for one: every figure of the first group has its centre further left than all of the second."""
+"""Phrases for every relation between two groups.
+
+For example, `left` means that the centre of every figure of the first group is further left than all centres of the
+second.
+"""
 
 _OPENINGS = ("a picture of", "an image of", "a drawing of", "this shows", "we see", "here we have")
 _INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above", "beside": "beside"}
@@ -61,7 +66,7 @@ _MIN_OFFSET = 0.08
 _MAX_GAP_BESIDE = 0.12
 
 _SAY_SIZE = 0.35
-_SAY_PATTERN = {True: 0.1, False: 0.6}  # By whether it is plain.
+_SAY_PATTERN = {True: 0.1, False: 0.6}  # The key says whether the pattern is plain.
 _SAY_PLACE = 0.3
 _SAY_OTHER = 0.6
 _SAY_RELATION = 0.6
@@ -69,7 +74,7 @@ _SAY_BACKGROUND = 0.4
 
 
 def caption(scene: Scene, generator: random.Random) -> str:
-    """One true caption, in lower case and without a full stop."""
+    """Generate one true caption, in lower case and without a full stop."""
     main, *rest = scene.groups
     others = [group for group in rest if generator.random() < _SAY_OTHER]
     generator.shuffle(others)
@@ -105,7 +110,7 @@ def caption(scene: Scene, generator: random.Random) -> str:
 
 
 def captions(scene: Scene, number: int, generator: random.Random) -> list[str]:
-    """As many captions, no two alike, each drawn without regard to the others otherwise."""
+    """Generate `number` distinct captions; apart from that, each is drawn independently of the others."""
     found: dict[str, None] = {}
     while len(found) < number:
         found[caption(scene, generator)] = None
@@ -113,7 +118,7 @@ def captions(scene: Scene, number: int, generator: random.Random) -> list[str]:
 
 
 def relations(one: Group, other: Group) -> list[str]:
-    """The words of RELATIONS that hold between two groups, of the first to the second."""
+    """Return the keys of RELATIONS that hold for the first group relative to the second."""
     found = []
     for low, high, axis in (("left", "right", "x"), ("above", "below", "y")):
         first = [getattr(figure, axis) for figure in one.figures]
@@ -128,14 +133,14 @@ def relations(one: Group, other: Group) -> list[str]:
 
 
 def plural(noun: str) -> str:
-    """Of the nouns above: boxes, crosses, rhombuses, fish."""
+    """Return the plural of one of the nouns above: boxes, crosses, rhombuses, fish."""
     if noun == "fish":
         return noun
     return noun + ("es" if noun.endswith(("s", "x")) else "s")
 
 
 def _noun_phrase(group: Group, generator: random.Random) -> str:
-    """`a large striped red circle`, `two little crimson discs`."""
+    """Generate a noun phrase for a group, such as `a large striped red circle` or `two little crimson discs`."""
     words = []
     if generator.random() < _SAY_SIZE:
         words.append(generator.choice(SIZE_ADJECTIVES[group.size]))
@@ -152,7 +157,7 @@ def _noun_phrase(group: Group, generator: random.Random) -> str:
 
 
 def _place(phrase: str, group: Group, generator: random.Random) -> str:
-    """The phrase, with the place of a single figure behind it at times."""
+    """Return the phrase, sometimes followed by the place of the figure if the group has only one."""
     if len(group.figures) > 1 or generator.random() >= _SAY_PLACE:
         return phrase
     figure = group.figures[0]
@@ -169,5 +174,5 @@ def _background(scene: Scene, generator: random.Random) -> str:
 
 
 def _usual(choices: Sequence[str], generator: random.Random) -> str:
-    """The first of them as often as all others together."""
+    """Draw one of the choices: the first has the same probability as all others together."""
     return choices[0] if len(choices) == 1 or generator.random() < 0.5 else generator.choice(choices[1:])

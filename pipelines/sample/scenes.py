@@ -1,10 +1,12 @@
-"""What is in a sample image: a main group of figures that carries the meaning, some others, and a background.
+"""Draw the content of a sample image: a main group of figures that shows its concept, other groups, and a background.
 
-Every scene has one main concept, a pair of shape and colour. Concepts follow a Zipf law: the concept of rank r (1 is the
-most frequent) has the probability r^−s / Σ_q q^−s, so that frequent and rare meanings exist by construction. Everything
-else in a scene is drawn evenly, so that images of one concept differ in details only.
+Every scene has one main concept, which is a pair of shape and colour. Concepts follow a Zipf law with exponent s: the
+concept of rank r (1 is the most frequent) has probability r^−s / Σ_q q^−s, so that there are frequent and rare
+concepts by construction. Everything else in a scene is drawn independently of the concept, so that images of one
+concept differ in details only.
 
-Lengths are fractions of the canvas: x to the right, y downwards, from the top left corner. Angles are radians.
+Lengths are fractions of the canvas, with x to the right and y downwards from the top left corner. Angles are in
+radians.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ PATTERNS = ("plain", "striped", "dotted", "checkered")
 BACKGROUND_COLOURS = ("white", "grey", "cream", "sky", "mint", "lavender")
 BACKGROUND_TEXTURES = (*PATTERNS, "shaded", "grainy")
 RADII = {"small": (0.085, 0.115), "medium": (0.13, 0.16), "large": (0.20, 0.25)}
-"""The range of a figure's radius for every word of size; they do not touch, so that a size can be told."""
+"""Range of a figure's radius for every size word; the ranges are disjoint, so that sizes can be told apart."""
 
-_MAIN_SIZES = {1: ("large",), 2: ("large", "medium"), 3: ("medium",)}  # By the number of figures.
-_OTHER_SIZES = {1: ("small", "small", "medium"), 2: ("small",)}  # Less to be seen than the main group, in any case.
+# Possible sizes by the number of figures in the group; other groups are always less prominent than the main group.
+_MAIN_SIZES = {1: ("large",), 2: ("large", "medium"), 3: ("medium",)}
+_OTHER_SIZES = {1: ("small", "small", "medium"), 2: ("small",)}
+# Numbers of figures in a group, and of other groups, each with the weights of these numbers.
 _MAIN_COUNTS = ((1, 2, 3), (6, 3, 2))
 _OTHER_COUNTS = ((1, 2), (4, 1))
 _NUM_OTHERS = ((1, 2, 3), (4, 3, 1))
@@ -38,20 +42,20 @@ _MARGIN = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concept:
-    """The main meaning of a scene."""
+    """Main meaning of a scene: a shape and its colour."""
 
     shape: str
     colour: str
 
     @property
     def name(self) -> str:
-        """As it is said: `red circle`."""
+        """Name of the concept in words, such as `red circle`."""
         return f"{self.colour} {self.shape}"
 
 
 CONCEPTS = tuple(
     Concept(shape=shape, colour=colour)
-    # Shuffled, once and for all, so that a concept's rank says nothing about its shape or its colour.
+    # Shuffled with a fixed seed, so that a concept's rank is independent of its shape and colour.
     for shape, colour in random.Random("concepts").sample(list(itertools.product(SHAPES, COLOURS)), 200)
 )
 """All 200 concepts, the most frequent first."""
@@ -59,18 +63,21 @@ CONCEPTS = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One drawn thing."""
+    """One drawn figure, described by the circle around it."""
 
     x: float
+    """Horizontal position of the centre."""
     y: float
+    """Vertical position of the centre."""
     radius: float
+    """Radius of the circle around the figure."""
     angle: float
-    """Clockwise; small, as an arrow still has to point to the right."""
+    """Clockwise rotation in radians; it is small, so that an arrow, for example, still points to the right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """One to three figures that look the same."""
+    """Group of one to three figures that look the same."""
 
     shape: str
     colour: str
@@ -81,27 +88,30 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """A whole image, as a list of what is to be seen."""
+    """Description of a whole image."""
 
     groups: tuple[Group, ...]
-    """The main group first. No two share a shape and a colour."""
+    """Groups of figures, the main group first; no two groups have both the same shape and the same colour."""
     background_colour: str
     background_texture: str
 
 
 def zipf_probabilities(exponent: float) -> list[float]:
-    """P(rank r) = r^−s / Σ_q q^−s for every concept of CONCEPTS."""
+    """Return P(rank r) = r^−s / Σ_q q^−s for every concept of CONCEPTS, where s is the exponent."""
     weights = [rank**-exponent for rank in range(1, len(CONCEPTS) + 1)]
     return [weight / sum(weights) for weight in weights]
 
 
 def draw_concepts(number: int, exponent: float, generator: random.Random) -> list[int]:
-    """`number` independent indices into CONCEPTS by the Zipf law."""
+    """Draw `number` independent indices into CONCEPTS from the Zipf law."""
     return generator.choices(range(len(CONCEPTS)), weights=zipf_probabilities(exponent), k=number)
 
 
 def draw_scene(concept: Concept, generator: random.Random) -> Scene:
-    """A scene whose main group is of this concept, with two to MAX_FIGURES figures in all where they find room."""
+    """Draw a scene whose main group shows this concept, with at most MAX_FIGURES figures in total.
+
+    The scene has at least two figures, unless there is no room for a second one.
+    """
     taken: list[Figure] = []
     count = _weighted(generator, _MAIN_COUNTS)
     size = generator.choice(_MAIN_SIZES[count])
@@ -121,7 +131,10 @@ def draw_scene(concept: Concept, generator: random.Random) -> Scene:
 
 
 def _draw_group(concept: Concept, size: str, count: int, taken: list[Figure], generator: random.Random) -> Group:
-    """A group whose figures, as many of `count` as find room, overlap nothing in `taken`, to which they are added."""
+    """Draw a group of up to `count` figures, as many as there is room for.
+
+    The figures do not overlap those in `taken`, and are appended to it.
+    """
     figures: list[Figure] = []
     low, high = RADII[size]
     for _ in range(_NUM_PLACEMENTS):
@@ -146,7 +159,7 @@ def _draw_group(concept: Concept, size: str, count: int, taken: list[Figure], ge
 
 
 def gap(one: Figure, other: Figure) -> float:
-    """The distance between the circles around two figures; negative where they overlap."""
+    """Return the distance between the circles around two figures; it is negative if they overlap."""
     return math.hypot(one.x - other.x, one.y - other.y) - one.radius - other.radius
 
 

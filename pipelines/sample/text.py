@@ -1,10 +1,11 @@
-"""The English prose found on any machine with the project installed, as a text corpus.
+"""Collect a text corpus from the English documentation on any machine that has the project installed.
 
-Installed Python packages and the standard library carry tens of megabytes of documentation: docstrings, README files,
-release descriptions. With markup, code and repetitions taken out it is real prose of many authors, enough to train a
-small tokenizer and a small model where no corpus can be downloaded. No package is imported; files are only read.
+Installed Python packages and the standard library contain tens of megabytes of documentation: docstrings, README
+files and release descriptions. Without markup, code and repetitions it is real prose by many authors, and enough to
+train a small tokenizer and a small model where no corpus can be downloaded. No package is imported; files are only
+read.
 
-Docstrings are found with a regular expression instead of `ast.parse`, which takes minutes for some 24 000 files.
+Docstrings are found with a regular expression, because `ast.parse` would take minutes for some 24 000 files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ MIN_DOCUMENT_CHARACTERS = 200
 VALIDATION_ONE_IN = 50
 
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "node_modules", "licenses"}
-"""`site-packages` lies below the standard library, and is not the running environment's when that is a virtual one."""
+"""Names of directories that are not searched.
+
+`site-packages` is skipped because one lies below the standard library, and in a virtual environment it is not the
+environment's own.
+"""
 SKIPPED_FILES = re.compile(
     r"licen[cs]e|copying|notice|authors|contributors|top_level\.txt|entry_points\.txt|.*requirements.*\.txt"
     r"|namespace_packages\.txt|sources\.txt|vendor\.txt|cmakelists\.txt",
@@ -40,17 +45,17 @@ PROSE_SUFFIXES = (".md", ".rst", ".txt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProseDocument:
-    """The prose of one file."""
+    """Prose of one file."""
 
     source: str
-    """Path of the file relative to the root it was found under."""
+    """Path of the file relative to the root that it was found under."""
     text: str
-    """Paragraphs, one or more lines each, joined by blank lines."""
+    """Paragraphs of one or more lines each, separated by blank lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusSummary:
-    """What `write_corpus` wrote; bytes are those of the texts as UTF-8."""
+    """Counts of what `write_corpus` wrote; the numbers of bytes are those of the texts as UTF-8."""
 
     num_documents_train: int
     num_bytes_train: int
@@ -59,7 +64,7 @@ class CorpusSummary:
 
 
 def default_roots() -> tuple[Path, ...]:
-    """The directories of the running environment's packages, and of the standard library."""
+    """Return the directories of the running environment's packages and of the standard library."""
     paths = sysconfig.get_paths()
     return tuple(dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib", "stdlib")))
 
@@ -67,12 +72,19 @@ def default_roots() -> tuple[Path, ...]:
 def collect_prose(
     *, num_bytes: int = NUM_BYTES_DEFAULT, roots: Sequence[Path] | None = None
 ) -> Iterator[ProseDocument]:
-    """The documents of the files below `roots`, until the next would make more than `num_bytes` of UTF-8 text.
+    """Yield the documents of the files below `roots`.
 
-    Files come in the order of a hash of their path, so that any cap keeps a mixture of packages, the same one every
-    time. A paragraph that occurred before is left out, and so is a file with less than MIN_DOCUMENT_CHARACTERS left.
+    Files are visited in the order of a hash of their path, so that any limit keeps a mixture of packages, the same
+    one every time. A paragraph that occurred before is omitted, and so is a file with fewer than
+    MIN_DOCUMENT_CHARACTERS left.
 
-    Raises ValueError for a `num_bytes` that is not positive, and FileNotFoundError for a root that is no directory.
+    Args:
+        num_bytes: limit on the total UTF-8 text; iteration stops before the document that would exceed it.
+        roots: directories to search, or None for `default_roots()`.
+
+    Raises:
+        ValueError: if `num_bytes` is not positive.
+        FileNotFoundError: if a root is not a directory.
     """
     if num_bytes <= 0:
         raise ValueError(f"num_bytes is {num_bytes}; expected a positive number of bytes")
@@ -81,7 +93,7 @@ def collect_prose(
         try:
             raw = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # Unreadable, or not in UTF-8: there are enough others.
+            continue  # A file that is unreadable or not in UTF-8 is skipped, as there are enough others.
         raw_texts: Iterable[str]
         if path.suffix == ".py":
             raw_texts = _docstrings(raw)
@@ -92,7 +104,7 @@ def collect_prose(
         paragraphs = []
         for raw_text in raw_texts:
             for paragraph in _paragraphs(raw_text):
-                # `_prose` leaves single spaces only, so that what is left to even out is the case.
+                # `_prose` has already reduced all whitespace to single spaces, so only the case is left to normalise.
                 digest = hashlib.blake2b(paragraph.lower().encode(), digest_size=16).digest()
                 if digest not in seen:
                     seen.add(digest)
@@ -109,13 +121,21 @@ def collect_prose(
 def write_corpus(
     directory: Path, *, num_bytes: int = NUM_BYTES_DEFAULT, num_shards: int = 4, roots: Sequence[Path] | None = None
 ) -> CorpusSummary:
-    """Write `train/prose-*.jsonl.zst.tar`, laid out as OpenWebText2, and `validation/prose-00000.jsonl.zst`.
+    """Write `train/prose-*.jsonl.zst.tar`, in the layout of OpenWebText2, and `validation/prose-00000.jsonl.zst`.
 
-    A document's split follows from a hash of its text, about one in VALIDATION_ONE_IN going to validation. The same
-    documents give the same bytes. `directory` appears when it is complete, by a rename.
+    A hash of a document's text decides its split; about one in VALIDATION_ONE_IN documents goes to validation. The same
+    documents give the same bytes. `directory` appears only when it is complete, through a rename.
 
-    Raises FileExistsError if `directory` is already there and not an empty directory, and ValueError if `num_shards` is
-    not positive or there is no text for one of the splits.
+    Args:
+        directory: directory to create.
+        num_bytes: limit on the total UTF-8 text, as for `collect_prose`.
+        num_shards: number of archives of the training split.
+        roots: directories to search, or None for `default_roots()`.
+
+    Raises:
+        FileExistsError: if `directory` already exists and is not an empty directory.
+        ValueError: if `num_bytes` or `num_shards` is not positive, or there is no text for one of the splits.
+        FileNotFoundError: if a root is not a directory.
     """
     if num_shards <= 0:
         raise ValueError(f"num_shards is {num_shards}; expected a positive number of archives")
@@ -125,7 +145,7 @@ def write_corpus(
     num_text_bytes = {"train": 0, "validation": 0}
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
-        # A directory inside the temporary one, because that one is readable by its owner only.
+        # The data are written to a subdirectory, because the temporary directory itself is readable by its owner only.
         staging = Path(temporary, "corpus")
         for split in num_documents:
             (staging / split).mkdir(parents=True)
@@ -162,7 +182,7 @@ def write_corpus(
 
 
 class _Shard:
-    """A tar of `.jsonl.zst` members of some NUM_BYTES_PER_MEMBER uncompressed."""
+    """Writer of a tar of `.jsonl.zst` members, each with about NUM_BYTES_PER_MEMBER bytes before compression."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name.partition(".")[0]
@@ -182,7 +202,8 @@ class _Shard:
 
     def _end_member(self) -> None:
         data = zstandard.ZstdCompressor().compress(self._buffer.getvalue())
-        info = tarfile.TarInfo(f"{self._name}/{self._num_members:05d}.jsonl.zst")  # Its mtime and owner are 0.
+        # The member's time stamp and owner are 0 by default, so that equal documents give equal archives.
+        info = tarfile.TarInfo(f"{self._name}/{self._num_members:05d}.jsonl.zst")
         info.size = len(data)
         self._tar.addfile(info, io.BytesIO(data))
         self._num_members += 1
@@ -190,7 +211,7 @@ class _Shard:
 
 
 def _files(roots: Sequence[Path]) -> list[tuple[Path, str]]:
-    """The files to read and their paths relative to their root, in the order of the hash of the latter."""
+    """Return the files to read and their paths relative to their root, in the order of a hash of the relative path."""
     found = []
     for root in roots:
         if not root.is_dir():
@@ -211,9 +232,10 @@ _QUOTES = re.compile("\"\"\"|'''")
 
 
 def _docstrings(code: str) -> Iterator[str]:
-    """The triple-quoted strings that are statements: first in a module, class or function, or below an attribute.
+    """Yield the triple-quoted strings that are statements: docstrings of modules, classes, functions and attributes.
 
-    Their first lines come indented as they are in the file, so that all lines of a paragraph are indented alike.
+    The first line of each keeps the indentation that the statement has in the file, so that all lines of a paragraph
+    are indented alike.
     """
     end = 0
     while opening := _QUOTES.search(code, end):
@@ -227,7 +249,7 @@ def _docstrings(code: str) -> Iterator[str]:
         prefix = code[line_start : opening.start()]
         indentation = prefix.rstrip("rRuU")
         if indentation and not indentation.isspace():
-            continue  # Assigned, passed, in a comment, or bytes or an f-string.
+            continue  # The string is assigned, passed, in a comment, of bytes, or an f-string.
         before = code[max(0, line_start - 200) : line_start].rstrip()
         if not before.endswith(("(", ",", "=", "[", "{", "+", "\\", "%", "return")):
             yield indentation + text
@@ -238,12 +260,12 @@ _PROSE_DIRECTIVES = (
     "versionchanged versionremoved py function method class module attribute data"
 )
 PROSE_DIRECTIVES = frozenset(_PROSE_DIRECTIVES.split())
-"""Directives of reStructuredText whose content is kept; of others, such as `code-block`, it is not."""
+"""Directives of reStructuredText whose content is kept; the content of others, such as `code-block`, is dropped."""
 
 _DIRECTIVE = re.compile(r"\.\. ([\w-]*)")
 _NOISE = re.compile(
-    r"\$ |\||\+[-=]|#!|@|:\w+:$|\.\. |!\[|\[!\[|In \[|Out\[|:alt:|[\W_]+$"  # Tables, rules, badges, prompts.
-    r"|[`*]*[\w.*]+[`*]*(?:, [\w.*]+)* : [^\n]*[^\n.]$"  # `name : type`, as numpy documents parameters.
+    r"\$ |\||\+[-=]|#!|@|:\w+:$|\.\. |!\[|\[!\[|In \[|Out\[|:alt:|[\W_]+$"  # Tables, rules, badges and prompts.
+    r"|[`*]*[\w.*]+[`*]*(?:, [\w.*]+)* : [^\n]*[^\n.]$"  # `name : type`, the form in which numpy documents parameters.
     r"|:r?type\b"
 )
 _ITEM = re.compile(
@@ -254,13 +276,13 @@ _ITEM = re.compile(
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of prose in documentation marked up as reStructuredText, Markdown or neither, one line each."""
+    """Yield the paragraphs of prose in reStructuredText, Markdown or plain text, each joined to one line."""
     lines: list[str] = []
     indent_first = 0
-    is_item = False  # The paragraph is the item of a list, or describes a parameter: its further lines may be indented.
-    fence = ""  # What closes the Markdown code block that the line is in.
-    indent_literal: int | None = None  # Lines deeper than this are a literal block of reStructuredText.
-    in_doctest = False  # Until the next blank line.
+    is_item = False  # Whether the paragraph is a list item or describes a parameter; its later lines may be indented.
+    fence = ""  # The marker that closes the current Markdown code block, if the line is in one.
+    indent_literal: int | None = None  # Lines indented deeper than this belong to a literal block of reStructuredText.
+    in_doctest = False  # Whether the line is part of a doctest, which ends at the next blank line.
     for line in [*text.expandtabs().split("\n"), ""]:
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
@@ -328,7 +350,10 @@ _LETTERS = bytes([*range(65, 91), *range(97, 123)]) + b" "
 
 
 def _prose(paragraph: str) -> str | None:
-    """The paragraph without inline markup, or None if it does not read as English sentences."""
+    """Return the paragraph without inline markup, or None if it does not look like English sentences.
+
+    English is recognised by the share of function words and of letters; legal boilerplate is rejected too.
+    """
     # The cheap test comes first: half of the paragraphs fail it.
     words = paragraph.lower().split()
     num_function_words = sum(map(FUNCTION_WORDS.__contains__, words))

@@ -1,1 +1,1 @@
-"""Sentences: DeCLUTR's spans of documents, and labelled sentences."""
+"""Sentence data: spans of documents for DeCLUTR (arXiv 2006.03659), and labelled sentences."""

@@ -1,6 +1,6 @@
-"""Labelled sentences as training arrays: tokenised once, held whole.
+"""Labelled sentences as training arrays, which are tokenised once and kept in memory.
 
-Shapes: N sentences in all, n of a batch, t tokens of the longest of all.
+Shapes: N sentences in total, n sentences in a batch, t tokens in the longest sentence.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledSource:
-    """Sentences, or pairs of them, with a class each, in one shard; see `pipelines.stream.Source`. It can be pickled."""
+    """Source of labelled sentences or sentence pairs, all in one shard (see `pipelines.stream.Source`).
+
+    It can be pickled.
+    """
 
     token_ids: np.ndarray
-    """(N, t) int32, special tokens included, padded."""
+    """Token ids, padded and including special tokens: (N, t) int32."""
     token_types: np.ndarray | None
-    """(N, t) int8, 1 in the second sentence of a pair; None where the model does not tell them apart."""
+    """Token types, 1 in the second sentence of a pair: (N, t) int8; None if the model does not use them."""
     lengths: np.ndarray
-    """(N,) int64."""
+    """Number of tokens of each example, including special tokens: (N,) int64."""
     labels: np.ndarray
-    """(N,) int64."""
+    """Class of each example: (N,) int64."""
     num_cut: int
-    """Sentences that were cut to t."""
+    """Number of examples that were truncated to t tokens."""
 
     @classmethod
     def of(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, num_tokens: int) -> LabelledSource:
-        """Tokenise.
+        """Tokenise examples.
 
         Args:
-            num_tokens: longer sentences are cut to these; of a pair the longer one.
+            examples: sentences or sentence pairs with their classes.
+            tokenizer: the tokenizer of the model.
+            num_tokens: maximum number of tokens; longer examples are truncated, pairs by shortening the longer
+                sentence.
         """
         pairs = [examples.first] if examples.second is None else [examples.first, examples.second]
         whole = tokenizer(*pairs, verbose=False)
@@ -63,7 +69,7 @@ class LabelledSource:
         return len(self.labels)
 
     def __getitem__(self, rows: np.ndarray) -> LabelledSource:
-        """Some of the sentences."""
+        """Return a source of the examples in some rows."""
         return LabelledSource(
             token_ids=self.token_ids[rows],
             token_types=None if self.token_types is None else self.token_types[rows],
@@ -73,10 +79,11 @@ class LabelledSource:
         )
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """Sentences by number, the same in every epoch.
+        """Return n examples by row number; they are the same in every epoch.
 
         Returns:
-            `input_ids` (n, t) and, where there are any, `token_type_ids`; `lengths`, `labels`, `ids`, `digest` (n,).
+            `input_ids` (n, t); `token_type_ids` (n, t), if the model uses them; `lengths`, `labels`, `ids` (the row
+            numbers) and `digest` (a 48-bit hash of tokens and label), each (n,).
         """
         rows = np.asarray(rows)
         digest = [
@@ -93,5 +100,5 @@ class LabelledSource:
         }
 
     def name(self, shard: int, row: int) -> str:
-        """What a person finds the sentence by."""
+        """Return the row number and the class of an example, for messages."""
         return f"training sentence {row} of class {self.labels[row]}"

@@ -1,14 +1,18 @@
-"""Labelled sentences in SentEval's own files (arXiv 1803.05449): small classification tasks, read whole.
+"""Read labelled sentences in the file formats of SentEval (arXiv 1803.05449), and similarity judgements.
 
-    MR, CR, SUBJ, MPQA   two files, one a class, a sentence a line                              10-fold
+Three kinds of files are read completely into memory. The first kind is SentEval's small classification tasks:
+
+    MR, CR, SUBJ, MPQA   two files, one per class, with one sentence per line                   10-fold cross-validation
     SST2                 SST/binary/sentiment-{train,dev,test}: sentence, tab, label            the given split
     TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`                the given split
     MRPC                 msr_paraphrase_{train,test}.txt: a header, then label, two numbers, two sentences, by tabs
 
-judgements of similarity, in files of score, sentence, sentence; and one's own classes, in a file of label, sentence and
-perhaps a second sentence, by tabs.
+The second kind is similarity judgements, with a score and two sentences per line, separated by tabs. The third kind
+is the user's own classification data, with a label, a sentence and optionally a second sentence per line, separated
+by tabs.
 
-Files are UTF-8 or, where they are not, latin-1, as some of these are. A line that is no record costs itself and is counted.
+Files are decoded as UTF-8 or, if they are not valid UTF-8, as latin-1, which some of SentEval's files need. A line
+that is not a valid record is skipped and counted.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from pipelines.problems import Problem, note
 
 
 class LineProblemKind(StrEnum):
-    """What can be wrong with a line."""
+    """Kinds of problems with a line."""
 
     MISSING_FIELD = "missing_field"
     EMPTY_SENTENCE = "empty_sentence"
@@ -36,13 +40,14 @@ class LineProblemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Sentences, or pairs of them, with a class each."""
+    """n sentences, or pairs of sentences, with one class each."""
 
     first: list[str]
+    """The sentences, or the first sentence of each pair."""
     second: list[str] | None
-    """None: single sentences."""
+    """The second sentence of each pair, or None for single sentences."""
     labels: np.ndarray
-    """(n,) int64."""
+    """Class of each example as an index into the task's class names: (n,) int64."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -50,69 +55,81 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceTask:
-    """One task."""
+    """One classification task."""
 
     name: str
+    """Name of the task."""
     class_names: tuple[str, ...]
+    """Names of the classes, in the order of their numbers."""
     parts: Mapping[str, Examples]
-    """`train`, `test` and perhaps `dev` where the split is given; `all` where there is none."""
+    """Examples by split: `train`, `test` and possibly `dev` if the task defines a split, otherwise only `all`."""
     problems: Mapping[str, int]
+    """Number of skipped lines by kind of problem."""
     examples: list[str]
-    """Where the first few problems are."""
+    """Descriptions of the first few problems."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all sentences and labels."""
+        """Hash of all sentences and labels as 16 hex digits."""
         return _digest(
             [[name, part.first, part.second, part.labels.tolist()] for name, part in sorted(self.parts.items())]
         )
 
     @property
     def num_lines(self) -> int:
-        """Readable or not."""
+        """Number of lines that should hold a record, whether readable or not."""
         return sum(map(len, self.parts.values())) + sum(self.problems.values())
 
     @property
     def has_split(self) -> bool:
-        """Whether training and test sentences are told apart."""
+        """Whether the task defines a split into training and test sentences."""
         return "test" in self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgements:
-    """Pairs of sentences, and how alike people found them."""
+    """n pairs of sentences, with human judgements of their similarity."""
 
     name: str
+    """Name of the data set."""
     first: list[str]
+    """The first sentence of each pair."""
     second: list[str]
+    """The second sentence of each pair."""
     scores: np.ndarray
-    """(n,) float64, the higher the more alike."""
+    """Similarity of each pair, where a higher score means more similar: (n,) float64."""
     problems: Mapping[str, int]
+    """Number of skipped lines by kind of problem."""
     examples: list[str]
+    """Descriptions of the first few problems."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all sentences and scores."""
+        """Hash of all sentences and scores as 16 hex digits."""
         return _digest([self.first, self.second, self.scores.tolist()])
 
     @property
     def num_lines(self) -> int:
-        """Readable or not."""
+        """Number of lines that should hold a judgement, readable or not; lines with an empty score are not counted."""
         return len(self.first) + sum(self.problems.values())
 
 
-Record = tuple[str, str, str | None]  # class, sentence, second sentence
+Record = tuple[str, str, str | None]  # The name of the class, the sentence, and the second sentence of a pair.
 Parser = Callable[[str], Record]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
+    """File layout of one of SentEval's tasks."""
+
     files: Mapping[str, tuple[str, ...]]
-    """Part → files."""
+    """Files of each part of the task (`train`, `dev`, `test` or `all`)."""
     parse: tuple[Parser, ...]
-    """For the files of a part, in turn."""
+    """One parser for each file of a part, in the order of the files."""
     class_names: tuple[str, ...]
+    """Names of the classes."""
     num_header_lines: int = 0
+    """Number of lines to skip at the start of each file."""
 
 
 def _of_class(name: str) -> Parser:
@@ -176,10 +193,10 @@ TASK_NAMES = tuple(_LAYOUTS)
 
 
 def present_tasks(directory: str | Path) -> tuple[str, ...]:
-    """The tasks whose folders are there.
+    """Return the names of the tasks whose folders exist in `directory`.
 
     Raises:
-        FileNotFoundError: if `directory` is none, or holds none.
+        FileNotFoundError: if `directory` is not a directory, or holds no task's folder.
     """
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{str(directory)!r} is no directory")
@@ -190,15 +207,15 @@ def present_tasks(directory: str | Path) -> tuple[str, ...]:
 
 
 def read_task(directory: str | Path, name: str) -> SentenceTask:
-    """Read one task.
+    """Read one of SentEval's classification tasks.
 
     Args:
-        directory: that holds the tasks' folders, as SentEval's `data/downstream`.
-        name: of TASK_NAMES.
+        directory: directory that holds the tasks' folders, such as SentEval's `data/downstream`.
+        name: name of the task, one of TASK_NAMES.
 
     Raises:
-        ValueError: for another name, and where a class has no sentence at all.
-        FileNotFoundError: naming the file.
+        ValueError: if the name is unknown, or a class has no sentence at all.
+        FileNotFoundError: if a file is missing; the message names it.
     """
     if name not in _LAYOUTS:
         raise ValueError(f"task {name!r} is unknown: choose of {', '.join(TASK_NAMES)}")
@@ -219,14 +236,19 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
 
 
 def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> SentenceTask:
-    """Lines of label, sentence and, in all of them or in none, a second sentence, by tabs.
+    """Read a classification task from a file with a label, a sentence and optionally a second sentence per line.
+
+    The columns are separated by tabs. Either all lines have a second sentence or none.
 
     Args:
-        class_names: the labels there may be; another costs its line and is counted. Empty: those that occur.
+        path: the file to read.
+        class_names: allowed labels; a line with another label is skipped and counted. If empty, all labels that occur
+            are classes.
 
     Raises:
-        FileNotFoundError: naming the file.
-        ValueError: for fewer than two classes, and where one of `class_names` has no sentence.
+        FileNotFoundError: if the file is missing; the message names it.
+        ValueError: if the first line does not have two or three columns, if there are fewer than two classes, or if
+            one of `class_names` has no sentence.
     """
     path = Path(path)
     problems, examples = Counter[str](), list[str]()
@@ -250,13 +272,14 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
 
 
 def read_judgements(path: str | Path, name: str) -> Judgements:
-    """Lines of score, sentence, sentence, by tabs; of longer lines (STS benchmark's) the fifth to the seventh entry.
+    """Read similarity judgements from a file with a score and two sentences per line, separated by tabs.
 
-    A score that is empty, as in some of STS, leaves its line out without being a problem.
+    In lines of seven or more columns, as in the STS benchmark, these are the fifth to the seventh column. A line with
+    an empty score, as in some STS files, is skipped and is not a problem.
 
     Raises:
-        FileNotFoundError: naming the file.
-        ValueError: if it holds fewer than three pairs.
+        FileNotFoundError: if the file is missing; the message names it.
+        ValueError: if the file holds fewer than three pairs.
     """
     problems, examples = Counter[str](), list[str]()
     first, second, scores = [], [], []
@@ -285,7 +308,7 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a file, from 1; what follows the last line break is one only if it is not empty."""
+    """Yield the lines of a file and their numbers, from 1; text after the last line break counts unless it is empty."""
     lines = _decoded(path.read_bytes()).split("\n")
     for number, line in enumerate(lines, start=1):
         if line or number < len(lines):

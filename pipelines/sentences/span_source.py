@@ -1,9 +1,9 @@
 """Documents as training arrays: DeCLUTR's spans, drawn anew in every epoch, with masked anchors for the MLM objective.
 
-A span becomes a row `[opening] tokens [closing]`, with the tokenizer's own special tokens of one text. Everything random
-is a pure function of (seed, epoch, document id).
+A span becomes a row `[opening] tokens [closing]`, with the special tokens that the tokenizer adds to a single text. All
+randomness is a pure function of (seed, epoch, document id).
 
-Shapes: n documents of a batch, A anchors, P positives an anchor, t = l_max and the special tokens.
+Shapes: n documents in a batch, A anchors per document, P positives per anchor, t = l_max + number of special tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +18,35 @@ from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest, read_rows
+from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import SpecialTokens
 
-IGNORE_INDEX = -100
-
-# Of the masked tokens (BERT, arXiv 1810.04805 §3.1): so many become the mask token, so many a random one, the rest stays.
+# Shares of the tokens chosen for prediction that become the mask token and a random token; the rest stay unchanged
+# (BERT, arXiv 1810.04805 §3.1).
 _SHARE_MASK, _SHARE_RANDOM = 0.8, 0.1
 _MASK_STREAM = 0x6D61736B
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSource:
-    """The documents of a prepared text; see `pipelines.stream.Source`. It can be pickled."""
+    """Source of spans of the documents of a prepared text (see `pipelines.stream.Source`).
+
+    It can be pickled.
+
+    Raises:
+        ValueError: if the prepared data hold documents that are too short for the spans.
+    """
 
     manifest: Manifest
+    """Prepared data set of whole documents."""
     spans: SpanConfig
+    """Distribution of spans."""
     special_tokens: SpecialTokens
+    """Special tokens of the tokenizer that the data were prepared with."""
     seed: int = 0
+    """Seed of the spans and of the masking."""
     mask_share: float = 0.15
-    """Share of an anchor's tokens that are to be predicted. 0: none."""
+    """Probability with which each token of an anchor is chosen for prediction; 0 disables masking."""
 
     def __post_init__(self) -> None:
         layout = self.manifest.layout
@@ -52,25 +62,26 @@ class SpanSource:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """(shards + 1,) the dense id of every shard's first document, and the number of documents."""
+        """Id of every shard's first document, followed by the number of all documents: (shards + 1,) int64."""
         return np.concatenate([[0], np.cumsum(self.manifest.shard_sizes)]).astype(np.int64)
 
     @property
     def width(self) -> int:
-        """t."""
+        """Width t of the rows: maximum length of a span plus the special tokens."""
         return self.spans.max_length + self.special_tokens.num_added
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """The spans of documents.
+        """Return the spans of n documents.
 
         Args:
-            shards, rows: (n,) which documents: the shard's number in the manifest, and the row in it.
-            epoch: which spans of them.
+            shards, rows: (n,) location of each document: the shard's number in the manifest, and the row in the shard.
+            epoch: epoch that the spans are drawn for.
 
         Returns:
-            `anchor_ids` (n, A, t), `positive_ids` (n, A, P, t), token ids, padded, and `anchor_lengths` (n, A),
-            `positive_lengths` (n, A, P), special tokens included; `mlm_labels` (n, A, t), the tokens that were masked and
-            -100 elsewhere; `ids` (n,) dense numbers of the documents; `is_crowded` (n,) bool (`Spans`); `digest` (n,).
+            `anchor_ids` (n, A, t) and `positive_ids` (n, A, P, t), padded token ids; `anchor_lengths` (n, A) and
+            `positive_lengths` (n, A, P), their numbers of tokens including special tokens; `mlm_labels` (n, A, t),
+            the original tokens at masked positions and -100 elsewhere; `ids` (n,), the ids of the documents in the
+            data set; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of anchors and positives.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
         ids = self.first_rows[shards] + rows
@@ -104,13 +115,13 @@ class SpanSource:
         }
 
     def name(self, shard: int, row: int) -> str:
-        """What a person finds the document by."""
+        """Return the archive of a document and its number in it, with shard file and row, for messages."""
         entry = self.manifest.shards[shard]
         document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
         return f"document {document} of {entry.archive} ({entry.file}:{row})"
 
     def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """The tokens of every document."""
+        """Return the tokens of n documents, given their shards and rows, each (n,)."""
         documents: list[np.ndarray] = [np.empty(0)] * len(rows)
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
@@ -120,7 +131,7 @@ class SpanSource:
         return documents
 
     def _rows(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Spans between special tokens, padded to t: (…, t) int32, and their lengths (…)."""
+        """Return spans surrounded by special tokens and padded to t, (…, t) int32, and their lengths, (…)."""
         special = self.special_tokens
         found, is_token = gather_spans(tokens, start, length, pad_id=special.pad_id)
         result = np.full((len(found), self.width), special.pad_id, dtype=np.int32)
@@ -133,7 +144,11 @@ class SpanSource:
         return result.reshape(*length.shape, self.width), length + opening + closing
 
     def _masked(self, rows: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Rows (A, t) with some of their tokens, never the special ones, masked, and what they were."""
+        """Mask some tokens of rows (A, t), but never special tokens.
+
+        Returns:
+            The masked rows (A, t), and the labels (A, t): the original tokens where masked, and IGNORE_INDEX elsewhere.
+        """
         special = self.special_tokens
         choice, kind = rng.random((2, *rows.shape))
         random_tokens = rng.integers(special.vocab_size, size=rows.shape)

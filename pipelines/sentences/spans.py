@@ -1,22 +1,25 @@
-"""DeCLUTR's spans (arXiv 2006.03659 §3.1): anchors of a document and the positives around them, as numbers alone.
+"""Sample DeCLUTR's spans (arXiv 2006.03659 §3.1): the positions of anchors in a document and of positives around them.
 
-    l_anchor   = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(4, 2)       anchors are long,
-    l_positive = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(2, 4)       positives short
+Lengths in tokens are drawn from
 
-The starts of the A anchors are uniform over all placements inside the document whose starts are ≥ 2·l_max apart, or, where
-a shorter document was allowed and leaves no such placement, ≥ l_max apart. With an anchor [a, b) a positive starts uniformly
+    l_anchor   = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(4, 2)       (anchors are mostly long)
+    l_positive = ⌊β (l_max − l_min) + l_min⌋, β ~ Beta(2, 4)       (positives are mostly short)
+
+The starts of the A anchors are uniform over all placements inside the document whose starts are ≥ 2·l_max apart. If a
+document is so short that there is no such placement, which the configuration can allow, they are ≥ l_max apart. A
+positive of length l_p for the anchor [a, b) starts uniformly, within the document,
 
     any         in [a − l_p, b]: overlapping, adjacent or inside
     subsuming   in [a, b − l_p], with l_p at most the anchor's length
     adjacent    at a − l_p or at b
 
-within the document. An adjacent positive that fits on neither side is cut to the longer one.
+An adjacent positive that fits on neither side of the anchor is shortened to the longer of the two sides.
 
-Everything is a pure function of (seed, epoch, document key): each number is a hash of these and of its own place, so that it
-depends neither on the batch a document is read in nor on who reads it. Beta(a, b) with whole a and b is the a-th smallest of
-a + b − 1 uniform numbers.
+All randomness is a pure function of (seed, epoch, document key): each random number is a hash of these and of its own
+index, so that it depends neither on the batch nor on the process that reads the document. For integers a and b, a
+Beta(a, b) variable is the a-th smallest of a + b − 1 uniform numbers.
 
-Shapes: n documents, A anchors, P positives an anchor.
+Shapes: n documents, A anchors per document, P positives per anchor.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import numpy as np
 
 Strategy = Literal["any", "subsuming", "adjacent"]
 
-# Of a span: the uniform numbers of its length, and one for its start.
+# Uniform random numbers per span: five for its length, and one for its start.
 _NUM_FOR_LENGTH = 5
 _NUM_DRAWS = _NUM_FOR_LENGTH + 1
 _RANK_ANCHOR = 3  # Beta(4, 2): the 4th smallest of 5
@@ -37,24 +40,25 @@ _RANK_POSITIVE = 1  # Beta(2, 4): the 2nd smallest of 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanConfig:
-    """How spans are drawn.
+    """Distribution of spans.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: if a field is outside its range; the message names the field.
     """
 
     num_anchors: int = 2
-    """A."""
+    """Number A of anchors per document."""
     num_positives: int = 2
-    """P."""
+    """Number P of positives per anchor."""
     min_length: int = 32
-    """l_min, tokens."""
+    """Minimum length l_min of a span, in tokens."""
     max_length: int = 512
-    """l_max, tokens."""
+    """Maximum length l_max of a span, in tokens."""
     strategy: Strategy = "any"
-    """Where positives lie."""
+    """Position of positives relative to their anchor: "any", "subsuming" or "adjacent"."""
     min_num_tokens: int = 0
-    """Documents with fewer tokens are skipped. 0: 2·A·l_max, as in the paper; at least (A + 1)·l_max."""
+    """Minimum length of a document in tokens; shorter ones are skipped. It must be at least (A + 1)·l_max; 0 stands for
+    2·A·l_max, as in the paper."""
 
     def __post_init__(self) -> None:
         for name in ("num_anchors", "num_positives", "min_length"):
@@ -73,35 +77,35 @@ class SpanConfig:
 
     @property
     def least_num_tokens(self) -> int:
-        """Tokens that a document must have."""
+        """Number of tokens that a document must have, with the default of `min_num_tokens` resolved."""
         return self.min_num_tokens or 2 * self.num_anchors * self.max_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Half-open token ranges [start, start + length) inside their documents."""
+    """Spans as half-open token ranges [start, start + length) inside their documents."""
 
     anchor_start: np.ndarray
-    """(n, A), ascending."""
+    """Start of every anchor, ascending per document: (n, A)."""
     anchor_length: np.ndarray
-    """(n, A)."""
+    """Length of every anchor: (n, A)."""
     positive_start: np.ndarray
-    """(n, A, P)."""
+    """Start of every positive: (n, A, P)."""
     positive_length: np.ndarray
-    """(n, A, P)."""
+    """Length of every positive: (n, A, P)."""
     is_crowded: np.ndarray
-    """(n,) bool: the anchors' starts are ≥ l_max apart only, for want of room."""
+    """Whether the document is so short that the anchors' starts are only ≥ l_max apart: (n,) bool."""
 
 
 def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: int, config: SpanConfig) -> Spans:
-    """Spans of n documents.
+    """Sample the spans of n documents.
 
     Args:
-        num_tokens: (n,) lengths, each at least `config.least_num_tokens`.
-        keys: (n,) whole numbers that name the documents.
-        seed: of the run.
-        epoch: of the data; every epoch has spans of its own.
-        config: how spans are drawn.
+        num_tokens: (n,) lengths of the documents in tokens, each at least `config.least_num_tokens`.
+        keys: (n,) integers that identify the documents.
+        seed: seed of the run.
+        epoch: epoch of the data; every epoch has different spans.
+        config: distribution of spans.
 
     Raises:
         ValueError: if a document is too short.
@@ -150,16 +154,17 @@ def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: 
 def gather_spans(
     tokens: np.ndarray, start: np.ndarray, length: np.ndarray, *, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of spans as rows padded to the longest, and their mask (1 token, 0 padding).
+    """Copy the tokens of spans into rows that are padded to the longest span.
 
     Args:
-        tokens: (total,) documents end to end.
-        start: (…) places in `tokens`, of any shape; the rows are in the order of its flattening.
-        length: of the same shape, positive.
-        pad_id: fills the rest of a row.
+        tokens: (total,) tokens of all documents, concatenated.
+        start: (…) index in `tokens` of the first token of each span, of any shape.
+        length: (…) length of each span, of the same shape as `start` and positive.
+        pad_id: token that fills the rest of a row.
 
     Returns:
-        Two arrays (spans, longest) of int64.
+        The rows and their mask (1 for a token, 0 for padding), each (spans, longest) int64. The rows are in the order
+        of the flattened `start`.
     """
     start, length = start.reshape(-1, 1), length.reshape(-1, 1)
     column = np.arange(int(length.max(initial=0)))
@@ -175,14 +180,22 @@ def _lengths(draws: np.ndarray, rank: int, config: SpanConfig) -> np.ndarray:
 
 
 def _between(draws: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Whole numbers in [low, high]."""
+    """Map uniform numbers in [0, 1) to uniform integers in [low, high]."""
     return low + (draws * (high - low + 1)).astype(np.int64)
 
 
 def _sorted_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
-    """(n, A) ascending whole numbers in [0, slack], every multiset with the same probability.
+    """Draw, for each of n documents, A ascending integers in [0, slack] such that every multiset is equally probable.
 
-    They are the A-subsets of slack + A numbers, less each one's rank; Floyd's algorithm draws a subset without rejection.
+    Subtracting its rank (0 … A−1) from each element of an A-subset of slack + A numbers gives a multiset, and this is a
+    bijection. The subset is drawn by Floyd's algorithm, which needs no rejection.
+
+    Args:
+        draws: (n, A) uniform numbers in [0, 1).
+        slack: (n,) largest integer.
+
+    Returns:
+        (n, A) int64.
     """
     num_documents, size = draws.shape
     chosen = np.empty((num_documents, size), dtype=np.int64)
@@ -196,7 +209,7 @@ def _sorted_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
 
 
 def _uniform(keys: np.ndarray, seed: int, epoch: int, num_draws: int) -> np.ndarray:
-    """(n, num_draws) numbers in [0, 1) of 53 bits: hashes of (seed, epoch, key, place)."""
+    """Return (n, num_draws) uniform numbers in [0, 1) with 53 bits: hashes of (seed, epoch, key, index of the draw)."""
     stream = _mix(_mix(np.array([seed], dtype=np.int64).astype(np.uint64)) ^ np.uint64(epoch))
     place = np.arange(num_draws, dtype=np.uint64)
     hashed = _mix(_mix(keys.astype(np.int64).astype(np.uint64) ^ stream)[:, None] + place * _GOLDEN)
@@ -207,8 +220,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's step: a bijection of 64-bit words whose outputs look independent (Steele et al. 2014)."""
-    x = x + _GOLDEN  # wraps around, as it is meant to
+    """Apply a step of SplitMix64, a bijection of 64-bit words whose outputs look independent (Steele et al. 2014)."""
+    x = x + _GOLDEN  # The overflow is intended.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

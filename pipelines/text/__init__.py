@@ -1,1 +1,1 @@
-"""Text: archives become documents, documents blocks of tokens."""
+"""Text data: archives are read as documents, which are stored whole or packed into blocks of tokens."""

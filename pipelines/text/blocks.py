@@ -1,4 +1,4 @@
-"""Packed blocks as a source of the stream: rows of Arrow shards become training arrays."""
+"""Read packed blocks from Arrow shards as training arrays, as a source of a `RankStream` or in stored order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from pipelines.text.packing import PackingConfig, unpack_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSource:
-    """The blocks of a prepared text; see `pipelines.stream.Source`."""
+    """Source of the blocks of a prepared text (see `pipelines.stream.Source`)."""
 
     manifest: Manifest
+    """Prepared data set of packed blocks."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        """`input_ids`, `position_ids`, `targets` (n, T), `digest` (n,); nothing about a block depends on the epoch."""
+        """Return `input_ids`, `position_ids`, `targets`, each (n, T), and `digest` (n,) of n blocks of T tokens.
+
+        Blocks do not depend on the epoch.
+        """
         tables, order = [], []
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
@@ -31,14 +35,14 @@ class BlockSource:
         return block_arrays(self.manifest, table)
 
     def name(self, shard: int, row: int) -> str:
-        """Shard file, row, archive and first document of a block."""
+        """Return the shard file, row, archive and first document of a block, for messages."""
         entry = self.manifest.shards[shard]
         document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
         return f"{entry.file}:{row} (document {document} of {entry.archive})"
 
 
 def block_arrays(manifest: Manifest, table: pa.Table) -> Batch:
-    """Training arrays of stored blocks, with a digest of each block's tokens: (n,) int64, non-negative, below 2^48."""
+    """Return the training arrays of stored blocks, and `digest` (n,) int64, hashes of their tokens in [0, 2^48)."""
     assert isinstance(manifest.layout, PackingConfig)
     arrays: dict[str, Any] = unpack_blocks(table, manifest.layout)
     digests = [
@@ -48,7 +52,7 @@ def block_arrays(manifest: Manifest, table: pa.Table) -> Batch:
 
 
 def read_range(manifest: Manifest, start: int, stop: int) -> Batch:
-    """Blocks start … stop−1 in the stored order, without Ray: for validation."""
+    """Read blocks start … stop−1 in stored order, without Ray, for validation."""
     tables, first = [], 0
     for shard in manifest.shards:
         low, high = max(start - first, 0), min(stop - first, shard.num_rows)

@@ -1,7 +1,7 @@
-"""Whole documents as rows: for training on spans that are drawn anew in every epoch.
+"""Store whole documents as rows, for training on spans that are drawn anew in every epoch.
 
-A row is the tokens of a document as they stand, without special tokens; documents that have fewer than are needed are left
-out, and their number is what the manifest's two counts differ by.
+A row holds the tokens of one document without special tokens. Documents with too few tokens are left out; their
+number is the difference between the manifest's number of documents and its number of rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import pyarrow as pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentConfig:
-    """Which documents are stored; a layout of `pipelines.text.manifest`."""
+    """Layout that stores one document per row (see `pipelines.text.manifest.Layout`).
+
+    Raises:
+        ValueError: if `least_num_tokens` is not positive.
+    """
 
     kind: ClassVar[str] = "documents"
+    """Name of the layout in a manifest."""
 
     least_num_tokens: int
-    """Documents with fewer are left out."""
+    """Minimum number of tokens of a document; shorter documents are left out."""
     vocab_size: int
-    """Decides the width in which tokens are stored."""
+    """Size of the vocabulary; it determines whether tokens are stored as 16-bit or 32-bit integers."""
 
     def __post_init__(self) -> None:
         if self.least_num_tokens < 1:
@@ -32,23 +37,23 @@ class DocumentConfig:
 
     @property
     def label(self) -> str:
-        """Part of a prepared directory's name."""
+        """Part of the prepared directory's name that describes the layout."""
         return f"documents-{self.least_num_tokens}"
 
     @property
     def schema(self) -> pa.Schema:
-        """One row a document."""
+        """Arrow schema of a shard, which has one row per document."""
         token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
         return pa.schema(
             {
                 "tokens": pa.list_(token),
                 "num_tokens": pa.int32(),
-                "document": pa.int64(),  # its ordinal in its archive
+                "document": pa.int64(),  # Number of the document within its archive, from 0.
             }
         )
 
     def rows(self, documents: Iterable[np.ndarray], *, num_documents_per_batch: int = 256) -> Iterator[pa.RecordBatch]:
-        """Token arrays of documents, in order → record batches of those that are long enough, in order."""
+        """Convert token arrays of documents to record batches of those that are long enough, in the same order."""
         kept = ((number, tokens) for number, tokens in enumerate(documents) if len(tokens) >= self.least_num_tokens)
         dtype = self.schema.field("tokens").type.value_type.to_pandas_dtype()
         while chunk := list(itertools.islice(kept, num_documents_per_batch)):
@@ -65,5 +70,5 @@ class DocumentConfig:
             )
 
     def describe(self, num_rows: int, num_documents: int) -> str:
-        """What is stored of so many documents, for a person."""
+        """Describe what is stored of `num_documents` documents, for a human reader."""
         return f"{num_rows} with {self.least_num_tokens} tokens or more ({num_documents - num_rows} are shorter)"

@@ -1,4 +1,4 @@
-"""What a prepared data set holds: its shards with counts and digests, where they came from, and what was wrong."""
+"""Manifest of a prepared text data set: its shards with counts and digests, their archives, and problems in reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 3
 
 Layout = PackingConfig | DocumentConfig
-"""How documents become the rows of shards."""
+"""Configuration of how documents become rows of shards: packed into blocks, or one document per row."""
 
 _LAYOUTS: dict[str, type[PackingConfig] | type[DocumentConfig]] = {
     layout.kind: layout for layout in (PackingConfig, DocumentConfig)
@@ -30,49 +30,58 @@ _LAYOUTS: dict[str, type[PackingConfig] | type[DocumentConfig]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One file of rows."""
+    """One shard, which is an Arrow file of rows."""
 
     file: str
-    """Its name, relative to the manifest."""
+    """Name of the file, relative to the manifest."""
     archive: str
-    """The archive that its documents came from."""
+    """Path of the archive that the documents come from."""
     num_rows: int
-    """Blocks or documents."""
+    """Number of rows (blocks or documents)."""
     num_tokens: int
-    """In documents, their tokens; in blocks the targets: tokens plus one end a document that ends here."""
+    """Number of tokens for rows that are documents. For blocks it is the number of targets: the documents' tokens
+    plus one end-of-text token for each document that ends in the shard."""
     digest: str
-    """blake2b of the stored tokens and the rows' lengths."""
+    """blake2b hash of the stored tokens and the lengths of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveEntry:
-    """What was read from one archive, and what was not."""
+    """Summary of reading one archive: its documents, its shards, and its problems."""
 
     path: str
+    """Path of the archive within its filesystem."""
     num_bytes: int
+    """Size of the stored archive in bytes."""
     num_documents: int
+    """Number of documents that were read."""
     problems: dict[str, int]
-    """Problem kind → records (or archives) that it cost."""
+    """Number of lost records (or archives) by kind of problem."""
     examples: list[str]
-    """Where the first few problems are."""
+    """Descriptions of the first few problems."""
     shards: list[ShardEntry]
+    """Shards that were written from the archive."""
 
     @property
     def num_records(self) -> int:
-        """What the share of problems is a share of."""
+        """Number of readable records (documents), which `check_problems` compares the problems with."""
         return self.num_documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared data set; read it with :meth:`load`."""
+    """Description of a prepared data set; use :meth:`load` to read it."""
 
     directory: str
-    """The URI that shard names are relative to."""
+    """Path or URI of the prepared directory, which shard names are relative to."""
     tokenizer_digest: str
+    """Digest of the tokenizer (see `pipelines.text.tokenization.tokenizer_digest`)."""
     layout: Layout
+    """Configuration of how documents became rows."""
     archives: list[ArchiveEntry]
+    """Summaries of the archives, in order."""
     version: int = FORMAT_VERSION
+    """Version of the manifest format."""
 
     @cached_property
     def shards(self) -> list[ShardEntry]:
@@ -81,37 +90,37 @@ class Manifest:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Rows of every shard."""
+        """Number of rows of every shard, for a `StreamPlan`."""
         return tuple(shard.num_rows for shard in self.shards)
 
     @cached_property
     def num_rows(self) -> int:
-        """Blocks or documents in all shards."""
+        """Number of rows (blocks or documents) in all shards."""
         return sum(shard.num_rows for shard in self.shards)
 
     @cached_property
     def num_tokens(self) -> int:
-        """As the shards count them."""
+        """Number of tokens in all shards, as defined by `ShardEntry.num_tokens`."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @cached_property
     def num_documents(self) -> int:
-        """Documents that were read."""
+        """Number of documents that were read, including any that the layout left out."""
         return sum(archive.num_documents for archive in self.archives)
 
     @cached_property
     def problems(self) -> Counter[str]:
-        """Problem kind → number, over all archives."""
+        """Number of lost records by kind of problem, over all archives."""
         return sum((Counter(archive.problems) for archive in self.archives), Counter())
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the shards: equal digests mean equal rows in equal order."""
+        """Hash of all shards as 16 hex digits; equal digests mean equal rows in equal order."""
         content = json.dumps([self.layout.label, [shard.digest for shard in self.shards]])
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def save(self) -> None:
-        """Write the manifest into its directory; its presence says that the directory is complete."""
+        """Write the manifest to its directory; the presence of this file marks the directory as complete."""
         content = {key: value for key, value in asdict(self).items() if key != "directory"}
         content |= {"layout": {"kind": self.layout.kind, **content["layout"]}, "digest": self.digest}
         write_json(f"{self.directory}/{MANIFEST_FILE}", content)
@@ -121,8 +130,8 @@ class Manifest:
         """Read the manifest of a prepared directory.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if another version wrote it.
+            FileNotFoundError: if the directory has no manifest.
+            ValueError: if the manifest was written by another version.
         """
         content = read_json(f"{directory}/{MANIFEST_FILE}")
         if content is None:
@@ -140,12 +149,18 @@ class Manifest:
 
 
 def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:
-    """The inverse of `dataclasses.asdict` for an ArchiveEntry."""
+    """Create an ArchiveEntry from a dictionary; the inverse of `dataclasses.asdict`."""
     return ArchiveEntry(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
 
 
 def read_rows(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray) -> pa.Table:
-    """The given rows of one shard, in the given order; a local shard is memory-mapped, a remote one read whole."""
+    """Read the given rows of one shard, in the given order.
+
+    A local shard is memory-mapped; a remote one is read completely.
+
+    Raises:
+        OSError: if the shard does not have the number of rows that the manifest states.
+    """
     filesystem, path = resolve(f"{manifest.directory}/{shard.file}")
     is_local = filesystem.type_name == "local"
     with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:

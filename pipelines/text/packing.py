@@ -1,11 +1,11 @@
-"""Packing: documents become fixed blocks of tokens, and blocks become input, position and target arrays.
+"""Pack documents into blocks of a fixed number of tokens, and unpack blocks into input, position and target arrays.
 
-Every document is `[bos] t1 … tn` with the targets `t1 … tn [eos]`, so that each of its tokens, and its end, is a target
-exactly once. Documents are laid end to end and cut every T tokens; only the last block of an archive is padded. A block
-is stored as its T tokens, the one that follows, and the places where documents start; what is needed for training is
-computed from these on reading.
+Every document is stored as `[bos] t1 … tn` and has the targets `t1 … tn [eos]`, so that each of its tokens, and its
+end, is a target exactly once. Documents are concatenated and cut every T tokens; only the last block of an archive is
+padded. A block is stored as its T tokens, the one token that follows, and the positions at which documents start. The
+training arrays are computed from these when a block is read.
 
-Shapes: n blocks, T tokens a block.
+Shapes: n blocks of T tokens each.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingConfig:
-    """How documents are packed; a layout of `pipelines.text.manifest`."""
+    """Layout that packs documents into blocks (see `pipelines.text.manifest.Layout`).
+
+    Raises:
+        ValueError: if T is less than 2.
+    """
 
     kind: ClassVar[str] = "blocks"
+    """Name of the layout in a manifest."""
 
     context_length: int
-    """T, tokens a block."""
+    """Number T of tokens per block."""
     bos_id: int
-    """The token that opens a document."""
+    """Id of the token that is put before each document."""
     eos_id: int
-    """The token that closes a document, as a target."""
+    """Id of the token that is the target at the end of each document."""
     vocab_size: int
-    """Decides the width in which tokens are stored."""
+    """Size of the vocabulary; it determines whether tokens are stored as 16-bit or 32-bit integers."""
 
     def __post_init__(self) -> None:
         if self.context_length < 2:
@@ -44,7 +49,7 @@ class PackingConfig:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:
-        """Blocks of `context_length` tokens of this tokenizer, which has an end-of-text token."""
+        """Return the configuration for a tokenizer, which must have an end-of-text token."""
         return cls(
             context_length=context_length,
             bos_id=document_start_id(tokenizer),
@@ -54,46 +59,49 @@ class PackingConfig:
 
     @property
     def label(self) -> str:
-        """Part of a prepared directory's name."""
+        """Part of the prepared directory's name that describes the layout."""
         return str(self.context_length)
 
     @property
     def schema(self) -> pa.Schema:
-        """One row a block."""
+        """Arrow schema of a shard, which has one row per block."""
         token = pa.uint16() if self.vocab_size <= 1 << 16 else pa.uint32()
         return pa.schema(
             {
                 "tokens": pa.list_(token, self.context_length + 1),
-                "starts": pa.list_(pa.int32()),  # where documents start, 0 … T; T, or num_tokens, closes the one before
-                "num_tokens": pa.int32(),  # less than T only in the last block of an archive
-                "document": pa.int64(),  # the ordinal, in its archive, of the document of the first token
+                # Positions 0 … T at which documents start. A document also ends at each position > 0, so the list
+                # contains T if a document ends with the block, and num_tokens if the archive's last document ends
+                # there.
+                "starts": pa.list_(pa.int32()),
+                "num_tokens": pa.int32(),  # Less than T only in the last block of an archive.
+                "document": pa.int64(),  # Number, within its archive, of the document that the first token belongs to.
             }
         )
 
     def rows(self, documents: Iterable[np.ndarray]) -> Iterator[pa.RecordBatch]:
-        """See :func:`pack_documents`."""
+        """Pack documents into record batches of blocks, as :func:`pack_documents` does."""
         return pack_documents(documents, self)
 
     def describe(self, num_rows: int, num_documents: int) -> str:
-        """What is stored of so many documents, for a person."""
+        """Describe what is stored of `num_documents` documents, for a human reader."""
         return f"all in {num_rows} blocks of {self.context_length}"
 
 
 def pack_documents(
     documents: Iterable[np.ndarray], config: PackingConfig, *, num_blocks_per_batch: int = 256
 ) -> Iterator[pa.RecordBatch]:
-    """Token arrays of documents, in order → record batches of blocks, in order; nothing is dropped."""
+    """Convert token arrays of documents to record batches of blocks, in the same order; no token is dropped."""
     size = config.context_length
     rows: list[tuple[np.ndarray, list[int], int, int]] = []
     buffer = np.empty(0, dtype=np.int64)
-    starts: list[tuple[int, int]] = []  # (offset in the buffer, ordinal of the document that starts there)
-    document_before = 0  # the document that the buffer's first token belongs to, if none starts there
+    starts: list[tuple[int, int]] = []  # (offset in the buffer, number of the document that starts there)
+    document_before = 0  # The document that the buffer's first token belongs to, if no document starts there.
     dtype = config.schema.field("tokens").type.value_type.to_pandas_dtype()
 
     def cut(last: bool) -> Iterator[tuple[np.ndarray, list[int], int, int]]:
         nonlocal buffer, starts, document_before
         position = 0
-        # A block needs the token after it, unless nothing comes after it.
+        # A block is cut only when the token after it is known, unless the archive ends with the block.
         while len(buffer) - position > size or (last and len(buffer) > position):
             num_tokens = min(size, len(buffer) - position)
             tokens = np.full(size + 1, config.eos_id, dtype=dtype)
@@ -103,7 +111,7 @@ def pack_documents(
             first = inside[0][1] if inside and inside[0][0] == 0 else document_before
             block_starts = [at for at, _ in inside]
             if last and position + num_tokens == len(buffer):
-                block_starts.append(num_tokens)  # the archive's last document ends here
+                block_starts.append(num_tokens)  # The archive's last document ends here.
             yield tokens, block_starts, num_tokens, first
             document_before = max([first] + [ordinal for at, ordinal in inside if at < size])
             position += num_tokens
@@ -143,9 +151,11 @@ def pack_documents(
 
 
 def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> dict[str, np.ndarray]:
-    """Blocks as stored → `input_ids`, `position_ids`, `targets`, each (n, T) int64.
+    """Convert stored blocks to training arrays.
 
-    Positions restart at 0 with every document (and with every block); targets are IGNORE_INDEX on padding.
+    Returns:
+        `input_ids`, `position_ids` and `targets`, each (n, T) int64. Positions restart at 0 with every document and
+        with every block. Targets are IGNORE_INDEX on padding.
     """
     size, num_blocks = config.context_length, blocks.num_rows
     tokens = _flat_values(blocks.column("tokens")).reshape(num_blocks, size + 1).astype(np.int64)
@@ -170,6 +180,6 @@ def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> d
 
 
 def _flat_values(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The values of a fixed-size-list column, slices respected."""
+    """Return the flattened values of a fixed-size-list column; if the column is a slice, only the slice's values."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return array.flatten().to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
-"""Preparing text: a Ray Data job that turns archives into shards of rows and a manifest, one task an archive.
+"""Prepare text: a Ray Data job that turns archives into shards of rows and a manifest, with one task per archive.
 
-The directory is named after everything that decides its content, so preparing again is free, and an interrupted
-preparation goes on with the archives that are left.
+The name of the prepared directory contains a hash of everything that determines its content, so that preparing the
+same data again costs nothing, and an interrupted preparation continues with the remaining archives.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ from pipelines.text.manifest import FORMAT_VERSION, ArchiveEntry, Layout, Manife
 from pipelines.text.reading import Document, read_documents
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 
-NUM_BATCHES_PER_SHARD = 16  # of 256 rows, as the layouts make them
+NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
 _NUM_DOCUMENTS_PER_ENCODE = 64
 _NUM_CHARACTERS_PER_ENCODE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig:
-    """What to prepare and how."""
+    """Which text to prepare, and how.
+
+    Raises:
+        ValueError: if `max_bad_share` is outside [0, 1].
+    """
 
     source: str
-    """A text archive, or a directory of them, as a path or pyarrow URI."""
+    """Text archive or directory of text archives, as a path or pyarrow URI."""
     tokenizer: str
-    """A Transformers fast tokenizer: directory, tokenizer.json or hub name."""
+    """Transformers fast tokenizer, as a directory, a tokenizer.json file or a hub name."""
     text_field: str = "text"
-    """The field (column) that holds the text."""
+    """Name of the JSON field or Parquet column that holds the text."""
     max_bad_share: float = 0.01
-    """Share of records that may be unreadable before preparing fails."""
+    """Largest share of records that may be unreadable, in [0, 1]; above it, preparation fails."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_bad_share <= 1.0:
@@ -52,22 +56,25 @@ class PrepareConfig:
 
 
 def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: str = "") -> Manifest:
-    """Prepare `config.source` under the directory `root` (path or URI), or return what is already there.
+    """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Needs a running Ray.
+    Ray must be running.
 
     Args:
-        config: what to read, and the tokenizer.
-        layout: what the tokens of the documents become, made for the same tokenizer.
-        root: of all prepared data.
-        losses: path or URI of a file to write every lost record to (`pipelines.losses`), also if there are too many.
+        config: which text to read, and the tokenizer.
+        layout: how the tokens of documents become rows; it must have been made for the same tokenizer.
+        root: path or URI of the directory of all prepared data.
+        losses: path or URI of a file to list every lost record in (`pipelines.losses`); it is also written if there
+            are too many. If empty, no list is written.
 
     Raises:
-        FileNotFoundError, ValueError: the source does not exist or holds no archive; the tokenizer does not fit.
-        TooManyProblemsError: naming the share, the kinds and the archives.
+        FileNotFoundError: if the source does not exist or holds no archive.
+        ValueError: if the source is a file of an unknown format, or the tokenizer cannot be loaded.
+        TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems
+            and the archives.
     """
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    # What the tasks receive: a tokenizer of Transformers would have each of them load torch.
+    # Only the backend is sent to the tasks, because a Transformers tokenizer would make each of them import torch.
     backend = tokenizer.backend_tokenizer
     archives = list_archives(config.source)
     directory = f"{root}/{_content_name(config, layout, tokenizer_digest(tokenizer), archives)}"
@@ -92,7 +99,7 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: st
 
 
 def _content_name(config: PrepareConfig, layout: Layout, tokenizer: str, archives: list[Archive]) -> str:
-    """A directory name that is a function of everything that decides the prepared content."""
+    """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [(archive.path, archive.num_bytes) for archive in archives]
     content = json.dumps([FORMAT_VERSION, files, config.text_field, layout.kind, asdict(layout), tokenizer])
     digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
@@ -103,7 +110,7 @@ def _content_name(config: PrepareConfig, layout: Layout, tokenizer: str, archive
 def _prepare_archive(
     config: PrepareConfig, layout: Layout, tokenizer: Tokenizer, archive: Archive, number: int, directory: str
 ) -> ArchiveEntry:
-    """Read, tokenise, lay out and write one archive."""
+    """Read and tokenise one archive, convert its documents to rows, and write them as shards."""
     problems: Counter[str] = Counter()
     examples: list[str] = []
     num_documents = 0
@@ -150,12 +157,12 @@ def _prepare_archive(
 
 
 def _shards(number: int) -> str:
-    """What the names of an archive's files begin with."""
+    """Return the common prefix of the names of an archive's files."""
     return f"shard-{number:05d}"
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """The texts in groups that are tokenised at once: of so many documents, or as soon as they have so many characters."""
+    """Group texts for tokenisation; a group ends when it has a certain number of documents or of characters."""
     chunk: list[str] = []
     num_characters = 0
     for document in documents:
@@ -176,7 +183,15 @@ def readable_documents(
     examples: list[str],
     add: Callable[[Problem, Counter[str], list[str]], None] = note,
 ) -> Iterator[Document]:
-    """The documents of an archive; what cannot be read is given to `add`, which counts it and remembers the first few."""
+    """Yield the readable documents of an archive, and report its problems.
+
+    Args:
+        source: the URI that `archive` was listed from.
+        archive: the archive to read.
+        text_field: name of the JSON field or Parquet column that holds the text.
+        problems, examples: counts and examples of problems, which `add` updates in place.
+        add: function that records a problem.
+    """
     for item in read_documents(source, archive, text_field=text_field):
         if isinstance(item, Problem):
             add(item, problems, examples)
@@ -185,7 +200,7 @@ def readable_documents(
 
 
 def describe(manifest: Manifest, seconds: float | None = None) -> str:
-    """Counts of a prepared data set, for a person."""
+    """Summarise the counts of a prepared data set in one line, for a human reader."""
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
     took = "" if seconds is None else f" in {seconds:.0f} s"
     return (

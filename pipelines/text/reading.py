@@ -1,12 +1,13 @@
-"""Reading documents out of text archives, record by record.
+"""Read documents from text archives, record by record.
 
-An archive is one file: JSON lines (plain, gzip or zstandard), a tar of such files (the layout of OpenWebText2), Parquet,
-or plain text, which is one document. Real downloads are cut short and hold broken records, so whatever is wrong with the
-*content* comes out of the same iterator as a `Problem` and costs as little as it can: a record, or the rest of a damaged
-stream. What is wrong with the *request* (no such path, no permission, an unknown suffix) raises.
+An archive is one file: JSON lines (plain, gzip or zstandard), a tar of such files (the layout of OpenWebText2),
+Parquet, or plain text, which is one document. Real downloads are often truncated and contain broken records. Each
+defect in the *content* is therefore yielded by the same iterator as a `Problem`, and as little as possible is lost:
+one record, or the rest of a damaged stream. Errors in the *request* (no such path, no permission, an unknown suffix)
+raise exceptions.
 
-Nothing is extracted to disk or unpickled, and memory holds one record and one read buffer (for Parquet: one column
-chunk's pages), whatever the size of the archive.
+Nothing is extracted to disk or unpickled, and memory use is limited to one record and one read buffer (for Parquet,
+the pages of one column chunk), whatever the size of the archive.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
 
 MAX_RECORD_BYTES = 16 * 2**20
-"""A longer record is taken for a decompression bomb, or a file without line ends, and is lost. Before it is parsed, because
-JSON takes up to 35 times its size as Python objects (`{"":[{}]}` repeated), so that a reader stays below 1 GB."""
+"""Maximum size of a record in bytes.
 
-PARQUET_ROWS_PER_BATCH = 8  # each of them may have MAX_RECORD_BYTES; 64 are not twice as fast
+A longer record is treated as a decompression bomb or a file without line breaks, and is lost. The size is checked
+before parsing, because parsed JSON takes up to 35 times its size as Python objects (`{"":[{}]}` repeated); with this
+limit a reader stays below 1 GB.
+"""
+
+PARQUET_ROWS_PER_BATCH = 8  # Each row may have MAX_RECORD_BYTES; batches of 64 rows are less than twice as fast.
 _NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
-# UnicodeDecodeError: a column's name may be corrupt too.
+# UnicodeDecodeError is included because the name of a column may be corrupt too.
 PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
@@ -43,48 +48,55 @@ MEMBER_SUFFIXES = {
     ".jsonl.gz": ArchiveFormat.JSONL_GZ,
     ".zst": ArchiveFormat.JSONL_ZST,
 }
-"""Suffix of a tar's member -> format. `.zst` covers `.jsonl.zst` and the `1.zst` of lm_dataformat's archives."""
+"""Mapping from the suffix of a tar's member to its format.
+
+`.zst` covers both `.jsonl.zst` and names such as `1.zst` in archives written by lm_dataformat.
+"""
 
 
 class ProblemKind(StrEnum):
-    """Everything that can be wrong with an archive's content."""
+    """Kinds of problems with an archive's content."""
 
     TRUNCATED_ARCHIVE = "truncated_archive"
-    """A stream ends early or cannot be decoded further; the records before were yielded."""
+    """A stream ends early or cannot be decoded further; the records before that place were yielded."""
     INVALID_UTF8 = "invalid_utf8"
     INVALID_JSON = "invalid_json"
     MISSING_TEXT = "missing_text"
     EMPTY_DOCUMENT = "empty_document"
     OVERSIZED_RECORD = "oversized_record"
     IRREGULAR_MEMBER = "irregular_member"
-    """A link, a sparse file or a device under the name of a member that would be read."""
+    """The member is a link, a sparse file or a device, although its name is that of a member to be read."""
     EMPTY_ARCHIVE = "empty_archive"
     UNREADABLE_ARCHIVE = "unreadable_archive"
-    """Nothing of the archive can be read."""
+    """No part of the archive can be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text; never empty, always encodable as UTF-8."""
+    """One text."""
 
     key: str
     """`<archive path relative to the URI>[/<member>]:<index of the record>`: unique below the URI, stable over runs."""
     text: str
+    """The text, which is never empty and can always be encoded as UTF-8."""
 
 
 def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> Iterator[Document | Problem]:
-    """Stream the documents of one archive, in the order they are stored in.
+    """Stream the documents of one archive in stored order, together with its problems.
+
+    The text of a record is a string, or a list of strings, which are joined by blank lines as lm_dataformat does. A
+    JSON record may also be a bare string. Blank lines are not records.
 
     Args:
-        uri: the URI that `archive` was listed from; gives the filesystem, and the directory that keys are relative to.
+        uri: the URI that `archive` was listed from; it determines the filesystem, and the directory that keys are
+            relative to.
         archive: one of `list_archives(uri)`.
         text_field: the field of a JSON record, or the column of a Parquet file, that holds the text.
 
-    A record's text is a string, or a list of strings, joined by blank lines as lm_dataformat does; a JSON record may
-    also be a bare string. Blank lines are not records.
-
-    Raises OSError, at the first step of the iteration, if the file cannot be opened, and at any step if reading from
-    the filesystem fails. Parquet is the exception: its reader reports a failed read and corrupt bytes alike.
+    Raises:
+        OSError: at the first step of the iteration if the file cannot be opened, and at any step if reading from the
+            filesystem fails. For Parquet a failed read is yielded as a problem instead, because its reader does not
+            distinguish it from corrupt bytes.
     """
     is_empty = True
     for item in _read_archive(uri, archive, text_field):
@@ -102,7 +114,7 @@ def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Docum
         with filesystem.open_input_file(archive.path) as file:
             yield from _read_parquet(file, name, text_field)
         return
-    # Without `compression=None` pyarrow would itself undo what the suffix suggests.
+    # Without `compression=None`, pyarrow would decompress the stream itself if the suffix suggests a compression.
     with filesystem.open_input_stream(archive.path, compression=None) as stream:
         if archive.format is ArchiveFormat.PLAIN:
             yield _read_plain(stream, f"{name}:0")
@@ -122,7 +134,7 @@ def _document_of_line(line: bytes | None, where: str, text_field: str) -> Docume
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested beyond the parser's depth.
+    except (ValueError, RecursionError) as error:  # RecursionError means that brackets are nested too deeply.
         return Problem(kind=ProblemKind.INVALID_JSON, where=where, detail=str(error))
     if isinstance(record, str):
         return _document_of_value(record, where, "the record")
@@ -145,13 +157,13 @@ def _document_of_value(value: object, where: str, label: str) -> Document | Prob
         return Problem(kind=ProblemKind.EMPTY_DOCUMENT, where=where, detail=f"{label} is empty or only whitespace")
     try:
         num_bytes = len(value.encode("utf-8"))
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, and no tokenizer takes it.
+    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
     return _oversized(where) if num_bytes > MAX_RECORD_BYTES else Document(key=where, text=value)
 
 
 def _some(names: Collection[str]) -> str:
-    """The first of the fields of a record or a file, each cut to a length that a message bears."""
+    """Format the first few field names of a record or a file for a message, truncating long names."""
     shown = ", ".join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in itertools.islice(names, _NUM_FIELDS_SHOWN))
     return f"{shown}{', …' * (len(names) > _NUM_FIELDS_SHOWN)}" if names else "no fields"
 
@@ -185,9 +197,12 @@ def _read_lines(
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """The lines that are not blank, as bytes so that a bad byte costs its own line only; None for an oversized one."""
+    """Split chunks of bytes into lines; yield each line that is not blank, or None for an oversized line.
+
+    Lines stay bytes, so that an invalid byte affects only its own line.
+    """
     parts: list[bytes] = []
-    num_bytes = 0  # Of the line so far; goes on counting after `parts` has been given up.
+    num_bytes = 0  # Length of the line so far; counting continues after `parts` has been discarded for its size.
     for chunk in itertools.chain(chunks, [b"\n"]):
         *ends, rest = chunk.split(b"\n")
         for end in ends:
@@ -207,9 +222,9 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
-    # Keys stay unique when a member's name occurs twice: its records are counted on.
+    # If a member's name occurs twice, the count of its records continues, so that keys stay unique.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-    others: list[str] = []  # the first of them, for the message
+    others: list[str] = []  # The first few names of members that are not read, for the error message.
     num_others = 0
     try:
         for info, member in tar_members(stream):
@@ -225,7 +240,7 @@ def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document
                 yield Problem(kind=ProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
                 continue
             yield from _read_lines(member, info.size, member_format, where, text_field, index)
-            if member.is_cut:  # Reported as the member's damage; the tar cannot go on.
+            if member.is_cut:  # The damage was already reported for the member, and the tar cannot be read further.
                 return
     except tarfile.TarError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
@@ -240,7 +255,7 @@ def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document
 
 def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[Document | Problem]:
     try:
-        # A buffer size makes the reader stream a column's pages instead of loading all of a row group's.
+        # With a buffer size, the reader streams the pages of a column instead of loading those of a whole row group.
         table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
         columns = table.schema_arrow.names
     except PARQUET_ERRORS as error:

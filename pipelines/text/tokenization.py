@@ -1,4 +1,4 @@
-"""Fast tokenizers: loading one, its effective vocabulary and digest, and training a small one (BPE or WordPiece)."""
+"""Fast tokenizers: load one, find its special tokens and digest, and train a small one (BPE or WordPiece)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
-    """A Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
+    """Load a Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
 
     Args:
-        needs_eos: documents are closed by an end-of-text token; captions are not, and BERT's kind has none.
+        name_or_path: hub name or local path.
+        needs_eos: whether the tokenizer must have an end-of-text token. Documents of a language model end with one;
+            captions do not, and tokenizers of BERT's kind have none.
 
     Raises:
-        ValueError: if nothing usable is found under that name, it is no fast tokenizer, or it has no end-of-text token
-            and needs one; the message names the value.
+        ValueError: if nothing usable is found under that name, if it is not a fast tokenizer, or if it lacks a required
+            end-of-text token; the message names the value.
     """
-    # Brings torch with it, which those who only receive a tokenizer can do without: readers start two seconds sooner.
+    # This import also imports torch. It is local because processes that only receive a pickled tokenizer do not need
+    # it, and start two seconds sooner without it.
     from transformers import AutoTokenizer
 
     try:
@@ -45,10 +48,10 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
             if not isinstance(loaded, PreTrainedTokenizerFast):
                 raise ValueError("it is no fast tokenizer (it has no tokenizer.json)")
             tokenizer = loaded
-        # Where there are no files, Transformers makes an empty tokenizer from the model's configuration.
+        # If the tokenizer's files are missing, Transformers creates an empty tokenizer from the model's configuration.
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("it knows no word")
-    except Exception as error:  # Transformers and tokenizers raise whatever the first thing they tried raised
+    except Exception as error:  # Transformers and tokenizers raise exceptions of many types.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"tokenizer = {name_or_path!r} cannot be loaded: a directory or hub name of a Transformers fast tokenizer, or "
@@ -60,32 +63,40 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """16 hex digits that change whenever the tokenizer would encode anything differently."""
+    """Return a hash of 16 hex digits that changes whenever the tokenizer would encode anything differently."""
     content = tokenizer.backend_tokenizer.to_str() + f"|{document_start_id(tokenizer)}|{tokenizer.eos_token_id}"
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """What a tokenizer of an encoder puts around one text, pads with and masks with."""
+    """Special tokens that an encoder's tokenizer adds to a text, pads with and masks with."""
 
     opening: tuple[int, ...]
+    """Ids of the tokens before a text, such as `[CLS]`."""
     closing: tuple[int, ...]
+    """Ids of the tokens after a text, such as `[SEP]`."""
     pad_id: int
+    """Id of the padding token."""
     mask_id: int
+    """Id of the mask token."""
     vocab_size: int
+    """Number of tokens in the vocabulary."""
 
     @property
     def num_added(self) -> int:
-        """Special tokens of one text."""
+        """Number of special tokens that are added to one text."""
         return len(self.opening) + len(self.closing)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> SpecialTokens:
-        """Of BERT's, RoBERTa's and similar tokenizers; one that adds nothing is fine.
+        """Determine the special tokens of a tokenizer of BERT's, RoBERTa's or a similar kind.
+
+        A tokenizer that adds no tokens around a text is accepted.
 
         Raises:
-            ValueError: naming the token that is missing, or if the added ones do not surround the text.
+            ValueError: if the pad or mask token is missing (the message names it), or if the text itself is tokenised
+                differently when special tokens are added.
         """
         for name in ("pad_token", "mask_token"):
             if getattr(tokenizer, f"{name}_id") is None:
@@ -107,17 +118,17 @@ class SpecialTokens:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[str]:
-    """The text of every token by itself."""
+    """Decode every token separately."""
     return [str(tokenizer.decode([token])) for token in ids]
 
 
 def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token that opens a document: bos, or eos where there is none (GPT-2)."""
+    """Return the id of the token that starts a document: bos, or eos if the tokenizer has no bos (GPT-2)."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of GPT-2's kind with exactly this vocabulary, `<|endoftext|>` being token 0."""
+    """Train a byte-level BPE tokenizer of GPT-2's kind with exactly `vocab_size` tokens; `<|endoftext|>` is token 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -132,11 +143,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A WordPiece tokenizer of BERT's kind, lower-casing, with at most this vocabulary; `[PAD]` is token 0.
+    """Train a lower-casing WordPiece tokenizer of BERT's kind with at most `vocab_size` tokens; `[PAD]` is token 0.
 
-    The vocabulary is the special tokens, every ASCII letter and digit, also as the continuation of a word (so that no
-    plain word is unknown), punctuation, and the most frequent words. It is made here, as `WordPieceTrainer` numbers the
-    tokens differently each time.
+    The vocabulary consists of the special tokens, punctuation, every ASCII letter and digit, both alone and as the
+    continuation of a word (so that no plain word is unknown), and the most frequent words. It is computed here, because
+    `WordPieceTrainer` numbers the tokens differently each time.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()

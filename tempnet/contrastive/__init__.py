@@ -1,1 +1,1 @@
-"""Contrastive losses with personalised temperatures, exact on any number of ranks."""
+"""Contrastive losses with a temperature for every sample, computed exactly on any number of ranks."""

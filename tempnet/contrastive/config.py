@@ -1,15 +1,15 @@
-"""Which contrastive loss, and the numbers that it needs: two orthogonal choices make the whole family.
+"""Configuration of the contrastive losses, which differ in two independent choices: temperature and normaliser.
 
 name               temperature     normaliser
-clip               learned         in_batch      one scalar, learned in log space (arXiv 2103.00020)
-clip_fixed         fixed           in_batch
-cyclip             learned         in_batch      and the two cyclic terms (arXiv 2205.14459)
-sogclr             fixed           global        a moving average per sample (arXiv 2202.12387)
-isogclr            per_sample      global        momentum steps on every sample's own τ (arXiv 2305.11965)
-tempnet            tempnet         global        the method (arXiv 2404.04575)
-sogclr_given       given           global        τ of every sample from a table: transfer
-temperature_free   free            in_batch      logits 2·artanh(cos), no temperature (arXiv 2501.17683)
-tempnet_in_batch   tempnet         in_batch      ablation (TempNet Table 18)
+clip               learned         in_batch      one scalar τ, learned in log space (arXiv 2103.00020)
+clip_fixed         fixed           in_batch      the same with a constant τ
+cyclip             learned         in_batch      clip with two additional cyclic terms (arXiv 2205.14459)
+sogclr             fixed           global        a moving average of the normaliser per sample (arXiv 2202.12387)
+isogclr            per_sample      global        a separate τ per sample, learned by momentum steps (arXiv 2305.11965)
+tempnet            tempnet         global        τ predicted by a TempNet (arXiv 2404.04575)
+sogclr_given       given           global        τ of every sample from a table (for transfer)
+temperature_free   free            in_batch      logits 2·artanh(cos) without a temperature (arXiv 2501.17683)
+tempnet_in_batch   tempnet         in_batch      ablation of tempnet (TempNet Table 18)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tempnet.dro import check_rho
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """One row of the table above."""
+    """Kind of loss: one row of the table in the docstring of this module."""
 
     temperature: Literal["fixed", "learned", "per_sample", "tempnet", "given", "free"]
     normaliser: Literal["in_batch", "global"]
@@ -31,12 +31,12 @@ class LossKind:
 
     @property
     def uses_rho(self) -> bool:
-        """ρ pulls the temperatures of the robust loss; a cross-entropy and a τ that nothing learns do without."""
+        """Whether ρ is part of the loss, which is the case if a temperature is learned by the robust loss."""
         return self.normaliser == "global" and self.temperature in ("per_sample", "tempnet")
 
     @property
     def objective(self) -> Literal["cross_entropy", "robust"]:
-        """What a temperature is learned by: the cross-entropy of a batch, or the robust loss at the global estimate."""
+        """Objective that learns the temperature: in-batch cross-entropy, or the robust loss at the global estimate."""
         return "cross_entropy" if self.normaliser == "in_batch" else "robust"
 
 
@@ -55,34 +55,39 @@ LOSS_KINDS: dict[str, LossKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContrastiveLossConfig:
-    """One loss of the family; :meth:`for_name` gives the papers' temperatures."""
+    """Configuration of one contrastive loss; :meth:`for_name` uses the papers' temperatures.
+
+    Raises:
+        ValueError: if a field is outside its range, or fields contradict each other.
+    """
 
     name: str = "tempnet"
-    """A name of LOSS_KINDS."""
+    """Name of the loss, one of LOSS_KINDS."""
     rho: float = 8.0
-    """The radius of the KL ball in nats, 0 ≤ ρ < log K, K the number of negatives; for isogclr and tempnet."""
+    """Radius ρ of the KL ball in nats, 0 ≤ ρ < log K with K the number of negatives; used by isogclr and tempnet."""
     tau: float = 0.01
-    """The fixed temperature, or the initial one where it is learned as one scalar or per sample."""
+    """Fixed temperature, or the initial one if it is learned as one scalar or per sample."""
     tau_min: float = 0.001
-    """τ₀, where τ is learned as one scalar or per sample (a TempNet has a range of its own)."""
+    """Lower bound τ₀ if τ is learned as one scalar or per sample (a TempNet has its own range)."""
     tau_max: float = 0.05
-    """τ_max, likewise."""
+    """Upper bound τ_max if τ is learned as one scalar or per sample (a TempNet has its own range)."""
     gamma: float = 0.8
-    """γ of the moving average u ← (1−γ)u + γ·g, in (0, 1]; 1 forgets the past."""
+    """Weight γ of the new value in the moving average u ← (1−γ)u + γ·g, in (0, 1]; with 1 there is no memory."""
     gamma_schedule: Literal["constant", "cosine"] = "constant"
-    """`cosine` goes from 1 to gamma_min over the first half of the training (arXiv 2407.01445)."""
+    """Schedule of γ: `cosine` decays from 1 to gamma_min over the first half of the training (arXiv 2407.01445)."""
     gamma_min: float = 0.2
-    """Where the cosine ends."""
+    """Final γ of the cosine schedule."""
     tau_step: float = 0.03
-    """η: the step of isogclr's τ ← Π[τ − η·m]."""
+    """Step size η of isogclr's update τ ← Π[τ − η·m], where Π clamps to [τ₀, τ_max]."""
     tau_momentum: float = 0.5
-    """β of isogclr's m ← (1−β)m + β·clip(G, ±5)."""
+    """Weight β of the new gradient G in isogclr's momentum m ← (1−β)m + β·clip(G, ±5)."""
     cyclic_in_modal: float = 0.25
-    """λ₁: weight of the term that compares image-image with text-text similarities."""
+    """Weight λ₁ of cyclip's term that compares image-image with text-text similarities."""
     cyclic_cross_modal: float = 0.25
-    """λ₂: weight of the term that compares ⟨I_j, T_k⟩ with ⟨I_k, T_j⟩."""
+    """Weight λ₂ of cyclip's term that compares ⟨I_j, T_k⟩ with ⟨I_k, T_j⟩."""
     tile_size: int | None = None
-    """Similarities exist in tiles of tile_size² numbers, four at a time; None: what fits the device (`tiles`)."""
+    """Side of the tiles of tile_size² similarities, of which memory holds four; None: a size that suits the device (see
+    `tempnet.contrastive.tiles`)."""
 
     def __post_init__(self) -> None:
         if self.name not in LOSS_KINDS:
@@ -111,20 +116,30 @@ class ContrastiveLossConfig:
 
     @classmethod
     def for_name(cls, name: str, **changes: Any) -> ContrastiveLossConfig:
-        """The papers' temperatures: in batch τ starts at 0.07 and stays in [0.01, 1]; global, 0.01 in [0.001, 0.05]."""
+        """Return the configuration of a loss with the papers' temperatures.
+
+        For in-batch losses τ starts at 0.07 and stays in [0.01, 1]; for global losses it starts at 0.01 and stays in
+        [0.001, 0.05].
+
+        Args:
+            name: name of the loss, one of LOSS_KINDS.
+            changes: values of other fields.
+        """
         kind = LOSS_KINDS.get(name)
         clip = {"tau": 0.07, "tau_min": 0.01, "tau_max": 1.0} if kind and kind.normaliser == "in_batch" else {}
         return cls(name=name, **{**clip, **changes})
 
     @property
     def kind(self) -> LossKind:
-        """The two choices that the name stands for."""
+        """Temperature and normaliser that the name stands for."""
         return LOSS_KINDS[self.name]
 
     @property
     def state_columns(self) -> dict[str, float]:
-        """What the loss keeps of every sample and modality, and the value before the first visit: none for the in-batch
-        losses. A temperature that must be filled in by the caller starts as NaN."""
+        """Names of the values that the loss stores per sample and modality, with their initial values.
+
+        In-batch losses store nothing. A temperature that the caller must fill in starts as NaN.
+        """
         columns = {"log_u": -math.inf} if self.kind.normaliser == "global" else {}
         if self.kind.temperature == "per_sample":
             columns |= {"tau": self.tau, "momentum": 0.0}
@@ -134,8 +149,11 @@ class ContrastiveLossConfig:
 
 
 def gamma_at(config: ContrastiveLossConfig, step: int, num_steps: int) -> float:
-    """γ of a step: constant, or γ_min + (1 − γ_min)·½(1 + cos(π·step/(num_steps/2))) over the first half of the
-    training and γ_min from there."""
+    """Return γ of a training step.
+
+    It is constant, or with the cosine schedule γ_min + (1 − γ_min)·½(1 + cos(π·step/(num_steps/2))) over the first
+    half of the training and γ_min afterwards.
+    """
     if config.gamma_schedule == "constant":
         return config.gamma
     progress = min(1.0, step / (num_steps / 2))
@@ -143,13 +161,18 @@ def gamma_at(config: ContrastiveLossConfig, step: int, num_steps: int) -> float:
 
 
 def check_negatives(config: ContrastiveLossConfig, batch_size: int, num_samples: int) -> None:
-    """Refuse a global batch without negatives, and a ρ that the number of contrasts makes infeasible.
+    """Reject a global batch without negatives, and a ρ that is infeasible for the number of contrasts.
 
-    The moving averages of a global loss stand for a mean over all N samples, so that its contrasts are N − 1, not the
-    B − 1 of a batch.
+    The moving averages of a global loss estimate a mean over all N samples, so the number of contrasts is N − 1, not
+    the B − 1 of a batch.
+
+    Args:
+        config: the loss.
+        batch_size: number B of pairs in the global batch, over all ranks.
+        num_samples: number N of training pairs.
 
     Raises:
-        ValueError: naming ρ, log(N − 1) and what to choose.
+        ValueError: if B < 2 or ρ is infeasible; in the latter case the message names ρ, log(N − 1) and what to choose.
     """
     if batch_size < 2:
         raise ValueError(f"the loss {config.name} needs a global batch of at least 2 pairs, not {batch_size}")

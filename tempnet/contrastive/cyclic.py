@@ -1,16 +1,17 @@
-"""CyCLIP's two consistency terms (arXiv 2205.14459, Eq. 3 and 4), exactly, without a B × B matrix.
+"""Compute CyCLIP's two consistency terms (arXiv 2205.14459, Eq. 3 and 4) exactly, without a B × B matrix.
 
     in-modal      λ₁/B Σ_jk (⟨I_j, I_k⟩ − ⟨T_j, T_k⟩)²  =  λ₁/B ‖IIᵀ − TTᵀ‖²  =  λ₁/B (‖A‖² − 2‖M‖² + ‖C‖²)
     cross-modal   λ₂/B Σ_jk (⟨I_j, T_k⟩ − ⟨I_k, T_j⟩)²  =  λ₂/B ‖ITᵀ − TIᵀ‖²  =  λ₂/B (2⟨A, C⟩ − 2⟨M, Mᵀ⟩)
 
-with the d × d Gram matrices A = IᵀI, C = TᵀT, M = TᵀI: tr(IIᵀTTᵀ) = ‖TᵀI‖² and so on. That is O(B·d²) instead of O(B²·d),
-the ranks share three d × d sums instead of features, and every rank has the gradient of its own rows in closed form:
+with the d × d Gram matrices A = IᵀI, C = TᵀT and M = TᵀI, because tr(IIᵀTTᵀ) = ‖TᵀI‖² and so on. The cost is O(B·d²)
+instead of O(B²·d). The ranks exchange three d × d sums instead of features, and each rank has the gradient of its own
+rows in closed form:
 
     ∂/∂I = 4/B [ I(λ₁A + λ₂C) − T(λ₁M + λ₂Mᵀ) ]        ∂/∂T = 4/B [ T(λ₁C + λ₂A) − I(λ₁Mᵀ + λ₂M) ]
 
-Everything is in float64: where images and texts agree, the sums cancel.
+All computations are in float64, because the terms of the sums nearly cancel where images and texts agree.
 
-Shapes: B global batch, b local rows, d embedding.
+Shapes: B pairs in the global batch, b pairs on this rank, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from tempnet.contrastive.world import World
 
 @dataclass(frozen=True, slots=True)
 class CyclicTerms:
-    """Their value, the same on every rank, and the gradients of this rank's rows, (b, d) in float64."""
+    """Sum of the two terms and its gradients, in float64."""
 
     value: Tensor
+    """Sum of both terms, a scalar that is the same on every rank."""
     image_grad: Tensor
+    """Gradient of this rank's image rows: (b, d)."""
     text_grad: Tensor
+    """Gradient of this rank's text rows: (b, d)."""
 
 
 @torch.no_grad()
 def cyclic_terms(image: Tensor, text: Tensor, in_modal: float, cross_modal: float, world: World) -> CyclicTerms:
-    """Of local rows (b, d) each, with λ₁ = in_modal and λ₂ = cross_modal."""
+    """Compute both terms from local image and text rows (b, d), with λ₁ = in_modal and λ₂ = cross_modal."""
     image, text = image.double(), text.double()
     a, c, m = world.sum(torch.stack([image.T @ image, text.T @ text, text.T @ image]))
     num_pairs = world.size * len(image)

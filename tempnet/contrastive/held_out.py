@@ -1,6 +1,7 @@
-"""The loss of held-out pairs at given temperatures: that of the training, with all of them as one batch.
+"""Compute the training loss of held-out pairs at given temperatures, with all pairs as one batch.
 
-Shapes: B pairs, d embedding; modalities 0 = image, 1 = text come first, (2, B).
+Shapes: B pairs, d dimensions of an embedding. Values of both modalities are (2, B), where index 0 is the image and 1
+the text.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from tempnet.contrastive.tiles import SimilarityTiles
 def held_out_losses(
     image: Tensor, text: Tensor, image_ids: Tensor, config: ContrastiveLossConfig
 ) -> Callable[[Tensor], Tensor]:
-    """A function from temperatures τ (2, B) to the losses (2, B) of all anchors, in float64.
+    """Return a function from temperatures τ (2, B) to the losses (2, B) of all anchors, in float64.
 
-    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs whose image is another one than that of pair i, an anchor costs
+    With h_ij = ⟨x_i, y_j⟩ − ⟨x_i, y_i⟩ and N(i) the n_i pairs with a different image than pair i, the loss of anchor
+    i is
 
         in batch   log(1 + Σ_{j∈N(i)} exp(h_ij/τ_i))                          the cross-entropy
         global     τ_i·(log( (1/n_i) Σ_{j∈N(i)} exp(h_ij/τ_i) ) + ρ)          the robust loss (TempNet Eq. 2 and 8)
 
-    of which the latter has the exact mean over the held-out pairs in the place of the moving average that training keeps.
-    ρ means KL from n_i contrasts, so where it is not below log n_i the lowest τ is the best.
+    The global loss uses the exact mean over the held-out pairs instead of the moving average of the training. ρ
+    bounds the KL divergence of weights on n_i contrasts, so if it is not below log n_i, the lowest τ is the best.
 
     Args:
-        image, text: (B, d) unit rows.
-        image_ids: (B,) integers; pairs with the same one are no negatives of each other.
+        image, text: (B, d) unit vectors.
+        image_ids: (B,) integers; pairs with the same one are not negatives of each other.
         config: a loss with temperatures (not `temperature_free`).
     """
     image, text = image.double(), text.double()
@@ -44,7 +46,7 @@ def held_out_losses(
         ids=ids,
         pairs=PositivePairs.find(image_ids, part),
         part=part,
-        stored={"log_u": cosines.new_full((2, len(image)), -torch.inf)},  # no visit before
+        stored={"log_u": cosines.new_full((2, len(image)), -torch.inf)},  # −inf: there is no earlier estimate.
     )
     tiles = SimilarityTiles(image, text, batch.pairs, tile_size=config.tile_size)
 

@@ -1,12 +1,14 @@
-"""Every contrastive loss of the family on any number of ranks: memory O(tile² + B·d), gradients exact at any world size.
+"""Contrastive losses between images and texts on any number of ranks, with memory O(tile² + B·d) and exact gradients.
 
-With unit rows e_I, e_T, S_ij = ⟨e_I(x_i), e_T(t_j)⟩ and h_ij = S_ij − S_ii, the loss is ½ (mean over image anchors + mean
-over text anchors) of what `config` names and `normalisers` defines. The module gathers a batch, finds its temperatures, has
-`step` compute the loss with all gradients, and moves the per-sample state on. No collective is left to the backward pass:
-one autograd node scales finished gradients by W, so that *averaging* parameter gradients over the ranks, as DDP and
-DeepSpeed do, gives the gradient of the loss.
+With unit vectors e_I and e_T, S_ij = ⟨e_I(x_i), e_T(t_j)⟩ and h_ij = S_ij − S_ii, the loss is ½ (mean over image
+anchors + mean over text anchors) of the anchor losses that `normalisers` defines for each loss of `config`. The
+module gathers a batch, determines its temperatures, calls `step` to compute the loss with all gradients, and updates
+the per-sample state. The backward pass needs no communication: one autograd node multiplies gradients that are
+already computed by W, so that *averaging* the parameter gradients over the ranks, as DDP and DeepSpeed do, gives the
+gradient of the loss.
 
-Shapes: W ranks, B global batch, b = B/W local, d embedding; modalities 0 = image, 1 = text come first, (2, B).
+Shapes: W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of both
+modalities are (2, B) or (2, b), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
@@ -37,27 +39,29 @@ __all__ = [
 
 
 class ContrastiveOutput(TypedDict):
-    """Of one batch; all but the loss are detached, and of this rank's rows."""
+    """Result for one batch. All tensors but the loss are detached, and contain only this rank's pairs."""
 
     loss: Tensor
-    """Scalar, the same on every rank."""
+    """Loss, a scalar that is the same on every rank."""
     tau: Tensor
-    """(2, b), as used in this batch."""
+    """Temperatures that were used in this batch: (2, b)."""
     log_u: Tensor | None
-    """(2, b) the estimates, this batch included; None for the in-batch losses."""
+    """Logarithms of the normaliser estimates u, including this batch: (2, b); None for the in-batch losses."""
     dual_gradient: Tensor | None
-    """(2, b) G = log u + ρ − E_w[h/τ], 0 where τ is at its best; None where no robust loss learns τ in this call."""
+    """Gradient in τ, G = log u + ρ − E_w[h/τ], which is 0 at the optimal τ: (2, b). None if no robust loss learns τ
+    in this call."""
 
 
 class ContrastiveLoss(nn.Module):
-    """The loss that `config` names; its parameters are the learned temperature's or the TempNets'.
+    """Contrastive loss between images and texts; its parameters are the learned temperature or the TempNets, if any.
 
     Args:
-        config: which loss.
-        image_tempnet, text_tempnet: for the losses with a TempNet, and only for those.
-        state: made with `config.state_columns`, for the losses that have any, and only for those. It is not part of the
-            module's state_dict: every rank saves its own (`SampleState.save`).
-        world: the ranks that share a batch; default: this process alone.
+        config: configuration of the loss.
+        image_tempnet, text_tempnet: the networks, required for losses with a TempNet and not allowed for others.
+        state: per-sample state with the columns `config.state_columns`, required for losses that have any and not
+            allowed for others. It is not part of the module's state_dict: every rank saves its own
+            (`SampleState.save`).
+        world: the ranks that share a batch; by default only this process.
 
     Raises:
         ValueError: if networks or state are missing or superfluous.
@@ -90,18 +94,18 @@ class ContrastiveLoss(nn.Module):
     def forward(
         self, image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor, *, gamma: float
     ) -> ContrastiveOutput:
-        """The loss of a batch. In training mode it also moves the per-sample state on; in eval mode that is only read.
+        """Compute the loss of a batch; in training mode the per-sample state is updated, in eval mode it is only read.
 
         Args:
-            image, text: (b, d) unit rows, as many on every rank.
-            ids: (b,) int64 sample numbers.
-            image_ids: (b,) int64; pairs with the same one are no negatives of each other.
+            image, text: (b, d) unit vectors; b must be the same on every rank.
+            ids: (b,) int64 sample ids.
+            image_ids: (b,) int64; pairs with the same image id are not negatives of each other.
             gamma: γ of the moving average, in (0, 1] (`gamma_at`).
 
         Raises:
-            ValueError: if the state knows no such id, or has no temperature for one.
+            ValueError: if the state has no sample with one of the ids, or no temperature for it.
         """
-        # float32 at least: in bfloat16 a similarity at τ = 0.005 is off by a factor of two.
+        # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
         dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
         with torch.autocast(image.device.type, enabled=False):
             image, text = image.to(dtype), text.to(dtype)
@@ -131,11 +135,11 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def _steps_tau(self) -> bool:
-        """Per-sample temperatures move by themselves, whatever else needs a gradient."""
+        """Whether per-sample temperatures are updated; they need their gradient even if autograd is off."""
         return self.config.kind.temperature == "per_sample" and self.training
 
     def _gather(self, image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor) -> GatheredBatch:
-        """Everything of the other ranks but their temperatures."""
+        """Collect what this rank needs to know about the global batch, except the temperatures."""
         all_ids, all_image_ids = self.world.gather(torch.stack([ids, image_ids], dim=1)).T.contiguous()
         stored: dict[str, Tensor] = {}
         if self.state is not None:
@@ -153,7 +157,7 @@ class ContrastiveLoss(nn.Module):
         )
 
     def _temperatures(self, image: Tensor, text: Tensor, batch: GatheredBatch) -> Tensor:
-        """τ (2, b) of this rank's anchors, with a graph where gradients learn it."""
+        """Return τ (2, b) of this rank's anchors, with an autograd graph if it is learned by backpropagation."""
         if self.learned is not None:
             return self.learned().expand(2, len(image))
         if self.image_tempnet is not None and self.text_tempnet is not None:

@@ -1,21 +1,27 @@
-"""What an anchor's negatives are measured against: the batch itself, or a moving average kept per sample.
+"""Normalise the loss of an anchor by its negatives in the batch, or by a moving average that is stored per sample.
 
-From ℓ_i = log Σ_{j∈N(i)} exp(h_ij/τ_i), h_ij = S_ij − S_ii, n_i = |N(i)|, every anchor gets a loss and the gradients' data:
+From ℓ_i = log Σ_{j∈N(i)} exp(h_ij/τ_i), where h_ij = S_ij − S_ii and the anchor has n_i = |N(i)| negatives, the
+functions compute the loss of every anchor:
 
     in batch   loss = log(1 + exp ℓ_i)                                         cross-entropy
     global     log g_i = ℓ_i − log n_i
-               log u_i ← log((1−γ)·u_i + γ·g_i), on the first visit log g_i     in log space: h/τ may reach thousands
+               log u_i ← log((1−γ)·u_i + γ·g_i), on the first visit log g_i     in log space, as h/τ may reach thousands
                loss = τ_i·(log u_i + ρ)                                        the robust loss at the estimate u
 
-In both, ∂loss_i/∂S_ij = exp(h_ij/τ_i − c_i) and ∂loss_i/∂τ_i = e_i − Σ_j exp(h_ij/τ_i − c_i)·h_ij/τ_i, with
+For both, the gradients are
+
+    ∂loss_i/∂S_ij = exp(h_ij/τ_i − c_i)
+    ∂loss_i/∂τ_i  = e_i − Σ_j exp(h_ij/τ_i − c_i)·h_ij/τ_i
+
+with
 
     in batch   c_i = loss_i + log τ_i        e_i = 0
     global     c_i = log(n_i·u_i)            e_i = log u_i + ρ                  u under stop-gradient
 
-An anchor without negatives has loss 0, c = +inf, e = 0. An id that occurs several times in a batch is updated once, with the
-mean of its occurrences' g, and all of them use the same u.
+An anchor without negatives has loss 0, c = +inf and e = 0. An id that occurs several times in a batch is updated
+once, with the mean of g over its occurrences, and all of its occurrences use the same u.
 
-Shapes: B global batch; the two modalities come first, (2, B).
+Shapes: B pairs in the global batch. Values of both modalities are (2, B), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
@@ -29,22 +35,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Normalised:
-    """Each (2, B)."""
+    """Losses of all anchors, and the quantities that the gradients need, each (2, B)."""
 
     losses: Tensor
+    """Loss of every anchor."""
     log_scale: Tensor
-    """c."""
+    """c, as defined in the docstring of this module."""
     tau_slope: Tensor
-    """e."""
+    """e, as defined in the docstring of this module."""
     log_u: Tensor | None = None
-    """The new estimate; the old one of anchors without negatives. None in batch."""
+    """New estimates log u (the old ones for anchors without negatives); None for the in-batch normaliser."""
 
 
 class Repeats:
-    """Which entries of a batch are occurrences of the same id.
+    """Groups the entries of a batch that have the same id, to average over them.
 
     Args:
-        ids: (B,).
+        ids: (B,) ids of the entries.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -52,12 +59,23 @@ class Repeats:
         self.num_unique = len(unique)
 
     def mean(self, values: Tensor, counts: Tensor) -> Tensor:
-        """(2, B) → (2, B): of each id the mean over its occurrences that count, (B,) bool; 0 where none does."""
+        """Replace each value by the mean over all entries of its id.
+
+        Args:
+            values: (2, B).
+            counts: (B,) bool, which entries are included in the means.
+
+        Returns:
+            (2, B); 0 for an id none of whose entries is included.
+        """
         sums = self._sums(torch.where(counts, values, 0.0))
         return (sums / self._sums(counts.to(values.dtype).expand_as(values)).clamp(min=1.0))[:, self.inverse]
 
     def log_mean_exp(self, values: Tensor, counts: Tensor) -> Tensor:
-        """Likewise in log space; values that count are finite."""
+        """Replace each value by log(mean(exp(values))) over all entries of its id; included values must be finite.
+
+        The arguments are those of :meth:`mean`. The result (2, B) is −inf for an id none of whose entries is included.
+        """
         index = self.inverse.expand_as(values)
         lowest = values.new_full((len(values), self.num_unique), -torch.inf)
         top = lowest.scatter_reduce(1, index, torch.where(counts, values, -torch.inf), "amax")[:, self.inverse]
@@ -68,7 +86,7 @@ class Repeats:
 
 
 def in_batch(log_sums: Tensor, tau: Tensor, has_negatives: Tensor) -> Normalised:
-    """From ℓ and τ, (2, B), and which anchors have a negative, (B,) bool."""
+    """Normalise in batch, from ℓ and τ, (2, B) each, and which anchors have a negative, (B,) bool."""
     losses = torch.logaddexp(log_sums, torch.zeros_like(log_sums))
     return _only(has_negatives, losses, losses + tau.log(), torch.zeros_like(losses))
 
@@ -83,7 +101,17 @@ def moving_average(
     gamma: float,
     rho: float,
 ) -> Normalised:
-    """From ℓ and τ, (2, B), n (B,), and the log u before this batch, (2, B) with −inf for a first visit."""
+    """Normalise by the moving averages u, and update these.
+
+    Args:
+        log_sums: (2, B) ℓ.
+        tau: (2, B) τ.
+        num_negatives: (B,) n.
+        log_u: (2, B) log u before this batch, −inf for a sample on its first visit.
+        repeats: the entries of the batch, grouped by id.
+        gamma: γ, in (0, 1].
+        rho: ρ, in nats.
+    """
     has_negatives = num_negatives > 0
     log_num = num_negatives.clamp(min=1).to(log_sums.dtype).log()
     log_g = repeats.log_mean_exp(log_sums - log_num, has_negatives)

@@ -1,6 +1,6 @@
-"""Recall@k of images by texts and of texts by images, and the cross-entropy of finding them, in tiles of the score matrix.
+"""Recall@k and cross-entropy of image–text retrieval in both directions, computed in tiles of the score matrix.
 
-Shapes: n images, m texts, d embedding size.
+Shapes: n images, m texts, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ KS = (1, 5, 10)
 def recall(
     image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS, tile_size: int = 2048
 ) -> dict[str, float]:
-    """Shares, from 0 to 1, of the queries that find what belongs to them among the k best of all candidates.
+    """Return recalls: the shares, from 0 to 1, of queries that have a matching candidate among the k best of all.
 
-    `text_recall@k`: an image finds any of its texts among the k best of all texts (image → text, TR@k). An image without a
-    text is no query. `image_recall@k`: a text finds its image among the k best of all images (text → image, IR@k), those
-    without a text included. `mean_recall` is the mean of these 2·len(ks) figures (Radford et al. 2021; Qiu et al. 2024).
+    `text_recall@k` (image → text, TR@k): the query is an image that has texts, and any of its texts is among the k
+    best of all texts. `image_recall@k` (text → image, IR@k): the query is a text, and its image is among the k best
+    of all images, including images without a text. `mean_recall` is the mean of these 2·len(ks) figures (Radford et
+    al. 2021; Qiu et al. 2024).
 
-    Rank = 1 + the number of candidates that do not belong to the query and score at least as high as its own best. Ties
-    count against the query, so that a collapsed model, all of whose embeddings are equal, finds nothing; so does NaN. The
-    scores are exact (:mod:`tempnet.contrastive.ranks`), hence the figures are the same for every tile size and device.
+    The rank of a query is 1 + the number of non-matching candidates whose score is at least that of the best match.
+    Ties and NaN count against the query, so a collapsed model, whose embeddings are all equal, finds nothing. The
+    scores are exact (:mod:`tempnet.contrastive.ranks`), so the figures are the same for every tile size and device.
 
     Args:
-        image: (n, d) unit rows.
-        text: (m, d) unit rows.
+        image: (n, d) unit vectors.
+        text: (m, d) unit vectors.
         image_of_text: (m,) integers, the row of `image` that each text belongs to.
-        tile_size: edge of the tiles of scores; memory is O(tile_size²) beside copies of the embeddings in float64.
+        ks: values of k.
+        tile_size: side of the tiles of scores; memory is O(tile_size²) plus copies of the embeddings in float64.
 
     Raises:
-        ValueError: for empty or unequal shapes, or an image number that does not exist.
+        ValueError: if shapes are empty or do not fit together, or an image number does not exist.
     """
     _check(image, text, image_of_text)
     image_ranks, text_ranks = _ranks(
@@ -52,26 +54,27 @@ def recall(
 def cross_entropy(
     image: Tensor, text: Tensor, image_of_text: Tensor, tau: tuple[Tensor, Tensor] | None, tile_size: int = 2048
 ) -> float:
-    """−log of the probability that a pair is found among all candidates, in nats: the mean over texts and both directions.
+    """Return the mean of −log(probability of a pair among all candidates) over texts and both directions, in nats.
 
-    With f(s) = s/τ of the query, or 2·artanh(s) where there is no temperature (arXiv 2501.17683), text j of image i costs
+    With s_ij the similarity of image i and text j, and f(s) = s/τ with the τ of the query, or 2·artanh(s) for a model
+    without a temperature (arXiv 2501.17683), the terms of text j of image i are
 
         image → text: log(e^{f(s_ij)} + Σ_{k not of i} e^{f(s_ik)}) − f(s_ij)
         text → image: log Σ_l e^{f(s_lj)} − f(s_ij)
 
-    CLIP's loss (Radford et al. 2021) with all held-out pairs in the place of the batch, and other texts of an image no
-    negatives of it: comparable between losses, ρ and batch sizes, where training losses are not. Unlike a recall it moves
-    with every score. A collapsed model costs log(candidates).
+    This is CLIP's loss (Radford et al. 2021) with all held-out pairs as the batch, except that other texts of an
+    image are not its negatives. Unlike training losses, it can be compared between losses, ρ and batch sizes, and
+    unlike a recall it changes with every score. A collapsed model has the value log(number of candidates).
 
     Args:
-        image: (n, d) unit rows.
-        text: (m, d) unit rows.
+        image: (n, d) unit vectors.
+        text: (m, d) unit vectors.
         image_of_text: (m,) integers, the row of `image` that each text belongs to.
-        tau: of the images (n,) and of the texts (m,), or one for all of them (1,); None: temperature-free.
-        tile_size: edge of the tiles of scores; memory is O(tile_size²) beside copies of the embeddings in float64.
+        tau: temperatures of the images, (n,) or (1,), and of the texts, (m,) or (1,); None for a model without one.
+        tile_size: side of the tiles of scores; memory is O(tile_size²) plus copies of the embeddings in float64.
 
     Raises:
-        ValueError: for empty or unequal shapes, or an image number that does not exist.
+        ValueError: if shapes are empty or do not fit together, or an image number does not exist.
     """
     _check(image, text, image_of_text)
     image, text, owner = image.double(), text.double(), image_of_text.to(image.device, torch.int64)
@@ -109,7 +112,10 @@ def _check(image: Tensor, text: Tensor, image_of_text: Tensor) -> None:
 
 
 def _ranks(image: Tensor, text: Tensor, image_of_text: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
-    """Ranks from 1 of the best own text of every image that has one (≤ n,), and of every text's own image (m,)."""
+    """Return the ranks, from 1, of every image's best matching text (≤ n,) and of every text's image (m,).
+
+    Images without a text are omitted. The embeddings must be on the grid (`on_grid`).
+    """
     own = torch.cat(
         [
             (image[of] * rows).sum(-1)
@@ -125,7 +131,7 @@ def _ranks(image: Tensor, text: Tensor, image_of_text: Tensor, tile_size: int) -
         for start in range(0, len(text), tile_size):
             columns = slice(start, start + tile_size)
             scores = image[rows] @ text[columns].T
-            text_ranks[columns] += num_at_least(scores, own[columns], 0)  # its own image among them, once
+            text_ranks[columns] += num_at_least(scores, own[columns], 0)  # This counts the text's own image once.
             belongs = image_of_text[columns] == numbers[:, None]
             image_ranks[rows] += num_at_least(scores.masked_fill_(belongs, -torch.inf), best[rows, None], 1)
     return image_ranks[image_of_text.bincount(minlength=len(image)) > 0], text_ranks

@@ -1,12 +1,14 @@
-"""What the global losses remember of every sample: each rank keeps the samples that it owns.
+"""Per-sample state of the global contrastive losses, sharded over the ranks.
 
-Sample `id` belongs to rank id mod W and lies there in slot id // W, so a rank holds N/W samples whatever the order of the
-data. Per sample and modality a loss keeps log u (a moving average in log space, −inf before the first visit) and, where
-temperatures are its own affair, τ and its momentum. Reading: every rank fills in the values that it owns, zeros elsewhere,
-and the sum over ranks completes them; −inf and NaN survive a sum with zeros. Writing: the owners take what all ranks have
-computed. Only scalars travel.
+Sample `id` is owned by rank id mod W, where it is in slot id // W, so that a rank stores N/W samples whatever the
+order of the data. For each sample and modality, a loss stores log u (a moving average in log space, −inf before the
+first visit) and, if it learns or is given a temperature per sample, τ and possibly its momentum. To read values,
+every rank fills in those that it owns and zeros elsewhere, and a sum over the ranks completes them; −inf and NaN are
+preserved by a sum with zeros. To write values, each owner takes its own from the results, which all ranks have. Only
+scalars are communicated.
 
-Shapes: N samples, W ranks, B ids of a batch; modalities 0 = image, 1 = text come first.
+Shapes: N samples, W ranks, B ids in a batch. Values of both modalities are (2, …), where index 0 is the image and 1
+the text.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ _FILE = "samples-{rank:05d}-of-{size:05d}.safetensors"
 
 
 class SampleState:
-    """float32 columns of N samples, sharded over the ranks.
+    """Named float32 columns with two values (image, text) for each of N samples, sharded over the ranks.
 
     Args:
-        num_samples: N; ids are 0 … N − 1.
-        columns: name → value before the first visit (`ContrastiveLossConfig.state_columns`).
-        world: who shares the samples; default: this process alone.
-        device: where the columns lie.
+        num_samples: number N of samples; ids are 0 … N − 1.
+        columns: names of the columns with their initial values (`ContrastiveLossConfig.state_columns`).
+        world: the ranks that share the samples; by default only this process.
+        device: device of the columns.
     """
 
     def __init__(
@@ -52,14 +54,14 @@ class SampleState:
 
     @property
     def bytes_per_rank(self) -> int:
-        """The size of this rank's columns."""
+        """Size of this rank's columns in bytes."""
         return sum(column.nbytes for column in self.columns.values())
 
     def check(self, ids: Tensor) -> None:
-        """Refuse ids outside [0, N).
+        """Reject ids outside [0, N).
 
         Raises:
-            ValueError: naming an id and N.
+            ValueError: if an id is out of range; the message names the id and N.
         """
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= self.num_samples:
@@ -69,7 +71,7 @@ class SampleState:
             )
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """The columns of ids (B,), the same on every rank → name → (2, B)."""
+        """Return the values (2, B) of every column for ids (B,), which must be the same on every rank."""
         is_owned, slots = self._owned(ids)
         values = torch.zeros(len(self.columns), NUM_MODALITIES, len(ids), device=ids.device)
         for row, column in zip(values, self.columns.values(), strict=True):
@@ -77,17 +79,17 @@ class SampleState:
         return dict(zip(self.columns, self.world.sum(values), strict=True))
 
     def update(self, ids: Tensor, values: dict[str, Tensor]) -> None:
-        """Keep the values, name → (2, B), of ids (B,); all occurrences of an id must carry the same."""
+        """Store values (2, B) of some columns for ids (B,); all occurrences of an id must have the same values."""
         is_owned, slots = self._owned(ids)
         for name, value in values.items():
             column = self.columns[name]
             column[:, slots] = value[:, is_owned].to(column.dtype)
 
     def fill(self, name: str, table: Tensor) -> None:
-        """Set a column of all samples from a table (2, N) that every rank has.
+        """Set a column of all samples from a table (2, N), which every rank must have.
 
         Raises:
-            ValueError: if the table has another size, or entries that are not positive numbers.
+            ValueError: if the table has another shape, or entries that are not positive numbers.
         """
         expected = (NUM_MODALITIES, self.num_samples)
         if tuple(table.shape) != expected:
@@ -97,7 +99,7 @@ class SampleState:
         self.columns[name].copy_(table[:, self.world.rank :: self.world.size])
 
     def save(self, directory: str | Path) -> None:
-        """Write this rank's file; all ranks together make the whole."""
+        """Write this rank's part of the state to a file in the directory, which is created if necessary."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _FILE.format(rank=self.world.rank, size=self.world.size)
@@ -105,18 +107,20 @@ class SampleState:
         save_file(columns, path, metadata={"num_samples": str(self.num_samples)})
 
     def load(self, directory: str | Path, num_writers: int) -> None:
-        """Read what any number of ranks has saved.
+        """Read a state that any number of ranks has saved.
 
         Args:
-            num_writers: how many these were. Files of another number may lie beside theirs: a run that was killed while it
-                wrote, and continued on other ranks, has written there twice.
+            directory: directory of the saved files.
+            num_writers: number of ranks that saved the state. It must be given because files from another number of
+                ranks may be in the same directory: a run that was killed while it saved, and then continued on
+                another number of ranks, has saved there twice.
 
         Raises:
-            FileNotFoundError: if not every rank's file is there.
-            ValueError: if it was saved for other samples or by another loss.
+            FileNotFoundError: if a rank's file is missing.
+            ValueError: if the state was saved for another number of samples, or by a loss with other columns.
         """
         for rank, path in enumerate(_files(Path(directory), num_writers)):
-            # Of the samples that this file holds, in order, which are ours, and where?
+            # Determine which of the samples in this file, in order, belong to this rank, and their slots.
             ids = torch.arange(rank, self.num_samples, num_writers)
             is_owned, slots = self._owned(ids)
             if not is_owned.any():
@@ -131,13 +135,17 @@ class SampleState:
                     column[:, slots] = file.get_tensor(name)[:, is_owned].to(column.device)
 
     def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the ids are this rank's, (B,) bool, and the slots of those."""
+        """Return which of the ids (B,) this rank owns, (B,) bool, and the slots of those."""
         is_owned = ids % self.world.size == self.world.rank
         return is_owned, ids[is_owned] // self.world.size
 
 
 def _files(directory: Path, num_writers: int) -> list[Path]:
-    """The file of every rank that wrote, in their order."""
+    """Return the files of all ranks that saved, in the order of the ranks.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+    """
     paths = [directory / _FILE.format(rank=rank, size=num_writers) for rank in range(num_writers)]
     if missing := [path.name for path in paths if not path.exists()]:
         raise FileNotFoundError(

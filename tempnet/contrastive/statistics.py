@@ -1,6 +1,6 @@
-"""What is logged about the temperatures and the per-sample estimates of a contrastive step: sums that add up over ranks.
+"""Statistics of the temperatures and per-sample estimates of a contrastive step, as sums that are additive over ranks.
 
-Shapes: b pairs of a rank; both members of a pair come first, (2, b): image and text, or anchor and positive.
+Shapes: b pairs on a rank. Values of both members of a pair (image and text, or anchor and positive) are (2, b).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class PairStatistics:
-    """Sums over pairs, and a histogram of both members' τ over [τ₀, τ_max]."""
+    """Sums over pairs, and a histogram of the τ of both members over [τ₀, τ_max]."""
 
     sums: Tensor
-    """float64: the scalars, then the histogram."""
+    """Scalars in the order of _SCALARS, followed by the histogram, in one float64 vector."""
     config: ContrastiveLossConfig
-    """Of the loss; its `tau_min` and `tau_max` are the ends of the histogram."""
+    """Configuration of the loss; `tau_min` and `tau_max` are the ends of the histogram."""
     members: tuple[str, str] = ("image", "text")
-    """What their means are called."""
+    """Names of the two members of a pair, for the names of their mean temperatures in :meth:`summary`."""
 
     @classmethod
     @torch.no_grad()
@@ -51,7 +51,7 @@ class PairStatistics:
         config: ContrastiveLossConfig,
         members: tuple[str, str] = ("image", "text"),
     ) -> PairStatistics:
-        """The statistics of one rank's part of a batch."""
+        """Compute the statistics of one rank's part of a batch."""
         tau, tau_min, tau_max = output["tau"].double(), config.tau_min, config.tau_max
         margin = BOUND_SHARE * (tau_max - tau_min)
         sums = dict.fromkeys(_SCALARS, tau.new_zeros(()))
@@ -61,7 +61,7 @@ class PairStatistics:
         sums["num_at_lower_bound"] = (tau <= tau_min + margin).sum()
         sums["num_at_upper_bound"] = (tau >= tau_max - margin).sum()
         if (log_u := output["log_u"]) is not None:
-            known = log_u[log_u.isfinite()].double()  # a pair that never had a negative has no estimate
+            known = log_u[log_u.isfinite()].double()  # A pair that never had a negative has no estimate.
             sums["num_estimates"] = tau.new_tensor(known.numel())
             sums["log_u"], sums["log_u_squared"] = known.sum(), known.square().sum()
         if (gradient := output["dual_gradient"]) is not None:
@@ -72,9 +72,12 @@ class PairStatistics:
         return cls(torch.cat([scalars, histogram_of(tau, tau_min, tau_max).double()]), config, members)
 
     def summary(self) -> dict[str, float]:
-        """Means, spread, quantiles and shares; what a loss does not have (temperatures, estimates, gradients) is left out."""
+        """Return means, standard deviations, quantiles and shares by name.
+
+        Values that a loss does not have (temperatures, estimates or gradients) are omitted.
+        """
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
-        # Without a temperature the loss says 1, which is none.
+        # A loss without a temperature reports τ = 1, which has no meaning.
         summary = {} if self.config.kind.temperature == "free" else self._of_tau(raw)
         if num_estimates := raw["num_estimates"]:
             mean = raw["log_u"] / num_estimates

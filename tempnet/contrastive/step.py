@@ -1,13 +1,16 @@
-"""One batch: its loss and the finished gradients of this rank's rows, without autograd.
+"""Compute the loss of one batch and the gradients of this rank's rows, without autograd.
 
-    1. pass 1 over the tiles of this rank's images with all texts; the columns' sums are completed over the ranks
-    2. losses of all anchors and the shifts of their weights, on every rank (`normalisers`): O(B)
-    3. pass 2: the gradients; the texts' are summed over the ranks, each of which takes its own rows
+    1. Pass 1 over the tiles of similarities of this rank's images with all texts gives ℓ; the sums of the columns are
+       completed by communication between the ranks.
+    2. Every rank computes the losses of all anchors and the shifts s of their weights (`normalisers`), which is O(B).
+    3. Pass 2 computes the gradients; those of the texts are summed over the ranks, and each rank takes its own rows.
 
-Of an anchor with the weights w_ij = exp((S_ij − s_i)/τ_i) over its negatives, 1/(2B) included, the positive's share is known
-without a tile: −Σ_j w_ij on its own pair, and Σ_j w_ij = exp(ℓ_i − c_i) from the first pass.
+The negatives of anchor i have the weights w_ij = exp((S_ij − s_i)/τ_i), which include the factor 1/(2B). The
+positive's contribution to the gradient is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives
+Σ_j w_ij = exp(ℓ_i − c_i).
 
-Shapes: W ranks, B global batch, b = B/W local, d embedding; modalities 0 = image, 1 = text come first, (2, B).
+Shapes: W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of both
+modalities are (2, B), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
@@ -29,26 +32,27 @@ from tempnet.contrastive.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredBatch:
-    """What a rank knows of a batch: its own images, everybody's texts, everybody's numbers."""
+    """What a rank knows about the global batch: its own images, and the texts and ids of all ranks."""
 
     image: Tensor
-    """(b, d)."""
+    """Embeddings of this rank's images: (b, d)."""
     text: Tensor
-    """(B, d)."""
+    """Embeddings of all texts: (B, d)."""
     cosines: Tensor
-    """(B,) of the positive pairs."""
+    """Similarities of the positive pairs: (B,)."""
     ids: Tensor
-    """(B,)."""
+    """Sample ids: (B,)."""
     pairs: PositivePairs
+    """Entries that are not negatives."""
     part: slice
-    """Which of the B are this rank's."""
+    """Part of the B pairs that belongs to this rank."""
     stored: dict[str, Tensor]
-    """The columns of the state, each (2, B), as they were before this batch."""
+    """Columns of the per-sample state before this batch, each (2, B)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Which gradients are wanted, the same on every rank."""
+    """Which gradients are to be computed; it must be the same on every rank."""
 
     image: bool
     text: bool
@@ -57,38 +61,48 @@ class Needs:
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """The loss, and exactly its gradients; None where not wanted."""
+    """The loss and its exact gradients; gradients that were not requested are None."""
 
     loss: Tensor
+    """Loss of the batch, a scalar."""
     log_u: Tensor | None
-    """(2, B), this batch included."""
+    """Logarithms of the normaliser estimates, including this batch: (2, B); None for in-batch losses."""
     image_grad: Tensor | None = None
-    """(b, d)."""
+    """Gradient of this rank's images: (b, d)."""
     text_grad: Tensor | None = None
-    """(b, d)."""
+    """Gradient of this rank's texts: (b, d)."""
     dual_gradient: Tensor | None = None
-    """(2, B): 2B·∂loss/∂τ, which of a robust loss is G."""
+    """2B·∂loss/∂τ, which for a robust loss is G (see `ContrastiveOutput`): (2, B)."""
 
 
 @torch.no_grad()
 def compute(
     batch: GatheredBatch, tau: Tensor, config: ContrastiveLossConfig, world: World, needs: Needs, gamma: float
 ) -> StepResult:
-    """The loss that `config` names at the temperatures τ (2, B)."""
+    """Compute the loss that `config` names, at the temperatures τ (2, B), and the gradients in `needs`.
+
+    Args:
+        batch: the batch, as this rank knows it.
+        tau: (2, B).
+        config: which loss.
+        world: the ranks that share the batch.
+        needs: gradients to compute.
+        gamma: γ of the moving average, in (0, 1].
+    """
     part, num_pairs, is_artanh = batch.part, len(batch.ids), config.kind.temperature == "free"
     positives = 2.0 * clamp_cosines(batch.cosines).atanh() if is_artanh else batch.cosines
     tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=config.tile_size, is_artanh=is_artanh)
     scale = tau.reciprocal()
     partial = tau.new_full((1, 2, num_pairs), -torch.inf)
     partial[0, 0, part], partial[0, 1] = tiles.logsumexp(scale[0, part], scale[1])
-    log_sums = world.gather(partial).logsumexp(0) - positives * scale  # ℓ
+    log_sums = world.gather(partial).logsumexp(0) - positives * scale  # This is ℓ.
 
     normalised = normalise(log_sums, tau, batch, config, gamma)
     result = StepResult(loss=normalised.losses.sum() / (2 * num_pairs), log_u=normalised.log_u)
     if needs.image or needs.text or needs.tau:
-        log_scale = normalised.log_scale + math.log(2 * num_pairs)  # c
+        log_scale = normalised.log_scale + math.log(2 * num_pairs)  # This is c, including the factor 1/(2B).
         weight_sums = (log_sums - log_scale).exp()
-        shift = positives + tau * log_scale  # s
+        shift = positives + tau * log_scale  # This is s.
         sums = tiles.gradients(
             scale[0, part],
             scale[1],
@@ -119,7 +133,7 @@ def compute(
 def normalise(
     log_sums: Tensor, tau: Tensor, batch: GatheredBatch, config: ContrastiveLossConfig, gamma: float
 ) -> Normalised:
-    """The losses of all anchors from ℓ and τ, each (2, B), with the normaliser that `config` names."""
+    """Compute the losses of all anchors from ℓ and τ, each (2, B), with the normaliser that `config` specifies."""
     num_negatives = batch.pairs.num_negatives
     if config.kind.normaliser == "in_batch":
         return in_batch(log_sums, tau, num_negatives > 0)
@@ -138,17 +152,24 @@ def _add_cyclic(result: StepResult, batch: GatheredBatch, config: ContrastiveLos
 
 
 class AttachGradients(torch.autograd.Function):
-    """A loss to which gradients are attached that were computed with it; backward only scales them."""
+    """Autograd node that attaches gradients to a loss that they were computed with; its backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float, *leaves_and_grads: Tensor | None) -> Tensor:
-        """The loss; `leaves_and_grads` are n tensors, then their n gradients (or None), which are multiplied by `factor`."""
+        """Return the loss.
+
+        Args:
+            ctx: context of the autograd function.
+            loss: the loss.
+            factor: number that the gradients are multiplied by.
+            leaves_and_grads: n tensors, followed by their n gradients (or None).
+        """
         ctx.save_for_backward(*leaves_and_grads[len(leaves_and_grads) // 2 :])
         ctx.factor = factor
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """∂/∂leaves."""
+        """Return the stored gradients of the tensors, multiplied by the factor and the gradient of the loss."""
         factor, saved = grad * ctx.factor, ctx.saved_tensors
         return None, None, *(None if part is None else part * factor for part in saved), *(None for _ in saved)

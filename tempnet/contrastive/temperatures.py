@@ -1,6 +1,6 @@
-"""Temperatures that are not a network's: one learned scalar, and one per sample with momentum steps.
+"""Temperatures that no network predicts: one learned scalar, or one value per sample with momentum updates.
 
-Shapes: B global batch; the two modalities come first, (2, B).
+Shapes: B pairs in the global batch. Values of both modalities are (2, B), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _LARGEST_GRADIENT = 5.0
 
 
 class LearnedTemperature(nn.Module):
-    """One τ in [τ_min, τ_max], learned as its logarithm.
+    """One temperature τ in [τ_min, τ_max], whose logarithm is a learned parameter.
 
-    A parameter that an optimizer has pushed out of the range counts as the bound, and only the gradient that leads further
-    out is withheld: a plain clamp would hold it there for good.
+    If the optimizer has moved the parameter out of the range, τ is the bound, and only gradients that would move it
+    further out are set to 0. A plain clamp would set all gradients to 0 there, and the parameter could never return.
     """
 
     def __init__(self, config: ContrastiveLossConfig) -> None:
         super().__init__()
-        # A vector of one: DeepSpeed cannot broadcast parameters without a dimension.
+        # A one-element vector, because DeepSpeed cannot broadcast zero-dimensional parameters.
         self.log_tau = nn.Parameter(torch.full((1,), math.log(config.tau)))
         self.bounds = math.log(config.tau_min), math.log(config.tau_max)
 
     def forward(self) -> Tensor:
-        """τ, (1,)."""
+        """Return τ, (1,)."""
         return _ClampReturning.apply(self.log_tau, *self.bounds).exp()
 
 
@@ -44,14 +44,21 @@ class _ClampReturning(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,), (low, high) = ctx.saved_tensors, ctx.bounds
-        leads_out = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))  # descent goes against the gradient
+        leads_out = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))  # A descent step goes against the gradient.
         return torch.where(leads_out, 0.0, grad), None, None
 
 
 def momentum_step(
     tau: Tensor, momentum: Tensor, gradient: Tensor, config: ContrastiveLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """isogclr's step: m ← (1−β)m + β·clip(G, ±5), τ ← Π[τ − η·m]; all (2, B). Returns τ and m."""
+    """Return τ and m after a step of isogclr: m ← (1−β)m + β·clip(G, ±5), then τ ← Π[τ − η·m].
+
+    Args:
+        tau: (2, B) temperatures τ.
+        momentum: (2, B) momenta m.
+        gradient: (2, B) gradients G.
+        config: gives the momentum weight β, the step size η and the range [τ₀, τ_max] that Π clamps to.
+    """
     beta = config.tau_momentum
     clipped = gradient.clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
     momentum = (1.0 - beta) * momentum + beta * clipped

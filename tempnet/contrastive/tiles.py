@@ -1,16 +1,19 @@
-"""The similarities of a batch, a tile at a time and for both directions at once, in two passes.
+"""Compute the similarities of a batch one tile at a time, for both directions (image → text and back), in two passes.
 
-Rank r computes S = f(e_I e_Tᵀ) of its own images with all texts: row i is the image anchor i against the texts, column j a
-part of the text anchor j against the images. f is the identity, or 2·artanh for the temperature-free loss.
+A rank computes S = f(e_I e_Tᵀ) of its own images with all texts. Row i compares the image anchor i with the texts,
+and column j is this rank's part of the comparison of the text anchor j with the images. f is the identity, or
+2·artanh for the temperature-free loss.
 
-    pass 1    log Σ_{j∈N(i)} exp(S_ij/τ_i) of every row, and of every column over this rank's rows
-    pass 2    the weights exp((S_ij − s_i)/τ_i) with s_i known by then, those of rows and columns added, times f′, and from
-              them the gradients of the embeddings; where τ is learned, also Σ_j weight_ij·S_ij
+    pass 1    log Σ_{j∈N(i)} exp(S_ij/τ_i) of every row, and likewise of every column over this rank's rows
+    pass 2    the weights exp((S_ij − s_i)/τ_i), where the shifts s_i follow from pass 1. The weights of rows and
+              columns are added and multiplied by f′, and give the gradients of the embeddings. If τ is learned, the
+              pass also computes Σ_j weight_ij·S_ij
 
-The tile is computed again in the second pass instead of being kept: 4 matrix products instead of 3, and memory O(tile²).
-The positives' own share of the gradient is not here: it is known in closed form once the sums are (`step`).
+Each tile is computed again in the second pass instead of being stored, which takes 4 matrix products instead of 3,
+and memory O(tile²). The positives' own contribution to the gradient is added in `step`, since it has a closed form
+once the sums are known.
 
-Shapes: B global batch, b local rows, d embedding.
+Shapes: B pairs in the global batch, b pairs (rows) on this rank, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -24,53 +27,60 @@ from torch import Tensor
 
 from tempnet.contrastive.pairs import PositivePairs
 
-# Stands for "no negative": finite, so that 0 · S stays 0, and far enough that exp(S/τ − c) is exactly 0.
+# Similarity of entries that are not negatives: finite, so that 0 · S is 0, and so low that exp(S/τ − c) is exactly 0.
 _NO_NEGATIVE = -1e9
-# exp2 with log₂e in the scale: torch's exp takes ten times as long on a CPU where results underflow, as most do at small τ.
+# exp is computed as exp2, with log₂e in the scale, because on a CPU torch's exp takes ten times as long where results
+# underflow, as most do at small τ.
 _LOG2_E = math.log2(math.e)
-# On a CPU a tile and its buffers should stay in the cache (measured: 256 … 1024 are within 10 %); a GPU must be kept busy.
+# On a CPU a tile and its buffers should fit in the cache (measured: sizes 256 … 1024 are within 10 %). A GPU needs
+# larger tiles to be fully used.
 _TILE_SIZE_CPU, _TILE_SIZE_GPU = 512, 4096
-# Cosines are kept this far from ±1, where artanh is infinite (arXiv 2501.17683).
+# Minimum distance of cosines from ±1, where artanh is infinite (arXiv 2501.17683).
 _COSINE_MARGIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class TileGradients:
-    """What the second pass yields; None where it was not asked for."""
+    """Results of the second pass; those that were not requested are None."""
 
     image: Tensor | None
-    """(b, d), complete."""
+    """Gradient of this rank's image embeddings, complete: (b, d)."""
     text: Tensor | None
-    """(B, d), this rank's rows' share."""
+    """Gradient of all text embeddings, only the contribution of this rank's rows: (B, d)."""
     row_products: Tensor | None
-    """(b,) Σ_j weight_ij·S_ij, complete."""
+    """Σ_j weight_ij·S_ij of every row, complete: (b,)."""
     column_products: Tensor | None
-    """(B,) likewise of the columns, this rank's rows' share."""
+    """Σ_i weight_ij·S_ij of every column, only the contribution of this rank's rows: (B,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Where it lies, and four buffers (rows, columns) that are used again for the next one."""
+    """Location of a tile, and four buffers (rows, columns), which are reused for the next tile."""
 
     rows: slice
+    """Rows of the tile."""
     columns: slice
+    """Columns of the tile."""
     logits: Tensor
-    """f of the cosines, _NO_NEGATIVE at pairs that are none."""
+    """f of the cosines, and _NO_NEGATIVE at entries that are not negatives."""
     row_work: Tensor
+    """Working memory for the weights of the rows."""
     column_work: Tensor
+    """Working memory for the weights of the columns."""
     spare: Tensor
-    """Free, or the cosines where f is 2·artanh."""
+    """Additional working memory, which holds the cosines if f is 2·artanh."""
 
 
 class SimilarityTiles:
-    """The two passes over S.
+    """The two passes over the similarities S.
 
     Args:
-        image: (b, d) this rank's rows.
-        text: (B, d) all rows.
-        pairs: which entries are no negatives.
-        tile_size: at most tile_size² entries exist at a time, four times over; None: by the device.
-        is_artanh: f is 2·artanh.
+        image: (b, d) embeddings of this rank's images.
+        text: (B, d) embeddings of all texts.
+        pairs: entries that are not negatives.
+        tile_size: maximum side of a tile; memory holds four buffers of tile_size² numbers. None: a size that suits
+            the device.
+        is_artanh: whether f is 2·artanh instead of the identity.
     """
 
     def __init__(
@@ -82,7 +92,9 @@ class SimilarityTiles:
         self.buffers = image.new_empty(4, min(tile_size, len(image)) * min(tile_size, len(text)))
 
     def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass 1: log Σ exp(S·scale) over the negatives of every row (b,) and, of this rank's rows, of every column (B,).
+        """Pass 1: return log Σ exp(S·scale) over the negatives of every row, (b,), and of every column, (B,).
+
+        The sums of the columns are only over this rank's rows.
 
         Args:
             row_scale: (b,) 1/τ of the image anchors.
@@ -112,12 +124,12 @@ class SimilarityTiles:
         with_text: bool,
         with_products: bool,
     ) -> TileGradients:
-        """Pass 2, with weights exp((S − shift)·scale) of the rows and of the columns.
+        """Pass 2: return the gradients for weights exp((S − shift)·scale) of the rows and of the columns.
 
         Args:
-            row_scale, row_shift: (b,); a shift of +inf switches an anchor off.
-            column_scale, column_shift: (B,).
-            with_image, with_text, with_products: what is wanted.
+            row_scale, row_shift: (b,) 1/τ and shift s of the image anchors; a shift of +inf excludes an anchor.
+            column_scale, column_shift: (B,) the same for the text anchors.
+            with_image, with_text, with_products: which results to compute.
         """
         assert not (self.is_artanh and with_products), "a loss without a temperature has no gradient in it"
         image_grad = torch.zeros_like(self.image) if with_image else None
@@ -162,11 +174,11 @@ class SimilarityTiles:
 
 
 def clamp_cosines(cosines: Tensor) -> Tensor:
-    """Within ±(1 − 1e-6)."""
+    """Clamp cosines to ±(1 − 1e-6)."""
     return cosines.clamp(-1.0 + _COSINE_MARGIN, 1.0 - _COSINE_MARGIN)
 
 
 def artanh_slope(cosines: Tensor) -> Tensor:
-    """The derivative of 2·artanh(clamp(s)): 2/(1 − s²), and 0 where it is clamped."""
+    """Return the derivative of 2·artanh(clamp(s)): 2/(1 − s²), and 0 where s is clamped."""
     inside = cosines.abs() < 1.0 - _COSINE_MARGIN
     return torch.where(inside, 2.0 / ((1.0 - cosines) * (1.0 + cosines)), 0.0)

@@ -1,15 +1,17 @@
-"""The contrastive losses on one space of embeddings: NT-Xent (arXiv 2002.05709) and its kin with any temperature policy.
+"""Contrastive losses on a single modality: NT-Xent (arXiv 2002.05709) and its variants with other temperatures.
 
-n anchors a_i and their positives p_i are 2n vectors z. Each has the other of its pair as its positive and the 2n − 2
-vectors of the other pairs as negatives; with a fixed τ and the in-batch normaliser this is NT-Xent,
+n anchors a_i and their positives p_i are 2n vectors z. Each vector has the other one of its pair as its positive, and
+the 2n − 2 vectors of the other pairs as negatives. With a fixed τ and the in-batch normaliser this is NT-Xent,
 
-    −(1/2n) Σ_v log exp(⟨z_v, z_v'⟩/τ) / Σ_{w≠v} exp(⟨z_v, z_w⟩/τ),      v' the other of v's pair.
+    −(1/2n) Σ_v log exp(⟨z_v, z_v'⟩/τ) / Σ_{w≠v} exp(⟨z_v, z_w⟩/τ),      v' is the other vector of v's pair.
 
-It is the bimodal loss of the rows [a; p] against the rows [p; a] with both members of a pair marked as one image: row v
-meets every z_w once, its own z_v stands at the place of v' and is no negative. Columns repeat what rows say, so the mean
-of the two sides is the loss. Nothing of tiles, states, ranks or temperatures is written a second time.
+The loss is computed by the bimodal loss of the rows [a; p] against the rows [p; a], where both members of a pair have
+the same image id. Row v then meets every z_w exactly once, and z_v itself is not counted as a negative, as it belongs
+to the same image id. The columns contain the same comparisons as the rows, so the mean of the two sides is the loss.
+The code for tiles, state, ranks and temperatures is therefore shared with the bimodal loss.
 
-Shapes: W ranks, n pairs on this rank, d embedding; members 0 = anchor, 1 = positive come first, (2, n).
+Shapes: W ranks, n pairs on this rank, d dimensions of an embedding. Values of both members of a pair are (2, n),
+where index 0 is the anchor and 1 the positive.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ from tempnet.network import TempNet
 
 
 class UnimodalLoss(nn.Module):
-    """See `tempnet.contrastive.losses.ContrastiveLoss`; one TempNet serves both members of a pair.
+    """Contrastive loss between anchors and positives of one modality; both members of a pair share one TempNet.
+
+    See also `tempnet.contrastive.losses.ContrastiveLoss`.
 
     Args:
-        config: which loss; not cyclip, whose cyclic terms compare two modalities.
-        tempnet: for the losses with a TempNet, and only for those.
-        state: for the losses that keep anything per sample; a sample is a document, whatever number of its spans meet.
-        world: the ranks that share a batch; default: this process alone.
+        config: configuration of the loss; cyclip is not possible, because its cyclic terms compare two modalities.
+        tempnet: the network, required for losses with a TempNet and not allowed for others.
+        state: per-sample state, required for losses that store values per sample and not allowed for others. A sample
+            is a document, no matter how many of its spans are in a batch.
+        world: the ranks that share a batch; by default only this process.
 
     Raises:
-        ValueError: for cyclip, and if network or state are missing or superfluous.
+        ValueError: if the loss is cyclip, or network or state are missing or superfluous.
     """
 
     def __init__(
@@ -52,15 +57,15 @@ class UnimodalLoss(nn.Module):
 
     @property
     def tempnet(self) -> TempNet | None:
-        """That of both members of a pair."""
+        """TempNet that both members of a pair share, or None."""
         return self.bimodal.image_tempnet
 
     def forward(self, anchors: Tensor, positives: Tensor, ids: Tensor, *, gamma: float) -> ContrastiveOutput:
-        """The loss of a batch. In training mode it also moves the per-sample state on.
+        """Compute the loss of a batch; in training mode the per-sample state is updated too.
 
         Args:
-            anchors, positives: (n, d) unit rows, as many on every rank.
-            ids: (n,) int64 sample numbers; pairs of the same one are negatives of each other all the same.
+            anchors, positives: (n, d) unit vectors; n must be the same on every rank.
+            ids: (n,) int64 sample ids. Different pairs with the same id are still negatives of each other.
             gamma: γ of the moving average, in (0, 1].
         """
         num_pairs, rank = len(ids), self.bimodal.world.rank

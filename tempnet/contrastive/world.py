@@ -1,9 +1,9 @@
-"""The ranks that share a batch, and the three collectives that the losses need, none of them part of a graph.
+"""The ranks that share a batch, and the collective operations that the losses need, which are not part of any graph.
 
-Autograd never sees a collective: every rank computes the whole gradient of its own part in the forward pass, so the order
-of communication cannot depend on the order in which autograd visits nodes.
+Autograd never sees a collective operation: every rank computes the whole gradient of its own part in the forward
+pass, so that the order of communication cannot depend on the order in which autograd visits nodes.
 
-Shapes: W ranks, b local rows (the same on every rank), B = W·b.
+Shapes: W ranks, b rows on each rank (the same number on all), B = W·b rows in total.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among W; `World.alone()` needs no torch.distributed."""
+    """A process among W ranks; `World.alone()` works without torch.distributed."""
 
     rank: int
+    """Rank of this process, from 0."""
     size: int
+    """Number W of ranks."""
     group: dist.ProcessGroup | None = None
-    """None with size > 1: the default group."""
+    """Process group of the ranks; None stands for the default group if size > 1."""
 
     @classmethod
     def alone(cls) -> World:
-        """One process."""
+        """Return the world of a single process."""
         return cls(0, 1)
 
     @classmethod
     def current(cls, group: dist.ProcessGroup | None = None) -> World:
-        """The given group of torch.distributed, or the default one, or one process where none is initialised."""
+        """Return the world of the given or the default process group, or of one process if none is initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls.alone()
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def part(self, num_rows: int) -> slice:
-        """Which of B rows in rank order are this rank's."""
+        """Return the part of `num_rows` = B rows, in the order of ranks, that belongs to this rank."""
         num_local = num_rows // self.size
         return slice(self.rank * num_local, (self.rank + 1) * num_local)
 
     def gather(self, x: Tensor) -> Tensor:
-        """(b, …) of every rank → (B, …) in rank order."""
+        """Concatenate the (b, …) of all ranks to (B, …), in the order of ranks; every rank receives the result."""
         x = x.detach().contiguous()
         if self.size == 1:
             return x
@@ -50,14 +52,14 @@ class World:
         return gathered
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, on every rank; −inf and NaN survive. `x` may be overwritten."""
+        """Return the sum over the ranks, on every rank; −inf and NaN are preserved. `x` may be overwritten."""
         x = x.detach().contiguous()
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
     def sum_part(self, x: Tensor) -> Tensor:
-        """(B, …) on every rank → this rank's (b, …) of the sum over the ranks."""
+        """Sum the (B, …) of all ranks, and return this rank's part (b, …) of the sum."""
         if self.size == 1:
             return x
         reduced = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -65,6 +67,6 @@ class World:
         return reduced
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
         if self.size > 1:
             dist.barrier(self.group)

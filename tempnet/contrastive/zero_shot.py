@@ -1,6 +1,6 @@
-"""Zero-shot classification: a class is the mean of the embeddings of several prompts, an image belongs to the nearest.
+"""Zero-shot classification: a class is the mean of its prompts' embeddings, and an image belongs to the nearest class.
 
-Shapes: n images, C classes, P prompts a class, d embedding size.
+Shapes: n images, C classes, P prompts per class, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ KS = (1, 3, 5)
 
 
 def class_embeddings(prompts: Tensor) -> Tensor:
-    """(C, d) unit rows of (C, P, d) unit rows: the mean over the prompts, normalised (Radford et al. 2021, §3.1.4)."""
+    """Return the normalised means over the prompts (Radford et al. 2021, §3.1.4).
+
+    Args:
+        prompts: (C, P, d) unit vectors.
+
+    Returns:
+        (C, d) unit vectors.
+    """
     return F.normalize(prompts.mean(1), dim=-1)
 
 
@@ -25,18 +32,19 @@ def class_embeddings(prompts: Tensor) -> Tensor:
 def accuracy(
     image: Tensor, classes: Tensor, class_of_image: Tensor, ks: Sequence[int] = KS, tile_size: int = 2048
 ) -> dict[str, float]:
-    """`top@k`: shares, from 0 to 1, of the images whose class is among the k that score highest.
+    """Return `top@k`: the shares, from 0 to 1, of images whose class is among the k classes with the highest scores.
 
     Ties and NaN count against the image, and the scores are exact, as in :mod:`tempnet.contrastive.retrieval`.
 
     Args:
-        image: (n, d) unit rows.
-        classes: (C, d) unit rows.
-        class_of_image: (n,) integers.
-        tile_size: images at a time.
+        image: (n, d) unit vectors.
+        classes: (C, d) unit vectors.
+        class_of_image: (n,) integers, the number of each image's class.
+        ks: values of k.
+        tile_size: number of images that are processed at a time.
 
     Raises:
-        ValueError: for empty or unequal shapes, or a class number that does not exist.
+        ValueError: if shapes are empty or do not fit together, or a class number does not exist.
     """
     check_embeddings(image=image, classes=classes)
     if class_of_image.shape != (len(image),):

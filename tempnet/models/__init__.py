@@ -1,1 +1,1 @@
-"""A base model, its TempNets and its loss in one module whose forward returns the loss."""
+"""Modules that combine a base model, its TempNets and its loss; their forward returns the loss."""

@@ -1,12 +1,13 @@
-"""Batch norm over the batch of all ranks: W ranks with B/W rows compute what one rank with B rows computes.
+"""Batch norm over the batch of all ranks: W ranks with B/W rows each compute the same as one rank with B rows.
 
     y = weight·(x − mean)·r + bias,  r = 1/√(var + ε)              mean, var over all rows and positions of the global batch
     ∂x = weight·r·(∂y − (Σ∂y + x̂·Σ(∂y·x̂))/n),  x̂ = (x − mean)·r     both sums over the global batch
 
-torch's SyncBatchNorm refuses CPU tensors and gathers the moments of every rank; here one all-reduce of 2C + 1 numbers goes
-forward and one of 2C back. Statistics are float32 at least, their sums over ranks float64.
+torch's SyncBatchNorm does not accept CPU tensors and gathers the moments of every rank. This implementation needs one
+all-reduce of 2C + 1 numbers in the forward pass and one of 2C numbers in the backward pass. Statistics are in float32
+at least, and their sums over ranks in float64.
 
-Shapes: n rows times positions of all ranks, C channels, W ranks; x is (rows, C, …).
+Shapes: n values per channel (rows times positions of all ranks), C channels, W ranks; x is (rows, C, …).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def synchronize_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace every batch norm inside the module; parameters, buffers and their names stay, so state dicts do too.
+    """Replace every batch norm inside a module by a synchronised one.
+
+    Parameters, buffers and their names do not change, so state dicts stay compatible.
 
     Returns:
         The module, or its replacement if it is a batch norm itself.
@@ -35,15 +38,16 @@ def synchronize_batch_norm(module: nn.Module) -> nn.Module:
 
 
 class SynchronizedBatchNorm(_BatchNorm):
-    """nn.BatchNorm1d/2d/3d over the default process group; exactly those where there is none, or one rank, or in eval mode.
+    """nn.BatchNorm1d/2d/3d over the default process group.
 
-    The ranks may hold different numbers of rows. Parameter gradients are those of this rank's rows: summing or averaging them
-    over ranks is left to whoever does that for all parameters.
+    Without a process group, with one rank, or in eval mode, it is identical to those classes. The ranks may have
+    different numbers of rows. Parameter gradients are those of this rank's rows; summing or averaging them over ranks
+    is left to the code that does so for all parameters.
     """
 
     @classmethod
     def like(cls, other: _BatchNorm) -> SynchronizedBatchNorm:
-        """One that shares parameters and buffers with `other`."""
+        """Create a batch norm that shares parameters and buffers with `other`."""
         norm = cls(other.num_features, other.eps, other.momentum, other.affine, other.track_running_stats)
         norm._parameters, norm._buffers = other._parameters, other._buffers
         return norm.train(other.training)
@@ -53,7 +57,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             raise ValueError(f"batch norm needs an input of (rows, channels, …), not of shape {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """(rows, C, …) → the same shape and dtype."""
+        """Normalise an input of shape (rows, C, …); the result has the same shape and dtype."""
         of_the_batch = self.training or self.running_mean is None
         if not (of_the_batch and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
@@ -70,7 +74,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
 
 class _GlobalBatchNorm(torch.autograd.Function):
-    """(x, weight, bias, ε) → y, and the global mean, biased variance and n, which carry no gradient."""
+    """Autograd function (x, weight, bias, ε) → y and, without gradients, the global mean, biased variance and n."""
 
     @staticmethod
     def forward(
@@ -88,7 +92,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         x, weight, mean, var, num_values = ctx.saved_tensors
         rstd = torch.rsqrt(var + ctx.eps)
         scale = rstd if weight is None else weight * rstd
-        # The fused kernel for given statistics: weight·r·∂y, Σ(∂y·x̂) and Σ∂y of this rank in one pass.
+        # The fused kernel for given statistics computes weight·r·∂y, and Σ(∂y·x̂) and Σ∂y over this rank, in one pass.
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad.contiguous() if grad.stride() != x.stride() else grad,
             x,
@@ -103,7 +107,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         )
         sums = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(sums)
-        # What the statistics contribute is affine in x, channel by channel: x̂·Σ(∂y·x̂) + Σ∂y.
+        # The contribution of the statistics, x̂·Σ(∂y·x̂) + Σ∂y, is an affine function of x in every channel.
         sums = sums * (scale / num_values.to(scale))
         slope = sums[0] * rstd
         offset = sums[1] - slope * mean
@@ -112,9 +116,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (C,), biased variance (C,) and number of values a channel (scalar, float64) over all ranks.
+    """Return mean (C,), biased variance (C,) and number of values per channel (scalar, float64) over all ranks.
 
-    Each rank's own moments are taken about its own mean; float64 keeps what their sums about 0 would lose in float32.
+    Each rank computes its variance about its own mean. The sums over ranks are about 0, where float32 would lose
+    precision, and are therefore in float64.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.to(dtype), dim=[i for i in range(x.dim()) if i != 1], correction=0)
@@ -128,5 +133,5 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """(C,) → (1, C, 1, …), to broadcast against x."""
+    """Reshape values (C,) to (1, C, 1, …), so that they broadcast against x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

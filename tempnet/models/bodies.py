@@ -1,4 +1,4 @@
-"""Between the body of a Transformers model and its head: what the head reads, seen and perhaps narrowed on its way."""
+"""Record the hidden states that the head of a Transformers model reads from its body, and optionally reduce them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 def last_hidden_states(
     model: PreTrainedModel, narrow: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[list[Tensor]]:
-    """While it is open, every forward pass of `model` puts the last hidden states of its body into the list.
+    """Context in which every forward pass of `model` appends the last hidden states of its body to the returned list.
 
-    Heads of Transformers read the first entry of what their body returns. Computing a head on the whole and throwing most of
-    it away is what this avoids, for any architecture.
+    Heads in Transformers read the first entry of their body's output. With `narrow`, the head is computed only for
+    the part of the hidden states that is needed, instead of computing it for all and discarding most of the result.
+    This works for any architecture.
 
     Args:
-        model: a body (`base_model`) with a head.
-        narrow: the head is given this of them.
+        model: a model with a head on a body (`base_model`).
+        narrow: function that selects the part of the hidden states that the head receives; by default all of them.
     """
     seen: list[Tensor] = []
 

@@ -1,9 +1,10 @@
 """A Transformers causal language model, its TempNet and its loss in one module whose forward returns the loss.
 
-DeepSpeed needs the loss inside the wrapped module's forward: there the output weight is whole under every ZeRO stage. The
-loss is taken from the hidden states, without logits (`tempnet.softmax.linear`), wherever model and TempNet allow it.
+With DeepSpeed the loss must be computed inside the wrapped module's forward, because only there the output weight is
+complete under every ZeRO stage. The loss is computed from the hidden states, without storing logits
+(`tempnet.softmax.linear`), wherever model and TempNet allow it.
 
-Shapes: B blocks, T tokens a block, d hidden size, V effective vocabulary.
+Shapes: B blocks, T tokens per block, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
@@ -25,37 +26,41 @@ from tempnet.statistics import TokenValues, token_statistics
 
 
 class CausalLMOutput(TypedDict):
-    """What forward returns; a plain dict, because that is what DeepSpeed's ZeRO-3 hooks look into."""
+    """Result of the forward pass; a plain dict, because DeepSpeed's ZeRO-3 hooks search dicts for tensors."""
 
     loss: Tensor
-    """Scalar: the sum over valid targets / num_targets."""
+    """Sum of the losses over valid targets, divided by num_targets; a scalar."""
     tau: Tensor
-    """(B, T), detached."""
+    """Temperatures, detached: (B, T)."""
     slopes: Tensor
-    """(B, T) ∂loss/∂τ, detached; 0 where the target is ignored."""
+    """∂loss/∂τ of every token, detached, 0 where the target is ignored: (B, T)."""
     statistics: Tensor | None
-    """The sums of `tempnet.statistics`, if asked for."""
+    """Sums of `tempnet.statistics.TemperatureStatistics`; None if statistics were not requested."""
     entropy: Tensor | None
-    """(B, T): of the predictions at τ = 1, in nats, with the statistics."""
+    """Entropies of the predictions at τ = 1 in nats: (B, T); None if statistics were not requested."""
     logits: Tensor | None
-    """(n, V): of the first `num_oracle_tokens` valid tokens, with the statistics; float32."""
+    """Logits of the first `num_oracle_tokens` valid tokens, float32: (n, V); None if statistics were not requested."""
 
 
 class TemperatureCausalLM(nn.Module):
-    """`base` with the loss of `loss_config`; `tempnet` predicts τ where the loss needs one.
+    """Causal language model `base` with the loss of `loss_config`; `tempnet` predicts τ if the loss needs it.
 
     Args:
-        base: any Transformers causal LM whose packed documents can be kept apart (`tempnet.models.packing`).
-        tempnet: the temperature network; None for the losses without one.
+        base: any Transformers causal LM in which packed documents can be kept apart (`tempnet.models.packing`).
+        tempnet: the temperature network; None for losses without one.
         loss_config: which loss, ρ, and the range of τ.
-        vocab_size: the effective vocabulary V; logits of padding rows beyond it are cut off.
-        freeze_base: the base stays in eval mode, without a graph, and its parameters are not trained.
-        attend_across_documents: whether a token may look at the packed documents before its own.
-        autocast_dtype: the dtype of the base's matrix products; parameters, TempNet and loss stay in float32.
-        materialize: compute all logits even where that is not needed: the reference form.
+        vocab_size: the effective vocabulary V; logits of padding beyond it are removed.
+        freeze_base: whether the base stays in eval mode, runs without a graph, and is not trained.
+        attend_across_documents: whether a token may attend to the packed documents before its own.
+        autocast_dtype: dtype of the base's matrix products; parameters, TempNet and loss stay in float32.
+        materialize: whether to compute and store all logits even where that is not necessary, as the reference.
 
     Attributes:
-        fold_cache: None, or what keeps W1·W over the micro-batches of a step; whoever sets it clears it after every step.
+        fold_cache: None, or a cache that keeps W1·W over the micro-batches of a step; the code that sets it must
+            clear it after every step.
+
+    Raises:
+        ValueError: if the vocabularies of base, TempNet and tokenizer do not fit together, or a TempNet is missing.
     """
 
     def __init__(
@@ -99,14 +104,17 @@ class TemperatureCausalLM(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> TemperatureCausalLM:
-        """As nn.Module.train, but a frozen base stays in eval mode (its dropout would be noise in TempNet's input)."""
+        """Set the mode as nn.Module.train does, but keep a frozen base in eval mode.
+
+        The dropout of a base in training mode would add noise to TempNet's input.
+        """
         super().train(mode)
         if self.freeze_base:
             self.base.eval()
         return self
 
     def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """(B, T) tokens and positions, which restart at 0 with every document → (B, T, V) logits."""
+        """Return logits (B, T, V) of tokens and positions (B, T); positions restart at 0 with every document."""
         return self._run(self.base, input_ids, position_ids).logits[..., : self.vocab_size]
 
     def forward(
@@ -119,10 +127,16 @@ class TemperatureCausalLM(nn.Module):
         with_statistics: bool = False,
         num_oracle_tokens: int = 256,
     ) -> CausalLMOutput:
-        """One micro-batch: (B, T) input tokens, their positions, and targets (already shifted; IGNORE_INDEX for none).
+        """Compute the loss of one micro-batch.
 
-        `num_targets` is the divisor of the sum over tokens: the valid targets of the global batch. The statistics solve the
-        oracle for the first `num_oracle_tokens` valid tokens.
+        Args:
+            input_ids: (B, T) input tokens.
+            position_ids: (B, T) positions, which restart at 0 with every document.
+            targets: (B, T) targets, already shifted; IGNORE_INDEX for tokens without one.
+            num_targets: divisor of the sum over tokens, which should be the number of valid targets of the global
+                batch. By default it is the number of valid targets of this call.
+            with_statistics: whether to return statistics.
+            num_oracle_tokens: number of valid tokens, from the first, for which the statistics contain the optimal τ*.
         """
         flat_targets = targets.flatten()
         values: TokenValues | None
@@ -178,14 +192,18 @@ class TemperatureCausalLM(nn.Module):
         return output
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """(B, T) → what is kept of every context: its hidden state (B, T, d), or its logits where these are no W h."""
+        """Return a representation of every context, from which :meth:`context_logits` computes its logits.
+
+        It is the hidden state, (B, T, d), or the logits themselves, (B, T, V), if the module works with materialised
+        logits.
+        """
         if self.head is None:
             return self.logits(input_ids, position_ids)
         hidden: Tensor = self._run(self.base.base_model, input_ids, position_ids)[0]
         return hidden
 
     def context_logits(self, contexts: Tensor) -> Tensor:
-        """(n, d or V) of :meth:`contexts` → (n, V) logits in float32."""
+        """Return logits (n, V) in float32 for n representations from :meth:`contexts`, (n, d or V)."""
         if self.head is None:
             return contexts.float()
         with self._autocast(contexts.device.type):
@@ -195,7 +213,7 @@ class TemperatureCausalLM(nn.Module):
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def _run(self, part: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Any:
-        """The base, or the part of it that ends at the hidden states, with the masks of packed documents."""
+        """Run the base, or its body (which ends at the hidden states), with masks or positions for packed documents."""
         mask = None
         if self.attend_across_documents:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)

@@ -1,14 +1,14 @@
-"""An image tower and a text tower that map into one space of unit vectors, in which an image lies near its captions.
+"""A dual encoder: an image tower and a text tower that map images and their captions to nearby unit vectors.
 
-A saved dual encoder is a directory whose two towers load with Transformers alone:
+A saved dual encoder is a directory with these contents; its two towers can be loaded with Transformers alone:
 
     config.json           DualEncoderConfig
-    model.safetensors     the projections; none of a tower that projects itself (CLIP)
+    model.safetensors     the projections; a tower that has its own projection (CLIP) contributes none
     image_encoder/        a Transformers model
     text_encoder/         a Transformers model and its tokenizer
     tempnet_image/, tempnet_text/    the TempNets that were trained with it, if any
 
-Shapes: n samples, S side of the image, t text tokens, d size of the embedding.
+Shapes: n samples, S pixels per side of an image, t text tokens, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ TEXT_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_text"
 
 
 class DualEncoder(nn.Module):
-    """Two towers, each with a linear projection without activation, and unit embeddings in float32.
+    """Two towers, each followed by a linear projection without activation; the embeddings are unit vectors in float32.
 
-    Batch norms inside the towers count the batch of all ranks (`tempnet.models.batch_norm`).
+    Batch norms inside the towers are computed over the batch of all ranks (`tempnet.models.batch_norm`).
 
     Args:
-        image_encoder: any Transformers vision model (`tempnet.models.towers`).
+        image_encoder: any Transformers vision model (see `tempnet.models.towers`).
         text_encoder: any Transformers text encoder.
-        config: sizes; a tower that projects itself (CLIP) must give vectors of `embedding_size`.
-        autocast_dtype: the dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
+        config: sizes; a tower that has its own projection (CLIP) must return vectors of `embedding_size`.
+        autocast_dtype: dtype of the towers' matrix products; parameters, projections and embeddings stay in float32.
 
     Raises:
-        ValueError: if a tower takes no input of the configured size, or gives vectors of another.
+        ValueError: if a tower does not accept inputs of the configured size, or returns vectors of another size.
     """
 
     image_mean: Tensor
@@ -79,26 +79,30 @@ class DualEncoder(nn.Module):
         synchronize_batch_norm(self)
         self.image_projection = _projection(image_encoder, image_size_out, config)
         self.text_projection = _projection(text_encoder, text_size_out, config)
-        # Of bytes: 255 times those of the configuration.
+        # Pixels are bytes, so mean and standard deviation are 255 times those of the configuration.
         self.register_buffer("image_mean", 255.0 * torch.tensor(config.image_mean).view(3, 1, 1), persistent=False)
         self.register_buffer("image_std", 255.0 * torch.tensor(config.image_std).view(3, 1, 1), persistent=False)
         self.train()
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """uint8 (n, S, S, 3) → (n, d) unit rows in float32."""
+        """Return embeddings of uint8 images (n, S, S, 3): (n, d) unit vectors in float32.
+
+        Raises:
+            ValueError: if the images have another dtype or shape.
+        """
         side = self.config.image_size
         if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
             raise ValueError(
                 f"images are uint8 of shape (n, {side}, {side}, 3), not {images.dtype} of {tuple(images.shape)}"
             )
-        # Pixels keep their order in memory, colours last, which is the fast one for convolutions.
+        # The memory layout stays channels-last, which is the fast one for convolutions.
         pixels = (images.permute(0, 3, 1, 2).to(self._dtype) - self.image_mean) / self.image_std
         with self._autocast(images.device.type):
             features = image_features(self.image_encoder, pixels)
         return self._embed(features, self.image_projection)
 
     def encode_texts(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(n, t) tokens and their mask (1 token, 0 padding) → (n, d) unit rows in float32."""
+        """Return embeddings of tokens (n, t) and their mask (1 token, 0 padding): (n, d) unit vectors in float32."""
         with self._autocast(input_ids.device.type):
             features = text_features(self.text_encoder, input_ids, attention_mask)
         return self._embed(features, self.text_projection)
@@ -106,12 +110,13 @@ class DualEncoder(nn.Module):
     def save_pretrained(
         self, directory: str | Path, tokenizer: Any = None, *, state_dict: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write the layout at the head of this file; the directory is created.
+        """Save the dual encoder in the layout that the docstring of this module describes, except for the TempNets.
 
         Args:
-            directory: where to.
-            tokenizer: the Transformers tokenizer of the text tower, written beside it.
-            state_dict: parameters and buffers of this module by name, where its own are only parts (ZeRO-3).
+            directory: directory to write to; it is created if necessary.
+            tokenizer: Transformers tokenizer of the text tower, which is saved with the tower; None to omit it.
+            state_dict: complete parameters and buffers of this module by name, to be used if the module holds only
+                parts of them (ZeRO-3).
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,10 +136,10 @@ class DualEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> DualEncoder:
-        """Read what :meth:`save_pretrained` wrote, or a Transformers CLIPModel; it comes in eval mode.
+        """Load what :meth:`save_pretrained` wrote, or a Transformers CLIPModel; it is returned in eval mode.
 
         Raises:
-            ValueError: naming the source, if it holds neither, or something of it is missing.
+            ValueError: if the source contains neither, or a part of it is missing; the message names the source.
         """
         directory = Path(source)
         if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
@@ -165,14 +170,17 @@ class DualEncoder(nn.Module):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """float32, unless the whole module was made double for a test of exactness."""
+        """Dtype of pixels and projections: float32, unless a test has converted the module to float64."""
         return self.image_mean.dtype
 
     def _autocast(self, device: str) -> torch.autocast:
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def _embed(self, features: Tensor, projection: nn.Module) -> Tensor:
-        """Similarities are divided by τ as low as 0.005: what makes them is float32 even around bfloat16 towers."""
+        """Project and normalise features (n, w) to embeddings (n, d).
+
+        This is done in float32 even if the towers use bfloat16, because similarities are divided by τ as low as 0.005.
+        """
         with torch.autocast(features.device.type, enabled=False):
             return F.normalize(projection(features.to(self._dtype)), dim=-1)
 
@@ -181,10 +189,10 @@ class DualEncoder(nn.Module):
 
 
 def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:
-    """The image's and the text's TempNet that lie beside a dual encoder, in eval mode.
+    """Load the TempNets of images and texts that were saved with a dual encoder; they are returned in eval mode.
 
     Raises:
-        FileNotFoundError: if one is missing, with the path.
+        FileNotFoundError: if one of them is missing; the message names its path.
     """
     directory = Path(directory)
     return (

@@ -1,4 +1,4 @@
-"""What a dual encoder reads, and the space it maps into: one small JSON file beside its weights."""
+"""Configuration of a dual encoder, stored as a small JSON file beside its weights."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
-# Where Transformers keeps the mean and standard deviation that a CLIPModel was trained with.
+# File in which Transformers stores the mean and standard deviation of pixels that a CLIPModel was trained with.
 _PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualEncoderConfig:
-    """What a dual encoder reads, and the space it maps into (defaults: TempNet §6.2 and Appendix D)."""
+    """Sizes of a dual encoder's inputs and embeddings (defaults: TempNet §6.2 and Appendix D).
+
+    Raises:
+        ValueError: if a field is outside its range.
+    """
 
     embedding_size: int = 256
-    """d, the dimension of the embeddings."""
+    """Dimension d of the embeddings."""
     image_size: int = 224
-    """S, the side of the square images, in pixels."""
+    """Side S of the square images, in pixels."""
     image_mean: tuple[float, float, float] = _IMAGENET_MEAN
-    """Mean of red, green and blue in [0, 1] over the images that the image tower was trained on; ImageNet's by default."""
+    """Means of red, green and blue, in [0, 1], over the training images of the image tower; ImageNet's by default."""
     image_std: tuple[float, float, float] = _IMAGENET_STD
-    """Their standard deviations."""
+    """Standard deviations of red, green and blue over the same images."""
     num_text_tokens: int = 30
-    """t, the tokens of a text, padding included; longer texts are cut off."""
+    """Number t of tokens of a text, including padding; longer texts are truncated."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_size", "image_size", "num_text_tokens"):
@@ -41,15 +45,15 @@ class DualEncoderConfig:
             raise ValueError(f"DualEncoderConfig.image_std = {self.image_std} must be positive")
 
     def save(self, path: Path) -> None:
-        """Write the fields as JSON."""
+        """Write the fields to a JSON file."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> DualEncoderConfig:
-        """Read what :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote.
 
         Raises:
-            ValueError: if the file is none, or has fields that this version does not know.
+            ValueError: if the file is not a JSON object, or has fields that this version does not know.
         """
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in _read_json(path).items()
@@ -60,7 +64,12 @@ class DualEncoderConfig:
 
     @classmethod
     def of_clip(cls, clip: Any, directory: Path) -> DualEncoderConfig:
-        """That of a Transformers CLIPModel: `clip` is its configuration, `directory` may hold that of its images."""
+        """Return the configuration that corresponds to a Transformers CLIPModel.
+
+        Args:
+            clip: configuration of the CLIPModel.
+            directory: directory that may contain the configuration of its image preprocessor.
+        """
         path = directory / _PREPROCESSOR_FILE
         preprocessor = _read_json(path) if path.is_file() else {}
         return cls(

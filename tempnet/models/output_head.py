@@ -1,7 +1,8 @@
-"""From the last hidden state of a Transformers causal LM to its logits: L = cap(scale·(W h + b)).
+"""Output head of a Transformers causal LM, from its last hidden state h to its logits: L = cap(scale·(W h + b)).
 
-Models differ in the bias, the scale and the cap. The formula is read off the configuration and then checked against the model
-itself, once; a model that computes its logits some other way is found out and takes the path of materialised logits.
+Models differ in bias, scale and cap. The formula is derived from the configuration and then checked once against the
+model itself. A model that computes its logits in another way is detected, and its loss is computed from materialised
+logits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# Tokens of the check (one alone may be padding, whose logits are 0); they may differ by rounding of the model's dtype.
+# Number of tokens in the check (more than one, because a single one may be padding, whose logits are 0), and the
+# relative error that is accepted, which allows for rounding in the model's dtype.
 _NUM_PROBES = 8
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
 _MAX_RELATIVE_ERROR_HALF = 2e-2
@@ -21,38 +23,47 @@ _MAX_RELATIVE_ERROR_HALF = 2e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputHead:
-    """The formula of a model's logits; the weight stays with the model."""
+    """Formula of a model's logits; it does not contain the weight, which is read from the model."""
 
     scale: float
-    """What multiplies W h + b (Cohere's `logit_scale`, Granite's 1/`logits_scaling`)."""
+    """Factor of W h + b (Cohere's `logit_scale`, Granite's 1/`logits_scaling`)."""
     soft_cap: float | None
-    """Gemma's `final_logit_softcapping`."""
+    """Logits become soft_cap·tanh(logits/soft_cap) (Gemma's `final_logit_softcapping`); None for no cap."""
 
     def logits(self, base: PreTrainedModel, hidden: Tensor, vocab_size: int) -> Tensor:
-        """(…, d) hidden states → (…, V) logits, in the dtype of the weight."""
+        """Return logits (…, V) of hidden states (…, d), in the dtype of the weight.
+
+        Args:
+            base: the model that provides weight and bias.
+            hidden: (…, d) hidden states.
+            vocab_size: V; logits beyond it are not computed.
+        """
         weight, bias = output_weight(base)
         hidden = self.scaled(hidden).to(weight.dtype)
         logits = F.linear(hidden, weight[:vocab_size], None if bias is None else self.scale * bias[:vocab_size])
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def is_product(self, base: PreTrainedModel) -> bool:
-        """Whether the logits are W h and nothing else, so that TempNet's first layer folds into the weight."""
+        """Return whether the logits are exactly W h, so that TempNet's first layer can be folded into the weight."""
         return self.scale == 1.0 and self.soft_cap is None and output_weight(base)[1] is None
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """The hidden states with the scale in them."""
+        """Return the hidden states multiplied by the scale."""
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
 def output_weight(base: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """W (V or more, d) and b, or None. Read as attributes: under ZeRO-3 that makes DeepSpeed gather them."""
+    """Return the output weight W (V or more, d) and the bias b, or None.
+
+    They are read as attributes of their module, because under ZeRO-3 this makes DeepSpeed gather them.
+    """
     head = base.get_output_embeddings()
     return head.weight, getattr(head, "bias", None)
 
 
 @torch.no_grad()
 def find_output_head(base: PreTrainedModel) -> OutputHead | None:
-    """The formula of a model's logits, checked on a few tokens; None if the model does not follow it."""
+    """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it."""
     config = base.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     head = OutputHead(scale=float(scale), soft_cap=getattr(config, "final_logit_softcapping", None))

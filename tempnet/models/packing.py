@@ -1,9 +1,10 @@
-"""How a causal language model keeps packed documents apart: tried on a small model of its kind.
+"""Determine, with a small model of the same kind, how a causal language model keeps packed documents apart.
 
-Transformers has two ways, and no model says which is right for it. A 4-D mask reaches every layer as it is: it serves any
-plain attention, but sliding windows and chunks are lost. Without a mask most models derive one for every kind of layer
-from positions that restart at 0, but some ignore the positions. Recurrent layers and ALiBi may know neither. A wrong way is
-silent: the model is then another one than the one that generates. So both are compared with the documents apart.
+Transformers has two ways, and a model does not declare which one is right for it. A 4-D mask is passed to every layer
+unchanged, which is right for plain attention, but disables sliding windows and chunks. Without a mask, most models
+derive one for every kind of layer from positions that restart at 0, but some ignore the positions. Recurrent layers
+and ALiBi may support neither way. Using the wrong way raises no error, but the model that is trained then differs
+from the one that generates. Therefore the results of both ways are compared with those of the separate documents.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-# Documents of more tokens than the window.
+# Sizes of the test: the documents are longer than the attention window.
 _LENGTHS, _WINDOW, _VOCABULARY, _NUM_HEADS = (7, 9), 4, 64, 2
-# What integers of a configuration become at most. Depth, the pattern of layers and the width of a head stay: what is
-# tied to them (rotary factors, lists by layer) stays right, and no kind of layer is lost.
+# Upper limits for integers in the configuration of the small model, by name. Depth, the pattern of layers and the
+# width of a head are kept, so that values that depend on them (rotary factors, lists by layer) stay valid and all
+# kinds of layers occur.
 _LIMITS = {
     r"^vocab_size": _VOCABULARY,
     r"(window|window_size|chunk_size|^local_attention)$": _WINDOW,
@@ -26,15 +28,18 @@ _LIMITS = {
     r"experts": 16,
 }
 _MAX_NUM_PARAMETERS = 200_000_000
-# Of the largest logit: far above rounding in float32, far below a leak or a lost window.
+# Accepted difference relative to the largest logit: far above rounding in float32, and far below the effect of
+# attention across documents or of a disabled window.
 _TOLERANCE = 1e-3
 
 
 def takes_document_mask(model: PreTrainedModel) -> bool:
-    """Whether the model must be given a :func:`document_mask`, or none. It is not run and may be on the meta device.
+    """Return whether the model must be given a :func:`document_mask` (True) or no mask (False).
+
+    The model itself is not run, and may be on the meta device.
 
     Raises:
-        ValueError: if packed documents are not computed as apart in either way.
+        ValueError: if neither way keeps packed documents apart, or the model is not causal.
     """
     reason = ""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
@@ -46,7 +51,7 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
             later = ids[:, : _LENGTHS[0]].clone()
             later[:, -1] = later[:, -1] % (_VOCABULARY - 1) + 1
             sees = small(input_ids=later, use_cache=False).logits[:, :-1] - apart[:, : _LENGTHS[0] - 1]
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # The model's own code may raise any exception.
             reason = f" (no small one could be tried: {type(error).__name__}: {error})"
         else:
             if sees.abs().max() > _TOLERANCE * apart.abs().max():
@@ -58,7 +63,7 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
                 mask = document_mask(positions, small.config._attn_implementation) if takes_mask else None
                 try:
                     packed = small(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
-                except Exception:  # it knows no such mask, or no positions
+                except Exception:  # The model does not support such a mask, or no positions.
                     continue
                 if (packed - apart).abs().max() <= _TOLERANCE * apart.abs().max():
                     return takes_mask
@@ -69,9 +74,14 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
 
 
 def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
-    """(B, T) positions that restart at 0 with every document → (B, 1, T, T) mask: causal, and inside one document.
+    """Return a mask (B, 1, T, T) that allows only causal attention within the same document.
 
-    Boolean, but 0 and the lowest number for eager attention, which adds it to the scores.
+    It is boolean, or for eager attention, which adds the mask to the scores, 0 where attention is allowed and the
+    lowest float32 elsewhere.
+
+    Args:
+        position_ids: (B, T) positions, which restart at 0 with every document.
+        attention: the model's attention implementation.
     """
     document = (position_ids == 0).cumsum(-1)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)
@@ -84,7 +94,13 @@ def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
 
 
 def _small_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Of the same class and depth, in eval mode; weights at random and large enough that every layer counts."""
+    """Return a small model of the same class and depth, in eval mode.
+
+    Its weights are random, and large enough that every layer has an effect.
+
+    Raises:
+        ValueError: if the model would have too many parameters.
+    """
     config = _small_config(model.config)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in type(model)(config).parameters())
@@ -110,7 +126,7 @@ def _small_config(config: PretrainedConfig) -> PretrainedConfig:
         for pattern, limit in _LIMITS.items():
             if re.search(pattern, name):
                 setattr(small, name, min(value, limit))
-    # Where the width of a head is given, that of the model is free.
+    # If the configuration gives the width of a head, the width of the model can be chosen freely.
     small.hidden_size = 64 if vars(config).get("head_dim") else config.hidden_size // num_heads * _NUM_HEADS
     small.num_attention_heads = _NUM_HEADS
     return small

@@ -1,8 +1,10 @@
-"""A text encoder whose sentences are the means of their tokens, and its directory, which sentence-transformers reads too.
+"""A text encoder with mean pooling, and its directory format, which the library sentence-transformers can read too.
+
+The directory contains:
 
     config.json, model.safetensors, the tokenizer       a Transformers model
     modules.json, sentence_bert_config.json, 1_Pooling/config.json
-                                                        mean pooling, as the library configures it
+                                                        configuration of mean pooling for sentence-transformers
 
 Shapes: n sentences, t tokens, d width of the encoder.
 """
@@ -20,20 +22,20 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from tempnet.models.towers import load_tower
 
-# RoBERTa's kind numbers positions from the one after the padding's own.
+# Models that number the positions of tokens from pad_token_id + 1 on.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SETTINGS_FILE = "sentence_bert_config.json"
 _MODULES = (("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"))
 
 
 def saved_num_tokens(directory: str | Path) -> int | None:
-    """The tokens that a saved sentence encoder cuts its sentences to; None where nothing says so."""
+    """Return the number of tokens that a saved sentence encoder truncates sentences to, or None if it is not given."""
     file = Path(directory, _SETTINGS_FILE)
     return int(json.loads(file.read_text())["max_seq_length"]) if file.is_file() else None
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """The longest row of tokens that an encoder takes; None where nothing bounds it."""
+    """Return the maximum number of tokens that an encoder accepts, or None if the configuration gives no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in _OFFSET_POSITIONS:
         return int(positions) - int(config.pad_token_id) - 1
@@ -41,9 +43,9 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def mean_pooling(tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """(n, t, d) vectors of tokens and their mask (n, t) (1 token, 0 padding) → (n, d) means in float32.
+    """Return the means (n, d) of token vectors (n, t, d) in float32.
 
-    A sentence without tokens has the mean 0.
+    `attention_mask` (n, t) is 1 for tokens and 0 for padding. A sentence without tokens has the mean 0.
     """
     weights = attention_mask.unsqueeze(-1).float()
     return (tokens.float() * weights).sum(1) / weights.sum(1).clamp(min=1.0)
@@ -53,8 +55,8 @@ class SentenceEncoder(nn.Module):
     """Any Transformers text encoder with mean pooling.
 
     Args:
-        encoder: it gives `last_hidden_state`.
-        autocast_dtype: the dtype of its matrix products; parameters and embeddings stay in float32.
+        encoder: a model whose output contains `last_hidden_state`.
+        autocast_dtype: dtype of its matrix products; parameters and embeddings stay in float32.
     """
 
     def __init__(self, encoder: PreTrainedModel, *, autocast_dtype: torch.dtype | None = None) -> None:
@@ -63,11 +65,11 @@ class SentenceEncoder(nn.Module):
 
     @property
     def embedding_size(self) -> int:
-        """d."""
+        """Dimension d of the embeddings."""
         return int(self.encoder.config.hidden_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(n, t) tokens and their mask → (n, d), float32, of any length."""
+        """Return embeddings (n, d) in float32 of tokens (n, t) and their mask; they are not normalised."""
         autocast = self.autocast_dtype
         with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
             tokens = self.encoder(input_ids=input_ids, attention_mask=attention_mask)["last_hidden_state"]
@@ -82,12 +84,16 @@ class SentenceEncoder(nn.Module):
         num_tokens: int | None = None,
         batch_size: int = 64,
     ) -> Tensor:
-        """n texts → (n, d) float32 on the CPU, in eval mode; those of like length go together.
+        """Return embeddings (n, d) of n texts, in float32 on the CPU, computed in eval mode.
+
+        Texts of similar length are processed together.
 
         Args:
-            tokenizer: that of the encoder.
-            num_tokens: longer texts are cut to these. None: what the tokenizer says.
-            batch_size: texts in a forward pass.
+            texts: the texts.
+            tokenizer: tokenizer of the encoder.
+            num_tokens: maximum number of tokens, to which longer texts are truncated; None for the tokenizer's own
+                maximum.
+            batch_size: number of texts in a forward pass.
         """
         was_training = self.training
         self.eval()
@@ -103,12 +109,12 @@ class SentenceEncoder(nn.Module):
         return rows
 
     def save_pretrained(self, directory: str | Path, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int) -> None:
-        """Write the layout at the head of this file; the directory is created.
+        """Save the encoder in the layout that the docstring of this module describes.
 
         Args:
-            directory: where to.
-            tokenizer: that of the encoder.
-            num_tokens: longer sentences are cut to these by whoever loads it.
+            directory: directory to write to; it is created if necessary.
+            tokenizer: tokenizer of the encoder.
+            num_tokens: maximum number of tokens, to which longer sentences are truncated after loading.
         """
         directory = Path(directory)
         self.encoder.save_pretrained(directory)
@@ -132,9 +138,13 @@ class SentenceEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, autocast_dtype: torch.dtype | None = None) -> SentenceEncoder:
-        """One that was saved, or any Transformers text encoder: directory or hub name.
+        """Load a saved sentence encoder, or any Transformers text encoder.
+
+        Args:
+            source: directory or hub name.
+            autocast_dtype: dtype of the matrix products.
 
         Raises:
-            ValueError: naming the source, if it is none.
+            ValueError: if the source is not a text encoder; the message names the source.
         """
         return cls(load_tower(source, "text"), autocast_dtype=autocast_dtype)

@@ -1,9 +1,10 @@
 """A dual encoder and a contrastive loss, with its TempNets, in one module whose forward returns the loss.
 
-Data-parallel wrappers see one module with all parameters. What the ranks exchange is the loss's affair
-(`tempnet.contrastive`), but for the statistics of batch norm (`tempnet.models.batch_norm`).
+Data-parallel wrappers see one module with all parameters. The communication between ranks is part of the loss
+(`tempnet.contrastive`), except for the statistics of batch norm (`tempnet.models.batch_norm`).
 
-Shapes: b pairs of this rank, S side of the image, t text tokens, d size of the embedding, d2 prototypes of a TempNet.
+Shapes: b pairs on this rank, S pixels per side of an image, t text tokens, d dimensions of an embedding, d2
+prototypes of a TempNet.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tempnet.network import TempNet
 
 
 class TemperatureDualEncoder(nn.Module):
-    """`encoder` with `loss`; the loss holds the TempNets where it needs them.
+    """Dual encoder with a contrastive loss, which contains the TempNets if it needs them.
 
     Args:
         encoder: the two towers.
-        loss: what is computed from their embeddings.
-        freeze_encoder: the encoder stays in eval mode, without a graph, and its parameters are not trained.
+        loss: loss that is computed from their embeddings.
+        freeze_encoder: whether the encoder stays in eval mode, runs without a graph, and is not trained.
 
     Raises:
         ValueError: if a TempNet reads embeddings of another size.
@@ -46,7 +47,10 @@ class TemperatureDualEncoder(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> TemperatureDualEncoder:
-        """As nn.Module.train, but a frozen encoder stays in eval mode: no dropout, and batch norm keeps its statistics."""
+        """Set the mode as nn.Module.train does, but keep a frozen encoder in eval mode.
+
+        A frozen encoder thus has no dropout, and its batch norms do not update their statistics.
+        """
         super().train(mode)
         if self.freeze_encoder:
             self.encoder.eval()
@@ -62,24 +66,32 @@ class TemperatureDualEncoder(nn.Module):
         *,
         gamma: float,
     ) -> ContrastiveOutput:
-        """This rank's pairs: uint8 images (b, S, S, 3), tokens and mask (b, t), int64 ids of the pairs and of their images
-        (b,); `gamma` is γ of the moving averages (`tempnet.contrastive.gamma_at`)."""
+        """Compute the loss of this rank's pairs.
+
+        Args:
+            images: uint8 (b, S, S, 3).
+            input_ids, attention_mask: (b, t) tokens of the captions, and their mask (1 token, 0 padding).
+            ids: (b,) int64 ids of the pairs.
+            image_ids: (b,) int64 ids of the images.
+            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
+        """
         with torch.no_grad() if self.freeze_encoder else contextlib.nullcontext():
             image = self.encoder.encode_images(images)
             text = self.encoder.encode_texts(input_ids, attention_mask)
         return self.loss(image, text, ids, image_ids, gamma=gamma)
 
     def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
-        """Set the prototypes of both TempNets to the first d2 rows of their own modality (TempNet Appendix D.1).
+        """Set the prototypes of each TempNet from the first d2 embeddings of its own modality (TempNet Appendix D.1).
 
-        A TempNet without a projection layer (ablation) has none. All ranks must give the same rows.
+        A TempNet without a projection layer (ablation) has no prototypes and is skipped. All ranks must pass the same
+        embeddings.
 
         Args:
-            image_embeddings: (d2 or more, d) unit rows of randomly chosen training images.
-            text_embeddings: the same of texts.
+            image_embeddings: (d2 or more, d) unit vectors of randomly chosen training images.
+            text_embeddings: (d2 or more, d) unit vectors of randomly chosen training texts.
 
         Raises:
-            ValueError: if there are fewer than d2 rows.
+            ValueError: if there are fewer than d2 embeddings, or the loss has no TempNets.
         """
         image_tempnet, text_tempnet = self._tempnets()
         for modality, network, embeddings in (
@@ -98,7 +110,7 @@ class TemperatureDualEncoder(nn.Module):
 
     @torch.no_grad()
     def predict_temperatures(self, image_embeddings: Tensor, text_embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, d) and (m, d) embeddings → τ of the images (n,) and of the texts (m,).
+        """Return τ of images (n,) and of texts (m,), given their embeddings (n, d) and (m, d).
 
         Raises:
             ValueError: if the loss has no TempNets.

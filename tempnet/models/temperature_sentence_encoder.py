@@ -1,13 +1,14 @@
-"""A text encoder that learns from spans: a contrastive loss on its sentences and masked-token prediction (DeCLUTR §3).
+"""A text encoder trained on spans by a contrastive loss and masked-token prediction (DeCLUTR, arXiv 2006.03659 §3).
 
     L = a·ℓ(z_anchor, z_positive) + b·CE(masked tokens of the anchors)
 
-z_anchor is the unit mean over the tokens of an anchor, z_positive that of its P positives, averaged before it is normalised.
-Anchors pass the encoder once, with their tokens masked where there is an MLM objective, as in the authors' code; positives
-are whole. The MLM head sees the masked positions alone, so that logits of size V exist for 15 % of the tokens.
+z_anchor is the normalised mean over the tokens of an anchor. z_positive is the mean of the embeddings of its P
+positives, which is normalised after averaging. Anchors pass through the encoder once, with masked tokens if there is
+an MLM objective, as in the authors' code; positives are not masked. The MLM head is computed only for the masked
+positions, so that logits of size V exist for 15 % of the tokens only.
 
-Shapes: n documents of this rank, A anchors a document, P positives an anchor, t tokens, m masked tokens, d width, V
-vocabulary.
+Shapes: n documents on this rank, A anchors per document, P positives per anchor, t tokens, m masked tokens, d width
+of the encoder, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
 from tempnet.models.bodies import last_hidden_states
 from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
-
-IGNORE_INDEX = -100
+from tempnet.softmax.reference import IGNORE_INDEX
 
 
 class SpanOutput(TypedDict):
-    """Of one batch; all but the loss are detached."""
+    """Result for one batch; apart from `loss` and the loss in `contrastive`, all tensors are detached."""
 
     loss: Tensor
-    """Scalar; its average over ranks has the gradient of L."""
+    """Loss of this rank, a scalar; the average of its gradients over the ranks is the gradient of L."""
     mlm_loss: Tensor | None
-    """Scalar, over the masked tokens of all ranks; None without that objective."""
+    """Mean cross-entropy over the masked tokens of all ranks, a scalar; None without the MLM objective."""
     contrastive: ContrastiveOutput | None
-    """(2, n·A): anchors, positives. None without that objective."""
+    """Output of the contrastive loss, with values (2, n·A) of anchors and positives; None without that objective."""
 
 
 class TemperatureSentenceEncoder(nn.Module):
-    """An encoder with its MLM head, and a contrastive loss with its temperatures.
+    """Encoder with an MLM head, and a contrastive loss with its temperatures.
 
     Args:
         model: a Transformers `…ForMaskedLM`.
-        loss: of the sentences, or None.
-        contrastive_weight, mlm_weight: a and b; 0 leaves an objective out.
-        world: the ranks that share a batch.
-        autocast_dtype: the dtype of matrix products.
+        loss: contrastive loss of the sentences, or None.
+        contrastive_weight, mlm_weight: the weights a and b; 0 disables an objective.
+        world: the ranks that share a batch; by default only this process.
+        autocast_dtype: dtype of matrix products.
 
     Raises:
-        ValueError: if no objective is left, a loss is missing or superfluous, or its TempNet reads another width.
+        ValueError: if both weights are 0, a loss is missing or superfluous, or its TempNet reads embeddings of
+            another size.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class TemperatureSentenceEncoder(nn.Module):
             raise ValueError(
                 f"the TempNet was built for embeddings of {network.config.input_size}, the encoder's have {width}"
             )
-        if not mlm_weight:  # the head does not take part
+        if not mlm_weight:  # The head is not used, so its parameters are not trained.
             body = {id(parameter) for parameter in model.base_model.parameters()}
             for parameter in model.parameters():
                 parameter.requires_grad_(id(parameter) in body)
 
     @property
     def encoder(self) -> SentenceEncoder:
-        """What is exported: the body with mean pooling; it shares the weights."""
+        """Body of the model with mean pooling, which shares the weights; this is the model to export."""
         return SentenceEncoder(cast(PreTrainedModel, self.model.base_model), autocast_dtype=self.autocast_dtype)
 
     def forward(
@@ -97,14 +98,15 @@ class TemperatureSentenceEncoder(nn.Module):
         *,
         gamma: float,
     ) -> SpanOutput:
-        """The loss of this rank's documents.
+        """Compute the loss of this rank's documents.
 
         Args:
-            anchor_ids, anchor_mask: (n, A, t), 1 token, 0 padding; the ids with masked tokens.
-            mlm_labels: (n, A, t), -100 but at masked tokens.
-            positive_ids, positive_mask: (n, A, P, t').
-            ids: (n,) documents.
-            gamma: γ of the moving averages (`tempnet.contrastive.gamma_at`).
+            anchor_ids, anchor_mask: (n, A, t) tokens of the anchors, some of them masked, and their mask (1 token, 0
+                padding).
+            mlm_labels: (n, A, t) original tokens at masked positions, and -100 elsewhere.
+            positive_ids, positive_mask: (n, A, P, t') tokens of the positives, and their mask.
+            ids: (n,) ids of the documents.
+            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
         """
         num_anchors = anchor_ids.shape[1]
         flat_ids, flat_mask = anchor_ids.flatten(0, 1), anchor_mask.flatten(0, 1)
@@ -132,7 +134,12 @@ class TemperatureSentenceEncoder(nn.Module):
         return {"loss": loss, "mlm_loss": mlm_loss, "contrastive": contrastive}
 
     def masked_tokens(self, input_ids: Tensor, attention_mask: Tensor, is_masked: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, t) rows → their pooled sentences (k, d), and the logits (m, V) of the masked positions in order."""
+        """Return the embeddings (k, d) of k rows of tokens, and the logits (m, V) of the masked positions in order.
+
+        Args:
+            input_ids, attention_mask: (k, t) tokens, and their mask (1 token, 0 padding).
+            is_masked: (k, t) bool, the masked positions.
+        """
         autocast = self.autocast_dtype
         with (
             last_hidden_states(self.model, lambda hidden: hidden[is_masked].unsqueeze(0)) as seen,
@@ -143,10 +150,13 @@ class TemperatureSentenceEncoder(nn.Module):
 
     @torch.no_grad()
     def init_prototypes(self, sentences: Tensor) -> None:
-        """Set the TempNet's prototypes to the first d2 of these unit rows; all ranks must give the same.
+        """Set the TempNet's d2 prototypes from the first d2 of these sentence embeddings.
+
+        Args:
+            sentences: (d2 or more, d) unit vectors, which must be the same on all ranks.
 
         Raises:
-            ValueError: if there are fewer.
+            ValueError: if there are fewer than d2 of them.
         """
         assert self.loss is not None
         network = self.loss.tempnet

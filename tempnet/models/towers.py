@@ -1,13 +1,17 @@
-"""The towers of a dual encoder: any Transformers vision model, any text encoder, and the one vector each gives a sample.
+"""The towers of a dual encoder: any Transformers vision model and any text encoder, and the features that they return.
 
-    image   `image_embeds` where the tower projects itself (CLIP), else the model's own pooling without parameters
-            (ResNet, Swin, …), else the first token (ViT, DeiT, …)
-    text    `text_embeds` where the tower projects itself, else the first token, [CLS], as SogCLR's and TempNet's code does
+The features of a sample are one vector:
 
-A pooling layer with parameters (BERT's and ViT's tanh) is taken off: it belongs to another objective, many checkpoints have
-none, and a text encoder's would never be trained, which data-parallel wrappers do not like.
+    image   `image_embeds` if the tower has its own projection (CLIP); else the result of the model's own pooling, if
+            that has no parameters (ResNet, Swin, …); else the vector of the first token (ViT, DeiT, …)
+    text    `text_embeds` if the tower has its own projection; else the vector of the first token, [CLS], as in the
+            code of SogCLR and TempNet
 
-Shapes: n samples, S side of the image, t text tokens, w width of the tower.
+A pooling layer with parameters (such as BERT's and ViT's, with a tanh) is removed. It belongs to another objective,
+many checkpoints do not contain it, and that of a text encoder would never be trained, which data-parallel wrappers do
+not support well.
+
+Shapes: n samples, S pixels per side of an image, t text tokens, w width of the tower.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from tempnet.weights import check_weight_files
 Modality = Literal["image", "text"]
 _INPUT_NAMES = {"image": "pixel_values", "text": "input_ids"}
 _KINDS = {"image": "vision model", "text": "text encoder"}
-# What AutoModel would load without its projection.
+# Classes for the models that AutoModel would load without their projection.
 _PROJECTING: dict[str, Any] = {
     "clip_vision_model": CLIPVisionModelWithProjection,
     "clip_text_model": CLIPTextModelWithProjection,
@@ -43,14 +47,15 @@ _PROJECTING: dict[str, Any] = {
 
 
 def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
-    """A pretrained tower in float32, from safetensors only.
+    """Load a pretrained tower in float32; only weights in safetensors format are read.
 
     Args:
-        path: local directory or hub name of a Transformers model; of a CLIPModel the side of this modality is taken.
-        modality: what it must encode.
+        path: local directory or hub name of a Transformers model; from a CLIPModel, the tower of this modality is used.
+        modality: what the tower must encode.
 
     Raises:
-        ValueError: naming the path, if there is no such model, it encodes something else, or weights are missing.
+        ValueError: if there is no such model, it encodes something else, or weights are missing; the message names
+            the path.
     """
     config = read_config(path)
     if config.model_type == "clip":
@@ -64,15 +69,16 @@ def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
 
 
 def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTrainedModel:
-    """A tower with random weights.
+    """Create a tower with random weights.
 
     Args:
-        model_type: of a Transformers configuration, such as "resnet", "vit", "distilbert" or "clip_vision_model".
-        modality: what it must encode.
-        sizes: fields of that configuration; the rest keep its defaults.
+        model_type: model type of a Transformers configuration, such as "resnet", "vit", "distilbert" or
+            "clip_vision_model".
+        modality: what the tower must encode.
+        sizes: values of fields of that configuration; the other fields have their defaults.
 
     Raises:
-        ValueError: naming the model type, if there is none, or it encodes something else.
+        ValueError: if there is no such model type, or it encodes something else; the message names the model type.
     """
     try:
         config = AutoConfig.for_model(model_type, **sizes)
@@ -86,10 +92,10 @@ def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTraine
 
 
 def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The image and the text side of a Transformers CLIPModel, each with its projection."""
+    """Load the image tower and the text tower of a Transformers CLIPModel, each with its projection."""
     clip, _ = _read(CLIPModel, path)
     config = clip.config
-    # What a tower of its own believes may differ: CLIPModel goes by the outer configuration.
+    # CLIPModel uses the projection size of the outer configuration, from which those of the towers may differ.
     config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
     image, text = CLIPVisionModelWithProjection(config.vision_config), CLIPTextModelWithProjection(config.text_config)
     for tower, names in ((image, ("vision_model", "visual_projection")), (text, ("text_model", "text_projection"))):
@@ -99,10 +105,10 @@ def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """The Transformers configuration of a directory or hub name.
+    """Read the Transformers configuration of a directory or hub name.
 
     Raises:
-        ValueError: naming the path, if there is none or its weights are cut.
+        ValueError: if there is no configuration, or the weights are truncated; the message names the path.
     """
     check_weight_files(path)
     try:
@@ -112,17 +118,17 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def image_features(tower: nn.Module, pixels: Tensor) -> Tensor:
-    """(n, 3, S, S) normalised pixels → (n, w)."""
+    """Return features (n, w) of normalised pixels (n, 3, S, S)."""
     output = tower(pixel_values=pixels)
     if (embeddings := output.get("image_embeds")) is not None:
         return embeddings
     if (pooled := output.get("pooler_output")) is not None:
-        return pooled.flatten(1)  # ResNet: (n, w, 1, 1)
+        return pooled.flatten(1)  # ResNet returns (n, w, 1, 1).
     return output["last_hidden_state"][:, 0]
 
 
 def text_features(tower: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(n, t) tokens and their mask (1 token, 0 padding) → (n, w)."""
+    """Return features (n, w) of tokens (n, t) and their mask (1 token, 0 padding)."""
     output = tower(input_ids=input_ids, attention_mask=attention_mask)
     if (embeddings := output.get("text_embeds")) is not None:
         return embeddings
@@ -130,16 +136,16 @@ def text_features(tower: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
 
 
 def projects_itself(tower: nn.Module) -> bool:
-    """Whether the features are in the space of the embeddings already."""
+    """Return whether the tower has its own projection, so that its features are already embeddings."""
     return isinstance(tower, tuple(_PROJECTING.values()))
 
 
 @torch.no_grad()
 def image_width(tower: PreTrainedModel, image_size: int) -> int:
-    """w, found by encoding one black image.
+    """Return the width w of an image tower, which is found by encoding one image of zeros.
 
     Raises:
-        ValueError: if the tower takes no images of this size.
+        ValueError: if the tower does not accept images of this size.
     """
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
     with _evaluating(tower):
@@ -154,10 +160,10 @@ def image_width(tower: PreTrainedModel, image_size: int) -> int:
 
 @torch.no_grad()
 def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
-    """w, found by encoding two texts that differ in the last token alone.
+    """Return the width w of a text tower, which is found by encoding two texts that differ only in the last token.
 
     Raises:
-        ValueError: if the tower takes no texts of this length, or its first token does not see the others.
+        ValueError: if the tower does not accept texts of this length, or its first token does not attend to later ones.
     """
     ids = torch.zeros(2, num_tokens, dtype=torch.int64, device=tower.device)
     ids[1, -1] = 1

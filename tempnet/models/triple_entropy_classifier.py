@@ -1,11 +1,12 @@
-"""A sentence classifier that learns by cross-entropy and, on every token, by SoftTriple (TripleEntropy).
+"""A sentence classifier that is trained by cross-entropy and, on every token, by the SoftTriple loss (TripleEntropy).
 
-    L = β·CE(sentence) + (1 − β)·(ℓ(tokens) + weight·R)          β = 1: plain fine-tuning
+    L = β·CE(sentence) + (1 − β)·(ℓ(tokens) + weight·R)          β = 1 is plain fine-tuning
 
-CE is that of the model's own head; ℓ reads the last hidden states of all tokens of a sentence, each with the sentence's label
-(`tempnet.soft_triple`). Both are means over the whole batch, whatever part of it a rank holds.
+CE is the cross-entropy of the model's own head. ℓ is computed from the last hidden states of all tokens of a
+sentence, each with the sentence's label (`tempnet.soft_triple`). Both are means over the whole batch, no matter how
+it is divided among the ranks.
 
-Shapes: b sentences of this rank, t tokens, C classes.
+Shapes: b sentences on this rank, t tokens, C classes.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from tempnet.soft_triple import IGNORE_INDEX, SoftTriple, token_labels
 
 
 class ClassifierOutput(TypedDict):
-    """Of one batch; all but the loss are detached."""
+    """Result for one batch; all tensors but the loss are detached."""
 
     loss: Tensor
-    """Scalar; its average over ranks has the gradient of L."""
+    """Loss of this rank, a scalar; the average of its gradients over the ranks is the gradient of L."""
     cross_entropy: Tensor
-    """Scalar, of this rank's part: the sum over ranks is that of the batch."""
+    """Contribution of this rank to the cross-entropy, a scalar; the sum over ranks is the mean over the batch."""
     soft_triple: Tensor | None
-    """Likewise; None for plain fine-tuning."""
+    """Contribution of this rank to ℓ + weight·R, a scalar; None for plain fine-tuning."""
     logits: Tensor
-    """(b, C) of the head."""
+    """Logits of the head: (b, C)."""
 
 
 class TripleEntropyClassifier(nn.Module):
-    """A Transformers `…ForSequenceClassification`, and the centres of SoftTriple.
+    """A Transformers `…ForSequenceClassification` with the SoftTriple loss and its centres.
 
     Args:
-        model: body and head.
-        soft_triple: None for plain fine-tuning.
-        with_padding: SoftTriple counts padding too, as the authors' code does.
-        world: the ranks that share a batch.
-        autocast_dtype: the dtype of matrix products; the losses are in float32.
+        model: the model, consisting of body and head.
+        soft_triple: the SoftTriple loss; None for plain fine-tuning.
+        with_padding: whether SoftTriple counts padding too, as the authors' code does.
+        world: the ranks that share a batch; by default only this process.
+        autocast_dtype: dtype of matrix products; the losses are in float32.
 
     Raises:
-        ValueError: if model and centres are made for different classes or widths.
+        ValueError: if model and centres have different numbers of classes or different widths.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class TripleEntropyClassifier(nn.Module):
         self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
 
     def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """The head's logits (b, C), float32, of tokens, mask and, for models that know them, token types (b, t)."""
+        """Return the head's logits (b, C) in float32 for tokens, mask and (if used) token types, each (b, t)."""
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         autocast = self.autocast_dtype
         with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
@@ -79,12 +80,19 @@ class TripleEntropyClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, token_type_ids: Tensor | None = None
     ) -> ClassifierOutput:
-        """Tokens and mask (b, t) (1 token, 0 padding), int64 labels (b,), token types as :meth:`logits`."""
+        """Compute the loss of this rank's sentences.
+
+        Args:
+            input_ids, attention_mask: (b, t) tokens, and their mask (1 token, 0 padding).
+            labels: (b,) int64 classes of the sentences.
+            token_type_ids: (b, t) token types, or None if the model does not use them.
+        """
         with last_hidden_states(self.model) as seen:
             logits = self.logits(input_ids, attention_mask, token_type_ids)
         of_tokens = token_labels(labels, attention_mask, with_padding=self.with_padding)
         own = torch.tensor([len(labels), int((of_tokens != IGNORE_INDEX).sum())], device=labels.device)
-        shares = own / self.world.sum(own.clone())  # a rank's means count by what it holds
+        # A rank's means are weighted by its shares of all sentences and of all tokens.
+        shares = own / self.world.sum(own.clone())
         cross_entropy = shares[0] * F.cross_entropy(logits, labels)
         loss, soft = cross_entropy, None
         if self.soft_triple is not None:

@@ -1,1 +1,1 @@
-"""Losses of a language model whose softmax has a temperature."""
+"""Losses of a language model whose softmax has a temperature for every token."""

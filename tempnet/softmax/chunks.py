@@ -1,13 +1,13 @@
-"""Losses and gradients of tokens, a chunk at a time: the arithmetic behind `tempnet.softmax.linear`.
+"""Compute losses and gradients of tokens, one chunk of tokens at a time: the arithmetic of `tempnet.softmax.linear`.
 
-Of a chunk's logits L (c, V) at temperature τ, with p = softmax(L/τ), y the target and K = V:
+For a chunk's logits L (c, V) at temperature τ, with p = softmax(L/τ), y the target and K = V:
 
     cross-entropy   log Σ exp(L/τ) − L_y/τ              ∂/∂L = (p − onehot(y))/τ      ∂/∂τ = (L_y − E_p[L])/τ²
     robust          τ·(cross-entropy + ρ − log K)       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) + ρ − log K
 
-The logits are overwritten in place, first by (L − max L)/τ, then by the gradient.
+The logits are overwritten in place, first by (L − max L)/τ and then by the gradient.
 
-Shapes: N tokens, c tokens of a chunk, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+Shapes: N tokens, c tokens in a chunk, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
 
 from __future__ import annotations
@@ -25,36 +25,43 @@ from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 
-# A product that is not in its total's dtype is made so many values at a time, 1 MiB in bfloat16, which stay in the cache;
-# but of no fewer rows, as products of a few rows are slow.
+# A matrix product in another dtype than the sum it is added to is computed in parts of this many values (1 MiB in
+# bfloat16), which fit in the cache, but of at least this many rows, because products of few rows are slow.
 _NUM_VALUES_AT_A_TIME = 1 << 19
 _MIN_NUM_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings:
-    """What all chunks of a call share."""
+    """Settings that all chunks of a call share."""
 
     config: TemperatureLossConfig
+    """Configuration of the loss."""
     vocab_size: int
-    """V; rows of the weight beyond it are padding."""
+    """Effective vocabulary V; rows of the output weight beyond it are padding."""
     tempnet: TempNet | None
-    """None for the losses without one."""
+    """The temperature network; None for losses without one."""
     soft_cap: float | None
+    """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
     fold: FoldCache | None
-    """None: W1 is applied to the chunk's logits."""
+    """Cache of the folded matrices; None if W1 is applied to the chunk's logits instead."""
     chunk_size: int
+    """Number of tokens per chunk."""
     matmul_dtype: torch.dtype | None
+    """Dtype of the products with the output weight; None for that of the inputs."""
     with_values: bool
+    """Whether to compute the values of `tempnet.statistics.TokenValues`."""
     with_gradients: bool
-    """False where autograd is off: `ctx.needs_input_grad` only says what the tensors are, and stays true under no_grad."""
+    """Whether autograd is on. `ctx.needs_input_grad` does not tell, because it stays true under no_grad."""
 
 
 class ChunkSums:
-    """Losses, temperatures and gradients, added up over the chunks of a batch.
+    """Losses, temperatures and gradients, accumulated over the chunks of a batch.
 
     Args:
-        hidden, weight, bias, parameters: as of `linear_language_model_loss`; `parameters` are the TempNet's.
+        hidden, weight, bias: arguments of `linear_language_model_loss`.
+        settings: settings of the call.
+        parameters: parameters of the TempNet.
         needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
     """
 
@@ -67,7 +74,7 @@ class ChunkSums:
         parameters: tuple[Tensor, ...],
         needs: Sequence[bool],
     ) -> None:
-        # Sums in float32 at least: bf16 would lose small gradients over many chunks.
+        # Sums are in float32 at least, because bfloat16 would lose small gradients over many chunks.
         self.exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.settings, self.config, self.tempnet = settings, settings.config, settings.tempnet
         self.dtypes = hidden.dtype, weight.dtype
@@ -81,7 +88,7 @@ class ChunkSums:
         self.hidden_grad = torch.empty_like(hidden) if needs[0] else None
         self.weight_grad = torch.empty_like(weight, dtype=self.exact) if needs[1] else None
         if self.weight_grad is not None:
-            # The first chunk writes, the others add: a pass over a large matrix less.
+            # The first chunk writes the gradient and the others add to it, which saves setting a large matrix to zero.
             self.weight_grad[settings.vocab_size if len(hidden) else 0 :] = 0.0
         self.bias_grad = torch.zeros_like(bias, dtype=self.exact) if bias is not None and needs[2] else None
         self.needs_logits_grad = any(needs[:3])
@@ -101,7 +108,7 @@ class ChunkSums:
         self.folded_grad: Tensor | None = None
         if self.tempnet is not None:
             self.first = self.tempnet.first_layer
-            # The other parameters, in their order: the first layer's weight has a path of its own.
+            # All parameters but the first layer's weight, whose gradient is computed separately.
             self.tail = [parameter for parameter in parameters if parameter is not self.first.weight]
             if settings.fold is not None:
                 self.is_centred = self.tempnet.config.input_shift == "mean"
@@ -112,16 +119,22 @@ class ChunkSums:
                 self.folded_grad = torch.zeros_like(self.folded) if self.needs_network_grad else None
 
     def add(self, targets: Tensor, row_weights: Tensor | None = None) -> None:
-        """All tokens; the gradients become those of Σ row_weights·loss (default: weights 1)."""
+        """Process all tokens.
+
+        Args:
+            targets: (N,) int64 targets.
+            row_weights: (N,) weights; gradients are those of Σ row_weights·loss. By default all weights are 1.
+        """
         for start in range(0, len(self.hidden), self.settings.chunk_size):
             part = slice(start, start + self.settings.chunk_size)
             self._add_chunk(part, targets[part], None if row_weights is None else row_weights[part].to(self.exact))
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """For hidden, weight, bias and the parameters of the TempNet."""
+        """Return the gradients of hidden, weight, bias and the parameters of the TempNet; None for those not needed."""
         if self.folded_grad is not None:
-            # Nothing else has a part in this gradient: it is written, not added. The product runs in the dtype of the
-            # others with the output weight: under autocast the gradient of W1 is as precise as that of any other matrix.
+            # No other term contributes to this gradient, so it is written and not added. The product has the same
+            # dtype as the others with the output weight; under autocast the gradient of W1 is as precise as that of
+            # other matrices.
             total = self._first_weight_grad()
             _matmul_into(total, self.folded_grad.to(self.weight.dtype), self.weight.T)
             if self.is_centred:
@@ -137,14 +150,15 @@ class ChunkSums:
         slope = None
         if self.settings.soft_cap is not None:
             logits.div_(self.settings.soft_cap).tanh_()
-            slope = 1 - logits.square()  # of the cap, for the chain rule
+            slope = 1 - logits.square()  # The derivative of the cap, for the chain rule.
             logits.mul_(self.settings.soft_cap)
         is_valid = targets != IGNORE_INDEX
         safe_targets = targets.where(is_valid, 0).unsqueeze(-1)
         tau, network = self._temperatures(hidden, logits)
         self.tau[part] = tau
 
-        # The maximum goes first: L/τ alone would lose the digits of small differences at small τ.
+        # The maximum is subtracted before the division, because L/τ would lose the digits of small differences at
+        # small τ.
         shifted = logits.sub_(logits.amax(-1, keepdim=True))
         if self.settings.with_values:
             cross_entropy, entropy, _ = _softmax(shifted.clone(), safe_targets, work)
@@ -163,8 +177,10 @@ class ChunkSums:
             self._add_logits_grad(part, hidden, gradient)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The chunk's logits (c, V), and room for as many numbers. Both are used again for the next chunk: fresh memory costs
-        page faults."""
+        """Return the chunk's logits (c, V), and working memory of the same size.
+
+        Both buffers are reused for the next chunk, because new memory would cause page faults.
+        """
         if self.buffers is None:
             size = min(self.settings.chunk_size, len(self.hidden))
             self.buffers = self.losses.new_empty(2, size, self.settings.vocab_size)
@@ -184,8 +200,12 @@ class ChunkSums:
         entropy: Tensor,
         row_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Record losses and their slopes in τ from the cross-entropy and H(p), both at τ; returns the factors of p − onehot
-        and ∂loss/∂τ, (c,)."""
+        """Store losses and their derivatives in τ, computed from the cross-entropy and the entropy H(p) at τ.
+
+        Returns:
+            (c,) factors of p − onehot(y) in the gradient of the logits, and (c,) ∂loss/∂τ, both including the row
+            weights.
+        """
         is_valid = targets != IGNORE_INDEX
         scale = is_valid.to(self.exact) if row_weights is None else row_weights.where(is_valid, 0.0)
         if self.settings.with_values:
@@ -211,14 +231,17 @@ class ChunkSums:
             _matmul_into(total, gradient.T, hidden, add=part.start > 0)
 
     def _temperatures(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, NetworkGraph | None]:
-        """τ (c,), and where a TempNet predicts it, the small graph behind it; the logits may be shifted, each row as one."""
+        """Return τ (c,) and, if a TempNet predicts it, the autograd graph of the prediction.
+
+        The logits may be shifted in place, by one constant per row.
+        """
         source, config = self.config.kind.temperature, self.config
         if source == "oracle":
             return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
         if self.tempnet is None:
             return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
         if (offset := self.tempnet.input_offset(logits)) is not None:
-            logits.sub_(offset)  # which the softmax does not see
+            logits.sub_(offset)  # This does not change the softmax.
         inverse_norm = torch.ones_like(logits[:, 0])
         if self.tempnet.config.normalize_input:
             inverse_norm = 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
@@ -231,7 +254,7 @@ class ChunkSums:
         return self._network_graph(product, inverse_norm, unit)
 
     def _network_graph(self, product: Tensor, inverse_norm: Tensor, unit: Tensor | None) -> tuple[Tensor, NetworkGraph]:
-        """τ (c,) from W1 x, with the graph from there."""
+        """Return τ (c,) for W1 x (`product`), with the autograd graph from W1 x to τ."""
         assert self.tempnet is not None
         grad = torch.set_grad_enabled(self.needs_network_grad)
         with grad, torch.autocast(product.device.type, enabled=False):
@@ -240,7 +263,7 @@ class ChunkSums:
         return tau.detach().to(self.exact), NetworkGraph(product, tau, inverse_norm, unit)
 
     def _add_network_grad(self, hidden: Tensor, network: NetworkGraph, tau_grad: Tensor) -> None:
-        """Add the gradients of the TempNet's parameters for ∂loss/∂τ (c,)."""
+        """Add the gradients of the TempNet's parameters that follow from ∂loss/∂τ (c,)."""
         delta, *tail = torch.autograd.grad(
             network.tau, [network.product, *self.tail], tau_grad.to(network.tau.dtype), allow_unused=True
         )
@@ -261,10 +284,15 @@ class ChunkSums:
 
 
 def _softmax(scores: Tensor, targets: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of scores (c, V) whose row maxima are 0, and targets (c, 1): cross-entropy, entropy (c,), and p in `out` (c, V).
+    """Return cross-entropy (c,), entropy (c,) and probabilities p (c, V).
 
-    The scores are overwritten. The largest p is 1/Σ exp(s): the partition, without another pass. A product in place and its
-    sum is several times faster than `vecdot` on CPUs.
+    The largest p is 1/Σ exp(s), which gives the partition function without another pass. On CPUs, a product in place
+    and its sum is several times faster than `vecdot`.
+
+    Args:
+        scores: (c, V) scores s whose row maxima are 0; they are overwritten.
+        targets: (c, 1) targets.
+        out: (c, V) memory for p.
     """
     positive = scores.gather(-1, targets).squeeze(-1)
     weights = torch.softmax(scores, dim=-1, out=out)
@@ -274,10 +302,10 @@ def _softmax(scores: Tensor, targets: Tensor, out: Tensor) -> tuple[Tensor, Tens
 
 
 def _matmul_into(total: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
-    """Write left·right to `total`, or add it: (m, k)·(k, n) → (m, n).
+    """Write the matrix product left·right to `total`, or add it: (m, k)·(k, n) → (m, n).
 
-    A product in another dtype than the total's goes some rows at a time through one small buffer: a copy of a matrix as large
-    as the output weight, made for every chunk, would cost more than the product.
+    If the product has another dtype than `total`, it is computed in blocks of rows in one small buffer, because
+    copying a matrix as large as the output weight for every chunk would cost more than the product.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=1.0 if add else 0.0)
@@ -294,10 +322,13 @@ def _matmul_into(total: Tensor, left: Tensor, right: Tensor, *, add: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class NetworkGraph:
-    """The graph from W1 x to τ of one chunk, and what leads from there to the hidden states."""
+    """Autograd graph from W1 x to τ of one chunk, and the quantities that W1 x was computed from."""
 
     product: Tensor
+    """W1 x, a leaf of the graph: (c, d1)."""
     tau: Tensor
+    """τ with its graph: (c,)."""
     inverse_norm: Tensor
+    """1/‖L‖, or 1 if the input is not normalised: (c,)."""
     unit: Tensor | None
-    """L/‖L‖, where the fold is not used."""
+    """L/‖L‖ if the fold is not used, else None: (c, V)."""

@@ -1,19 +1,21 @@
-"""The fold: TempNet's whole input is two small matrices away from the hidden state (method §3).
+"""The fold: compute TempNet's first layer from the hidden state with two small matrices, instead of from the logits.
 
-With logits L = W h,
+With logits L = W h (see docs/method.md, "How the loss is computed without the logits"),
 
-    W1 L = (W1 W) h                 (d1, d) in place of V·d1 products a token
-    ‖L‖² = hᵀ (WᵀW) h               (d, d) in place of the logits
+    W1 L = (W1 W) h                 W1 W is (d1, d), which takes d1·d products per token instead of V·d1
+    ‖L‖² = hᵀ (WᵀW) h               WᵀW is (d, d), and the logits are not needed
 
-WᵀW is built in float32 whatever the dtype of the weights: a norm is what is left of large terms. So is W1·W, except under
-autocast, where the logits themselves are products in bfloat16: there τ from a W1·W in bfloat16 has the error of τ from those
-logits (docs/log.md). An output bias or a soft-cap makes L something else: no fold then.
+WᵀW is built in float32 whatever the dtype of the weights, because large terms cancel in the norm. W1·W is built in
+float32 too, except under autocast. There the logits themselves are products in bfloat16, and τ from a W1·W in
+bfloat16 has the same error as τ from those logits (docs/log.md). With an output bias or a soft-cap L is not W h, so
+that there is no fold.
 
-A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V centres the rows of W. C is symmetric, so that
-W1 (C W) = (W1 C) W: it is the smaller W1 whose rows are centred, and the rows of its gradient. The maximum of a row is not
-linear in h: a network that reads L − max L does not fold.
+A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V subtracts the mean row of W from every row. C is
+symmetric, so that W1 (C W) = (W1 C) W. Therefore the rows of W1, which is the smaller matrix, are centred instead,
+and so are the rows of its gradient. A network that reads L − max L does not fold, because the maximum of a row of
+logits is not linear in h.
 
-Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from tempnet.network import TempNet
 
 
 class FoldCache:
-    """W1·W and WᵀW, each made when first asked for and kept until it is told that the weights have changed.
+    """Cache of W1·W and WᵀW; each is computed on first use and kept until :meth:`clear` is called.
 
-    The owner of the weights calls :meth:`clear` after every optimizer step; version counters of tensors would not do,
-    as DeepSpeed writes to parameters behind autograd's back.
+    The owner of the weights must call :meth:`clear` after every optimizer step. Changes cannot be detected by the
+    version counters of tensors, because DeepSpeed writes to parameters in ways that autograd does not see.
     """
 
     def __init__(self, num_uses: int = 1) -> None:
-        """`num_uses`: how many calls share what is kept (micro-batches of a step); it tips the choice of `fold_pays`."""
+        """Create an empty cache.
+
+        Args:
+            num_uses: number of calls that share the cached matrices (micro-batches of a step), for `fold_pays`.
+        """
         self.num_uses = num_uses
         self._first: Tensor | None = None
         self._gram: Tensor | None = None
@@ -40,9 +46,13 @@ class FoldCache:
     def first(
         self, first_weight: Tensor, weight: Tensor, *, centred: bool, matmul_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """W1·W (d1, d) from W1 (d1, V) and W (V, d), or W1·C·W if centred, in float32 at least.
+        """Return W1·W (d1, d), or W1·C·W if `centred`, in float32 at least.
 
-        It is multiplied in `matmul_dtype`; default: float32, float64 for float64.
+        Args:
+            first_weight: W1 (d1, V).
+            weight: W (V, d).
+            centred: whether the network reads L − mean L.
+            matmul_dtype: dtype of the product. By default it is float32, or float64 for float64 weights.
         """
         if self._first is None:
             first_weight = _exact(first_weight)
@@ -51,16 +61,17 @@ class FoldCache:
         return self._first
 
     def gram(self, weight: Tensor, *, centred: bool) -> Tensor:
-        """WᵀW (d, d) from W (V, d), or WᵀC·W if centred, in float32 at least."""
+        """Return WᵀW (d, d) from W (V, d), or WᵀC·W if `centred`, in float32 at least."""
         if self._gram is None:
             weight = _exact(weight)
-            # Centred before the product: WᵀW less the part of the mean would cancel where all logits share a large one.
+            # W is centred before the product, because subtracting the mean's contribution from WᵀW would suffer from
+            # cancellation if all logits have a large common mean.
             weight = weight - weight.mean(0) if centred else weight
             self._gram = _product(weight.T, weight)
         return self._gram
 
     def clear(self, *, keep_gram: bool = False) -> None:
-        """Forget: after a step of the optimizer; a frozen W keeps its WᵀW."""
+        """Delete the cached matrices, after an optimizer step; `keep_gram` keeps WᵀW, for a frozen W."""
         self._first = None
         if not keep_gram:
             self._gram = None
@@ -69,10 +80,19 @@ class FoldCache:
 def fold_pays(
     num_tokens: int, num_hidden: int, vocab_size: int, num_first: int, *, num_uses: int = 1, trains: bool = True
 ) -> bool:
-    """Whether the fold needs fewer FLOPs than W1 on the logits.
+    """Return whether the fold needs fewer FLOPs than applying W1 to the logits.
 
-    Multiply-adds: the fold builds W1·W once for `num_uses` calls and, where TempNet `trains`, leads its gradient back
-    once a call, V·d1·d each, and spends d·d1 a token and direction; without it a token costs V·d1 and direction.
+    Counted in multiply-adds: the fold builds W1·W once for `num_uses` calls and, if the TempNet is trained,
+    propagates its gradient back once per call, which costs V·d1·d each. It then needs d·d1 per token and direction
+    (forward, and backward if the TempNet is trained). Without the fold, the cost is V·d1 per token and direction.
+
+    Args:
+        num_tokens: N.
+        num_hidden: d.
+        vocab_size: V.
+        num_first: d1.
+        num_uses: number of calls that share W1·W.
+        trains: whether the TempNet is trained.
     """
     build = vocab_size * num_first * num_hidden
     directions = 2 if trains else 1
@@ -81,7 +101,7 @@ def fold_pays(
 
 
 def folds(tempnet: TempNet) -> bool:
-    """Whether a network's input is linear in the hidden state, up to its norm."""
+    """Return whether a network can be folded: its input, apart from its norm, must be linear in the hidden state."""
     return tempnet.transform is not None and tempnet.config.input_shift != "max"
 
 

@@ -1,6 +1,6 @@
-"""Losses and gradients of tokens by the Triton kernels: what `chunks.py` does, where there is a GPU that runs them.
+"""Compute losses and gradients of tokens with the Triton kernels, as `chunks.py` does, on a GPU that can run them.
 
-The fold gives τ of every token before the vocabulary is read, so one pass yields all sums that the losses need.
+The fold gives τ of every token before the vocabulary is read, so that one pass yields all sums that the losses need.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tempnet.softmax.reference import IGNORE_INDEX
 
 
 def can_fuse(hidden: Tensor, settings: ChunkSettings) -> bool:
-    """Whether the kernels can do a call: τ known without the logits, on a device that they run on."""
+    """Return whether the kernels can process a call: they must run on the device, and τ must not need the logits."""
     is_known = (
         settings.fold is not None if settings.tempnet is not None else settings.config.kind.temperature != "oracle"
     )
@@ -23,12 +23,17 @@ def can_fuse(hidden: Tensor, settings: ChunkSettings) -> bool:
 
 
 class FusedSums(ChunkSums):
-    """As `ChunkSums`, with all tokens at once."""
+    """Like `ChunkSums`, but with all tokens at once instead of in chunks."""
 
     def add(self, targets: Tensor, row_weights: Tensor | None = None) -> None:
-        """All tokens; the gradients become those of Σ row_weights·loss (default: weights 1)."""
+        """Process all tokens.
+
+        Args:
+            targets: (N,) int64 targets.
+            row_weights: (N,) weights; gradients are those of Σ row_weights·loss. By default all weights are 1.
+        """
         if not len(self.hidden):
-            return  # a kernel cannot be launched on nothing; all sums are 0 as they are
+            return  # A kernel cannot be launched on an empty input; all sums are already 0.
         everything = slice(None)
         tau, network = self._known_temperatures()
         self.tau.copy_(tau)
@@ -76,7 +81,7 @@ class FusedSums(ChunkSums):
                     total.copy_(gradient)
 
     def _known_temperatures(self) -> tuple[Tensor, NetworkGraph | None]:
-        """τ (N,) from the hidden states alone."""
+        """Return τ (N,), computed from the hidden states alone, and the autograd graph of a TempNet's prediction."""
         if self.tempnet is None:
             value = self.config.tau if self.config.kind.temperature == "given" else 1.0
             return torch.full_like(self.tau, value), None

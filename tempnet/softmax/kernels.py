@@ -1,20 +1,21 @@
-"""The language-model loss on a GPU without its logits: statistics of softmax(L/τ) and its gradients, tile by tile in Triton.
+"""Statistics of softmax(L/τ) and its gradients on a GPU without storing the logits L, computed tile by tile in Triton.
 
     L = h Wᵀ (+ bias, then soft_cap·tanh(L/soft_cap)),   p = softmax(L/τ) with a temperature for every token
 
-`softmax_statistics` reads the vocabulary once and keeps sums by running maximum. A program takes a block of tokens and
-one split of the vocabulary; the few partial sums are merged afterwards, in a fixed order.
+`softmax_statistics` reads the vocabulary once and accumulates sums relative to a running maximum. A program processes
+a block of tokens and one split of the vocabulary; the few partial sums are merged afterwards, in a fixed order.
 
-`softmax_gradients` is a hybrid: a kernel recomputes the logits of a stretch of the vocabulary and writes dL to a bounded
-scratch buffer in the inputs' precision, then cuBLAS multiplies it out. Against one fused kernel this needs neither atomics
-nor a second recomputation: four products of N·V·d in all (eager: three), and the same bits every time. The buffer holds all
-tokens and a stretch of the vocabulary, rather than the reverse: dW of a stretch is then finished at once, and what is
-carried from stretch to stretch in float32 is dh (N, d), which is smaller than dW (V, d) wherever N < V.
+`softmax_gradients` is a hybrid: a kernel recomputes the logits of one section of the vocabulary and writes dL to a
+scratch buffer of limited size, in the precision of the inputs; then cuBLAS computes the products with it. Compared
+with one fused kernel, this needs neither atomics nor a second recomputation: it takes four products of N·V·d in total
+(eager: three), and its results are bitwise reproducible. The buffer holds all tokens and a section of the vocabulary,
+rather than the reverse. The dW of a section is then complete at once, and only dh (N, d) is accumulated over the
+sections in float32, which is smaller than dW (V, d) if N < V.
 
-No gradient is filtered away, however small: skipping small p, as Cut Cross-Entropy may, turns ∂loss/∂τ into noise.
+No gradient is skipped, however small: skipping small p, as Cut Cross-Entropy may, turns ∂loss/∂τ into noise.
 
-Triton is imported on first use: this file can be imported where there is none. Under TRITON_INTERPRET=1 (set before that
-first use) everything here runs on the CPU, for tests.
+Triton is imported on first use, so that this file can be imported where Triton is not installed. With
+TRITON_INTERPRET=1 (set before that first use) everything here runs on the CPU, for tests.
 
 Shapes: N tokens, d hidden size, V effective vocabulary.
 """
@@ -32,31 +33,36 @@ from torch import Tensor
 from tempnet.softmax.reference import IGNORE_INDEX
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Programs of the statistics kernel: several a multiprocessor on any card. A constant, so that sums do not depend on the card.
+# Approximate number of programs of the statistics kernel: several per multiprocessor on any GPU. It is a constant, so
+# that the sums do not depend on the GPU.
 _NUM_PROGRAMS = 1024
-# Row blocks that run side by side.
+# Number of row blocks that run at the same time.
 _GROUP = 8
 _SCRATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a program computes at a time; every size is a power of two ≥ 16."""
+    """Block of logits that a program computes at a time; its three sizes are powers of two ≥ 16."""
 
     num_tokens: int
-    """Rows of the tile of logits."""
+    """Number of rows (tokens) of the tile."""
     num_vocab: int
-    """Its columns."""
+    """Number of columns (vocabulary entries) of the tile."""
     num_hidden: int
-    """Terms of the inner product that are loaded at a time."""
+    """Number of terms of the inner product that are loaded at a time."""
     num_warps: int
-    """Warps a program."""
+    """Number of warps per program."""
     num_stages: int
-    """Loads in flight."""
+    """Number of pipeline stages, that is, of loads in flight."""
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> Tile:
-        """Sizes whose accumulator fits the registers, and whose loads fit the shared memory of compute capability ≥ 8.0."""
+        """Return sizes for inputs of this dtype.
+
+        The accumulator fits into the registers, and the loads into the shared memory, of GPUs of compute capability ≥
+        8.0.
+        """
         if dtype == torch.float32:
             return cls(num_tokens=64, num_vocab=64, num_hidden=32, num_warps=4, num_stages=3)
         return cls(num_tokens=128, num_vocab=128, num_hidden=64, num_warps=8, num_stages=3)
@@ -64,29 +70,30 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxStatistics:
-    """What the losses need of every token's softmax; all (N,) in float32, without a graph."""
+    """Statistics of every token's softmax that the losses need; all are (N,) in float32, without an autograd graph."""
 
     maximum: Tensor
-    """max L."""
+    """Maximum of the logits, max L."""
     log_sum: Tensor
-    """log Σ exp((L − maximum)/τ). It and the maximum are kept apart: logsumexp(L/τ) = maximum/τ + log_sum is a large number
-    at small τ, and differences from it lose |L|/τ·10⁻⁷."""
+    """log Σ exp((L − maximum)/τ). It is stored separately from the maximum, because logsumexp(L/τ) = maximum/τ +
+    log_sum is a large number at small τ, and differences from it would have an error of |L|/τ·10⁻⁷."""
     positive: Tensor
-    """L at the target; 0 where the target is ignored."""
+    """Logit L of the target; 0 where the target is ignored."""
     entropy: Tensor
-    """H(p) = log_sum − E_p[L − maximum]/τ."""
+    """Entropy H(p) = log_sum − E_p[L − maximum]/τ, in nats."""
     cross_entropy: Tensor
-    """log_sum + (maximum − positive)/τ; of no meaning where the target is ignored."""
+    """Cross-entropy log_sum + (maximum − positive)/τ, in nats; without meaning where the target is ignored."""
     entropy_unit: Tensor | None
-    """The entropy at τ = 1, with `with_unit`."""
+    """Entropy at τ = 1; None if it was not requested by `with_unit`."""
     cross_entropy_unit: Tensor | None
-    """The cross-entropy at τ = 1, with `with_unit`."""
+    """Cross-entropy at τ = 1; None if it was not requested by `with_unit`."""
 
 
 def is_available(tensor: Tensor) -> bool:
-    """Whether the kernels take a tensor: of 16 or 32 bits, on an NVIDIA GPU that Triton supports (capability ≥ 8.0).
+    """Return whether the kernels accept a tensor: 16- or 32-bit floats, on an NVIDIA GPU of compute capability ≥ 8.0.
 
-    Under Triton's interpreter, tensors on the CPU as well. AMD's cards have too little shared memory for these tiles.
+    Under Triton's interpreter, tensors on the CPU are accepted too. AMD GPUs have too little shared memory for these
+    tiles.
     """
     if tensor.dtype not in _DTYPES or importlib.util.find_spec("triton") is None:
         return False
@@ -107,21 +114,23 @@ def softmax_statistics(
     with_unit: bool = False,
     tile: Tile | None = None,
 ) -> SoftmaxStatistics:
-    """Entropy, cross-entropy and what the gradients need of every token, in one pass over the vocabulary.
+    """Compute entropy, cross-entropy and what the gradients need for every token, in one pass over the vocabulary.
 
     Args:
-        hidden: (N, d) in float32, bfloat16 or float16. Products are summed in float32; float32 inputs are multiplied as
-            `torch.backends.cuda.matmul.fp32_precision` says.
+        hidden: (N, d) in float32, bfloat16 or float16. Products are summed in float32; the precision of products of
+            float32 inputs is that of `torch.backends.cuda.matmul.fp32_precision`.
         weight: (V, d), in the same dtype.
         targets: (N,) int64; IGNORE_INDEX matches no column.
         tau: (N,), positive.
         bias: (V,) or None.
-        soft_cap: as in L above, or None.
-        with_unit: also the two figures at τ = 1, at the cost of a second exponential a logit.
-        tile: block sizes. Default: by dtype.
+        soft_cap: soft-cap of the logits (see the docstring of this module), or None.
+        with_unit: whether to compute entropy and cross-entropy at τ = 1 too, which takes a second exponential per
+            logit.
+        tile: block sizes; by default chosen by dtype.
 
     Returns:
-        The statistics. Memory beyond them: at most 24 bytes a token and split, below 1 MiB + 24·N bytes.
+        The statistics. The additional memory is at most 24 bytes per token and split, which is below 1 MiB + 24·N
+        bytes.
     """
     import triton
 
@@ -132,7 +141,7 @@ def softmax_statistics(
     num_tokens, vocab_size = len(hidden), len(weight)
     num_row_blocks, num_tiles = triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(vocab_size, tile.num_vocab)
     num_tiles_per_split = triton.cdiv(num_tiles, triton.cdiv(_NUM_PROGRAMS, num_row_blocks))
-    num_splits = triton.cdiv(num_tiles, num_tiles_per_split)  # none of them empty
+    num_splits = triton.cdiv(num_tiles, num_tiles_per_split)  # No split is empty.
     partials = inputs.tau.new_empty(6 if with_unit else 4, num_splits, num_tokens)
     with torch.cuda.device_of(hidden):
         statistics_kernel[(num_row_blocks * num_splits,)](
@@ -169,19 +178,20 @@ def softmax_gradients(
     tile: Tile | None = None,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias for dL = row_scale·(softmax(L/τ) − onehot(target)), times the cap's slope.
+    """Compute gradients of hidden, weight and bias for dL = row_scale·(softmax(L/τ) − onehot(target))·(cap's slope).
 
     Args:
         hidden, weight, targets, tau, bias, soft_cap, tile: as in `softmax_statistics`.
-        statistics: from there.
-        row_scale: (N,), 1 for the robust loss f(z, τ), 1/τ for the cross-entropy of L/τ; that of an ignored target counts
-            as 0. With float16 inputs divide the gradients by the number of tokens, not the scale: small p would underflow.
-        needs: which of the three to compute; without a bias its entry is ignored.
-        scratch_bytes: bound of the buffer for dL; at least one tile of every token is taken.
+        statistics: the result of `softmax_statistics`.
+        row_scale: (N,), 1 for the robust loss f(z, τ), 1/τ for the cross-entropy of L/τ; it is set to 0 for ignored
+            targets. With float16 inputs, divide the gradients by the number of tokens and not the scale, because
+            small p would underflow.
+        needs: which of the three gradients to compute; without a bias its entry is ignored.
+        scratch_bytes: maximum size of the buffer for dL, but it holds at least one tile of columns for every token.
 
     Returns:
-        dh = dL W, dW = dLᵀ h and Σ dL over tokens, each in the dtype of its tensor, or None. All sums run in float32; dL,
-        and the part of dh from one stretch of the vocabulary, are rounded to the inputs' dtype in between.
+        dh = dL W, dW = dLᵀ h and Σ dL over tokens, each in the dtype of its tensor, or None. All sums are in float32,
+        but dL, and the part of dh from one section of the vocabulary, are rounded to the dtype of the inputs.
     """
     import triton
 
@@ -195,11 +205,13 @@ def softmax_gradients(
     weight_grad = torch.empty_like(inputs.weight) if needs[1] else None
     bias_grad = torch.empty_like(inputs.bias) if inputs.bias is not None and needs[2] else None
 
-    # Stretches of equal width, so that the last is no sliver, and whole tiles, so that every row of the buffer is aligned.
+    # The sections have about equal widths, so that the last one is not tiny, and consist of whole tiles, so that
+    # every row of the buffer is aligned.
     num_fitting = scratch_bytes // (num_tokens * hidden.element_size())
     num_stretches = triton.cdiv(vocab_size, max(num_fitting // tile.num_vocab, 1) * tile.num_vocab)
     width = triton.cdiv(triton.cdiv(vocab_size, num_stretches), tile.num_vocab) * tile.num_vocab
-    # Zeros: a bfloat16 product on a CPU with AMX multiplies what lies beyond the columns, too, and a NaN there stays one.
+    # The buffer is set to zero, because bfloat16 products on a CPU with AMX also read beyond the columns, where
+    # uninitialised memory could be NaN and would spread.
     scratch = hidden.new_zeros(num_tokens, width)
     for start in range(0, vocab_size, width):
         part = slice(start, start + width)
@@ -236,7 +248,7 @@ def softmax_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """The tensors in the layout and dtype that the kernels read."""
+    """Input tensors in the layout and dtype that the kernels read."""
 
     hidden: Tensor
     weight: Tensor
@@ -257,30 +269,30 @@ class _Inputs:
 
 
 def _launch_options(tile: Tile, hidden: Tensor) -> dict[str, Any]:
-    """The compile-time arguments that both kernels share."""
+    """Return the compile-time arguments that both kernels share."""
     return {
         "GROUP": _GROUP,
         "BLOCK_TOKENS": tile.num_tokens,
         "BLOCK_VOCAB": tile.num_vocab,
         "BLOCK_HIDDEN": tile.num_hidden,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        # The interpreter multiplies bfloat16 as if it were integers (triton-lang/triton#11584).
+        # The interpreter multiplies bfloat16 values as if they were integers (triton-lang/triton#11584).
         "WIDEN": _is_interpreted() and hidden.dtype != torch.float32,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # Triton 3.9's default, which 3.10 will turn off
+        "enable_fp_fusion": True,  # This is the default of Triton 3.9; Triton 3.10 will turn it off.
     }
 
 
 def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
-    """One set of sums from those of the splits of the vocabulary (4 or 6, num_splits, N): see `statistics_kernel`."""
+    """Merge the partial sums (4 or 6, num_splits, N) of the splits of the vocabulary (see `statistics_kernel`)."""
     split_maximum, partition, moment, positive, *unit = partials
     maximum = split_maximum.amax(0)
     shift = split_maximum - maximum
     positive = positive.sum(0)
 
     def at(temperature: Tensor | float, partition: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """log Σ exp((L − max L)/τ) and E_p[L] − max L."""
+        """Return log Σ exp((L − max L)/τ) and E_p[L] − max L, each (N,)."""
         decay = torch.exp(shift / temperature)
         total = (decay * partition).sum(0)
         return total.log(), (decay * (moment + shift * partition)).sum(0) / total

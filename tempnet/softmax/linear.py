@@ -1,14 +1,16 @@
-"""The language-model losses from hidden states: the logits of a few tokens at a time, never all of them.
+"""Language-model losses from hidden states, computed with the logits of only a few tokens at a time.
 
-`linear_language_model_loss(h, W, …)` equals `language_model_loss(h Wᵀ, …)` with its gradients, in memory O(N·d + V·d).
-A scalar loss gets its gradients in the forward pass, while a chunk's logits are there, so nothing is computed twice;
-losses per token (`reduction="none"`) are differentiated by a second pass once their upstream gradients are known.
+`linear_language_model_loss(h, W, …)` equals `language_model_loss(h Wᵀ, …)`, including gradients, but takes memory
+O(N·d + V·d). The gradients of a scalar loss are computed in the forward pass, while a chunk's logits exist, so that
+nothing is computed twice. Losses per token (`reduction="none"`) are differentiated in a second pass, when their
+upstream gradients are known.
 
-On a GPU the Triton kernels of `kernels.py` do the same without chunks (`fused.py`).
+On a GPU, the Triton kernels of `kernels.py` do the same without chunks (`fused.py`).
 
-What makes TempNet nearly free (method §3) is in `fold.py`; which path is taken is a count of FLOPs. Both agree to rounding.
+The fold (`fold.py`) makes the cost of TempNet almost negligible. Whether it is used is decided by a count of FLOPs;
+the results with and without it agree up to rounding.
 
-Shapes: N tokens, d hidden size, V effective vocabulary, d1 TempNet's first layer.
+Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from tempnet.softmax.fused import FusedSums, can_fuse
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
 
-# Logits of a chunk: 32 MiB in float32. Fewer, and the output weight's gradient is read and written too often; more, and
-# the passes over them leave the cache.
+# Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
+# often; with more, the logits do not stay in the cache.
 _NUM_LOGITS_PER_CHUNK = 1 << 23
 
 
 class LinearLoss(NamedTuple):
-    """What :func:`linear_language_model_loss` returns."""
+    """Result of :func:`linear_language_model_loss`."""
 
     loss: Tensor
-    """Scalar, or (N,) for `reduction="none"`, where ignored targets give 0; in float32 at least."""
+    """Loss, in float32 at least: a scalar, or (N,) for `reduction="none"`, with 0 for ignored targets."""
     tau: Tensor
-    """(N,), without a graph."""
+    """Temperature of every token, without an autograd graph: (N,)."""
     values: TokenValues | None
-    """Cross-entropies at τ = 1 and at τ, and the entropy at τ = 1, of every token (N,), if asked for."""
+    """Cross-entropies at τ = 1 and at τ, and entropies at τ = 1, of every token; None if they were not requested."""
     slopes: Tensor
-    """(N,) ∂loss/∂τ of every token, without a graph: of a robust loss H(p) − log V + ρ."""
+    """∂loss/∂τ of every token, without an autograd graph; for a robust loss it is H(p) − log V + ρ: (N,)."""
 
 
 def linear_language_model_loss(
@@ -63,33 +65,37 @@ def linear_language_model_loss(
     fold_cache: FoldCache | None = None,
     chunk_size: int | None = None,
 ) -> LinearLoss:
-    """The loss of a batch of tokens from their hidden states, and the temperature of each.
+    """Compute the loss of a batch of tokens from their hidden states, and the temperature of each token.
 
     Args:
-        hidden: (N, d), in float32, bfloat16 or float64. Sums run in float32 at least.
-        weight: (V, d) output weight, or more rows than `vocab_size`.
-        targets: (N,) int64; IGNORE_INDEX marks tokens that count for nothing.
-        config: which of the losses.
-        tempnet: the network, for `ts_ce` and `dro`; its input must be under stop-gradient and have a transform layer
+        hidden: (N, d) hidden states in float32, bfloat16 or float64. Sums are computed in float32 at least.
+        weight: (V or more, d) output weight.
+        targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
+        config: configuration of the loss.
+        tempnet: the temperature network, for `ts_ce` and `dro`. It must have a transform layer and detach its input
             (the other ablations of Tables 18 and 20 need `language_model_loss`).
-        vocab_size: V, the effective vocabulary: rows of the weight beyond it are padding and count for nothing.
-            Default: all rows.
-        bias: output bias, as many as the weight has rows, or None.
-        soft_cap: logits become soft_cap·tanh(logits/soft_cap), or None.
-        num_targets: what the sum over tokens is divided by. Default: the valid targets of this call.
-        reduction: `mean` divides by `num_targets`; `none` returns the loss of every token.
-        with_values: also return what the statistics of `tempnet.statistics` are made of; one more pass over a chunk.
-        matmul_dtype: the dtype of the products with the output weight, as autocast would have it. Default: the inputs'.
-        fold: use W1·W (True), the chunk's logits (False), or whichever is possible and needs fewer FLOPs (None).
-        fold_cache: keeps W1·W between calls; its owner clears it when the weights change. Default: made in every call.
-        chunk_size: tokens a chunk. Default: about 8 million logits.
+        vocab_size: effective vocabulary V; rows of the weight beyond it are padding and are ignored. By default all
+            rows are used.
+        bias: output bias with as many entries as the weight has rows, or None.
+        soft_cap: logits become soft_cap·tanh(logits/soft_cap); None for no cap.
+        num_targets: divisor of the sum over tokens; by default the number of valid targets of this call.
+        reduction: `mean` divides the sum by `num_targets`; `none` returns the loss of every token.
+        with_values: whether to return the values that `tempnet.statistics` needs, which takes one more pass over a
+            chunk.
+        matmul_dtype: dtype of the products with the output weight, as for autocast; by default that of the inputs.
+        fold: True to use W1·W, False to use the chunk's logits, None to choose the possible way with fewer FLOPs.
+        fold_cache: cache that keeps W1·W between calls; its owner must clear it when the weights change. By default
+            W1·W is computed in every call.
+        chunk_size: number of tokens per chunk; by default such that a chunk has about 8 million logits.
 
     Returns:
-        The loss with gradients for hidden, weight, bias and every parameter of the TempNet; τ; and the values.
+        The loss with gradients for hidden, weight, bias and every parameter of the TempNet; τ; the values; and the
+        slopes.
 
     Raises:
-        ValueError: for a vocab_size that is not in 1 … rows of the weight, or not the TempNet's; a chunk_size below 1; an
-            infeasible ρ; a TempNet that this path cannot take; or a fold that a bias, a cap or the input shift `max` forbids.
+        ValueError: if vocab_size is not in 1 … rows of the weight or not that of the TempNet, chunk_size is below 1,
+            ρ is infeasible, the TempNet is not supported (see :func:`supports`), or `fold` is True although a bias, a
+            soft-cap or the input shift `max` makes it impossible.
     """
     vocab_size = len(weight) if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= len(weight):
@@ -151,13 +157,15 @@ def linear_language_model_loss(
 
 
 def supports(tempnet: TempNet) -> bool:
-    """Whether a TempNet can be computed from its first layer's output: a transform, under stop-gradient."""
+    """Return whether a TempNet can be computed from W1 x alone: it must have a transform layer and detach its input."""
     return tempnet.transform is not None and tempnet.config.stop_gradient
 
 
 def whole_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
-    """The network's parameters in the order of `parameters()`, each read as an attribute of its module: under ZeRO-3
-    that is what makes DeepSpeed gather it."""
+    """Return the network's parameters in the order of `parameters()`.
+
+    Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
+    """
     return tuple(
         getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
     )
@@ -171,13 +179,13 @@ def make_sums(
     parameters: tuple[Tensor, ...],
     needs: Sequence[bool],
 ) -> ChunkSums:
-    """By the Triton kernels where they can, in chunks elsewhere."""
+    """Create the accumulator of losses and gradients: with Triton kernels where they can be used, else with chunks."""
     kind = FusedSums if can_fuse(hidden, settings) else ChunkSums
     return kind(hidden, weight, bias, settings, parameters, needs)
 
 
 class _LossSum(torch.autograd.Function):
-    """Sum of the token losses; the gradients are made in the forward pass and scaled, in place, in the backward pass."""
+    """Sum of the token losses; gradients are computed in the forward pass and scaled in place in the backward pass."""
 
     @staticmethod
     def forward(
@@ -213,7 +221,7 @@ class _LossSum(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The token losses; the backward pass goes over the chunks again, with the upstream gradients as weights."""
+    """Token losses; the backward pass processes all chunks again, with the upstream gradients as weights of rows."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,13 @@
-"""The five language-model losses on materialised logits: the definition that every faster path is tested against.
+"""Reference implementation of the language-model losses on materialised logits, against which faster ones are tested.
 
-A loss is a pair of two choices (TempNet Table 4 and §6.1):
+A loss is a combination of a temperature and an objective (TempNet Table 4 and §6.1):
 
     name         temperature of a token        objective
     ce           1                             cross-entropy of L/τ
     fixed        one given τ                   cross-entropy of L/τ (`fixed_robust`: the robust loss)
-    dro_newton   τ*(z), the oracle             robust loss f(z, τ)          Baseline2
-    ts_ce        TempNet                       cross-entropy of L/τ         Baseline3, Table 18
-    dro          TempNet                       robust loss f(z, τ)          the method
+    dro_newton   τ*(z), the oracle             robust loss f(z, τ)          Baseline2 of the paper
+    ts_ce        TempNet                       cross-entropy of L/τ         Baseline3 of the paper, Table 18
+    dro          TempNet                       robust loss f(z, τ)          the paper's method
 
 Shapes: N tokens, V effective vocabulary.
 """
@@ -30,7 +30,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """One row of the table above."""
+    """Kind of loss: one row of the table in the docstring of this module."""
 
     temperature: Literal["one", "given", "oracle", "tempnet"]
     objective: Literal["cross_entropy", "robust"]
@@ -48,18 +48,22 @@ LOSS_KINDS: dict[str, LossKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureLossConfig:
-    """Which loss, and the numbers that it needs."""
+    """Configuration of a language-model loss.
+
+    Raises:
+        ValueError: if the name is unknown, or tau is not positive.
+    """
 
     name: str = "dro"
-    """ce, fixed, fixed_robust, dro_newton, ts_ce or dro."""
+    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce or dro."""
     rho: float
-    """The radius of the KL ball in nats, 0 ≤ ρ < log V."""
+    """Radius ρ of the KL ball in nats, 0 ≤ ρ < log V."""
     tau: float = 1.0
-    """The temperature of `fixed` and `fixed_robust`."""
+    """Temperature of the losses `fixed` and `fixed_robust`."""
     tau_min: float = 0.001
-    """τ₀ of the oracle."""
+    """Lower bound τ₀ of the oracle's temperature."""
     tau_max: float = 2.0
-    """τ_max of the oracle."""
+    """Upper bound τ_max of the oracle's temperature."""
 
     def __post_init__(self) -> None:
         if self.name not in LOSS_KINDS:
@@ -69,12 +73,12 @@ class TemperatureLossConfig:
 
     @property
     def kind(self) -> LossKind:
-        """The temperature and the objective that the name stands for."""
+        """Temperature and objective that the name stands for."""
         return LOSS_KINDS[self.name]
 
 
 def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: TempNet | None) -> Tensor:
-    """τ of every row of `logits` (N, V) → (N,); with a graph only where a TempNet predicts it."""
+    """Return τ (N,) of every row of `logits` (N, V); it has an autograd graph only if a TempNet predicts it."""
     source = config.kind.temperature
     if source == "tempnet":
         assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
@@ -86,13 +90,20 @@ def token_temperatures(logits: Tensor, config: TemperatureLossConfig, tempnet: T
 
 
 def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
-    """The loss of every row (N, V), (N,), (N,) → (N,), in float32 at least; ignored targets give exactly 0."""
+    """Return the loss of every row (N,), in float32 at least; it is exactly 0 for ignored targets.
+
+    Args:
+        logits: (N, V).
+        targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
+        tau: (N,) temperatures.
+        config: configuration of the loss.
+    """
     is_valid = targets != IGNORE_INDEX
     safe_targets = targets.where(is_valid, 0)
     if config.kind.objective == "robust":
         losses = robust_loss(logits, safe_targets, tau, config.rho)
     else:
-        # τ·f at ρ = log V would be the same up to the factor; cross-entropy of L/τ is its own thing: 1/τ in the gradient.
+        # The robust loss at ρ = log V equals τ times this cross-entropy, whose gradient has an additional factor 1/τ.
         exact = logits if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(exact / tau.unsqueeze(-1), safe_targets, reduction="none")
     return torch.where(is_valid, losses, 0.0)
@@ -100,7 +111,10 @@ def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
 
 @torch.no_grad()
 def token_slopes(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
-    """∂loss/∂τ of every row (N, V), (N,), (N,) → (N,): H(p) − log V + ρ, or (H(p) − CE)/τ; ignored targets give 0."""
+    """Return ∂loss/∂τ of every row (N,): H(p) − log V + ρ for a robust loss, (H(p) − CE)/τ for a cross-entropy.
+
+    It is 0 for ignored targets. The arguments are those of :func:`token_losses`.
+    """
     if config.kind.objective == "robust":
         slopes, _ = temperature_derivatives(logits, tau, config.rho)
     else:
@@ -117,15 +131,15 @@ def language_model_loss(
     *,
     num_targets: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch of tokens and the temperature of each.
+    """Compute the loss of a batch of tokens, and the temperature of each token.
 
     Args:
-        logits: (N, V), V the effective vocabulary.
-        targets: (N,) int64; IGNORE_INDEX marks tokens that count for nothing.
-        config: which of the five losses.
-        tempnet: the network, for `ts_ce` and `dro`.
-        num_targets: what the sum over tokens is divided by: the number of valid targets of the *global* batch (all
-            ranks, all micro-batches). Default: those of this call.
+        logits: (N, V), where V is the effective vocabulary.
+        targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
+        config: configuration of the loss.
+        tempnet: the temperature network, for `ts_ce` and `dro`.
+        num_targets: divisor of the sum over tokens, which should be the number of valid targets of the *global* batch
+            (all ranks, all micro-batches). By default it is the number of valid targets of this call.
 
     Returns:
         The scalar loss, and τ (N,).

@@ -1,11 +1,11 @@
-"""The Triton kernels behind `tempnet.softmax.kernels`: what one program does with its tile of logits.
+"""The Triton kernels of `tempnet.softmax.kernels`, which process tiles of logits.
 
-Importing this file imports Triton, which reads TRITON_INTERPRET at that moment; `kernels.py` does so on first use.
+Importing this file imports Triton, which reads TRITON_INTERPRET at that moment; `kernels.py` imports it on first use.
 
-A program owns BLOCK_TOKENS rows and computes logits BLOCK_VOCAB columns at a time, in float32 and in registers; only sums
-over the vocabulary (statistics) or the gradient in the inputs' precision leave it. Programs are numbered so that those
-running at the same time share GROUP row blocks: the hidden states of one group and the weight tiles it is reading then
-fit the L2 cache together.
+A program processes BLOCK_TOKENS rows, and computes the logits of BLOCK_VOCAB columns at a time, in float32 and in
+registers. It writes only sums over the vocabulary (statistics), or the gradient in the precision of the inputs.
+Programs are numbered so that those that run at the same time share GROUP row blocks: the hidden states of one group
+and the weight tiles that it reads then fit into the L2 cache together.
 
 Shapes: N tokens, d hidden size, V vocabulary; all matrices are contiguous. Sizes need not be multiples of the blocks.
 """
@@ -15,13 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Stands for −∞ where a column lies beyond the vocabulary: exp gives exactly 0, and 0·FLOOR is 0, not NaN.
+# Replaces −∞ in columns beyond the vocabulary: its exponential is exactly 0, and 0·FLOOR is 0, not NaN.
 FLOOR = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _grouped(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tuple:
-    """The (row, column) of a program: GROUP rows at a time, down a column before the next one."""
+    """Return the (row, column) of a program; programs visit GROUP rows at a time, column by column."""
     first_row = program // (GROUP * num_columns) * GROUP
     num_rows_here = tl.minimum(num_rows - first_row, GROUP)
     within = program % (GROUP * num_columns)
@@ -45,8 +45,11 @@ def _logits_tile(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap; entries beyond the ends mean nothing."""
-    # N·d and V·d may pass 2³¹.
+    """Return L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap.
+
+    Entries beyond the number of tokens or the vocabulary have no meaning.
+    """
+    # Offsets are int64, because N·d and V·d may exceed 2³¹.
     hidden_rows = hidden + rows.to(tl.int64)[:, None] * num_hidden
     weight_columns = weight + columns.to(tl.int64)[None, :] * num_hidden
     logits = tl.zeros((BLOCK_TOKENS, BLOCK_VOCAB), dtype=tl.float32)
@@ -62,7 +65,7 @@ def _logits_tile(
     if bias is not None:
         logits += tl.load(bias + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
     if soft_cap is not None:
-        # tanh(x) = 1 − 2/(e²ˣ + 1), right at both infinities; absolute error is that of float32 at 1.
+        # tanh(x) = 1 − 2/(e²ˣ + 1) is correct at both infinities; its absolute error is that of float32 at 1.
         logits = soft_cap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / soft_cap)) + 1.0))
     return logits
 
@@ -89,11 +92,12 @@ def statistics_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Sums over one split of the vocabulary for one block of tokens, by running maximum.
+    """Compute sums over one split of the vocabulary for one block of tokens, relative to a running maximum.
 
-    Writes to partials (4 or 6, num_splits, N), with m the maximum of L over the split and x = (L − m)/τ:
-    m, Σ eˣ, Σ eˣ (L − m), L at the target (0 where the target lies elsewhere), and with WITH_UNIT the two sums at τ = 1.
-    The moment is taken about m because E_p[L] − m is what matters at small τ, and is lost in a sum of large L.
+    With m the maximum of L over the split and x = (L − m)/τ, the kernel writes to partials (4 or 6, num_splits, N):
+    m, Σ eˣ, Σ eˣ (L − m), L at the target (0 if the target is not in the split), and with WITH_UNIT both sums at τ = 1.
+    The moment is taken about m because the losses need E_p[L] − m at small τ, whose digits would be lost in a sum of
+    large L.
     """
     num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
     row_block, split = _grouped(tl.program_id(0), num_row_blocks, num_splits, GROUP)
@@ -178,11 +182,11 @@ def logits_gradient_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One tile of row_scale·(softmax(L/τ) − onehot)·slope, written in the precision of `gradient` (N, ≥ V).
+    """Write one tile of row_scale·(softmax(L/τ) − onehot)·slope to `gradient` (N, ≥ V), in its precision.
 
-    `weight` and `bias` are those of a stretch of the vocabulary, of vocab_size rows, and `targets` count from its start.
-    p = exp((L − maximum)/τ − log_sum): the maximum goes before the division, as L/τ alone has lost the digits of small
-    differences at small τ.
+    `weight` and `bias` are those of one section of the vocabulary with vocab_size rows, and `targets` are relative to
+    its start. The softmax is exp((L − maximum)/τ − log_sum): the maximum is subtracted before the division, because
+    L/τ would lose the digits of small differences at small τ.
     """
     num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
     num_tiles = tl.cdiv(vocab_size, BLOCK_VOCAB)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipelines.images.decoding import MAX_PIXELS
-
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.named_values import named_values, twice
 from jobs.scoring.language_models.config import EvaluationWorkersSection
+from pipelines.images.decoding import MAX_PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
-from pipelines.problems import check_problems
-from tempnet.contrastive.retrieval import recall
-from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.cluster import start_ray
@@ -21,6 +17,10 @@ from jobs.scoring.dual_encoders.folders import ClassFolders
 from jobs.scoring.dual_encoders.images import FolderImages, ImageSet, PairImages
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
 from jobs.scoring.dual_encoders.units import Embeddings
+from pipelines.images.prepare import PrepareImagesConfig, check_source, prepare_images
+from pipelines.problems import check_problems
+from tempnet.contrastive.retrieval import recall
+from tempnet.contrastive.zero_shot import accuracy, class_embeddings
 
 
 class DataSet(Protocol):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from jobs.scoring.dual_encoders.units import ModelSpec
 from pipelines.images.captions import CaptionEncoder
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
-
-from jobs.scoring.dual_encoders.units import ModelSpec
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 

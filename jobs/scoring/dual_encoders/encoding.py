@@ -21,6 +21,7 @@ import torch
 from ray.exceptions import RayError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT
+from jobs.engine.console import clock
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.encoder import Encoder
 from jobs.scoring.dual_encoders.images import ImageSet, read_images
@@ -109,7 +110,7 @@ def encode(
             left = (time.monotonic() - started) / num_done * (len(units) - num_done)
             print(
                 f"{num_done:>{len(str(len(units)))}}/{len(units)}  {unit.title}  {row['seconds']:.1f} s  "
-                f"{int(left) // 60}:{int(left) % 60:02d} left",
+                f"{clock(left)} left",
                 flush=True,
             )
 

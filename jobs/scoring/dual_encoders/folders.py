@@ -14,14 +14,14 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
+from pyarrow import fs
+
+from jobs.engine.config import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives
 from pipelines.images.samples import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.ranges import ByteRange, range_reader
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
-from pyarrow import fs
-
-from jobs.engine.config import absolute_path
 
 _SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 

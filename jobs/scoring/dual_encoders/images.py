@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from jobs.scoring.dual_encoders.folders import ClassFolders
 from pipelines.images.decoding import ImageError
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.samples import MAX_IMAGE_BYTES
 from pipelines.images.views import evaluation_view
-from transformers import PreTrainedTokenizerFast
-
-from jobs.scoring.dual_encoders.folders import ClassFolders
 
 
 class ImageSet(Protocol):

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
-from pipelines.storage import resolve
 from pyarrow.fs import FileType
-from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 from jobs.engine.fingerprints import files_digest
+from pipelines.storage import resolve
+from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 # Increase this whenever the same input would give other embeddings.
 _VERSION = 2

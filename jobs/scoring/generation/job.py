@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines.text.tokenization import document_start_id, load_tokenizer, token_texts
-from tempnet.loading import load_tempnet
-from tempnet.network import TempNet
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -18,6 +15,9 @@ from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
 from jobs.scoring.generation.records import Key, RecordFile, settings_hash
 from jobs.scoring.generation.sampling import Generated, Request, Sampler
+from pipelines.text.tokenization import document_start_id, load_tokenizer, token_texts
+from tempnet.loading import load_tempnet
+from tempnet.network import TempNet
 
 # Fields that do not change any text: where texts are computed and written, and how many there are.
 _NOT_SETTINGS = ("prompts", "output", "num_samples", "batch_size", "limit", "device", "html", "generator")

@@ -19,14 +19,14 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from pipelines.text.tokenization import document_start_id
-from tempnet.inference import CachedFold, attach, can_fold
-from tempnet.network import TempNet
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import encode_context
+from pipelines.text.tokenization import document_start_id
+from tempnet.inference import CachedFold, attach, can_fold
+from tempnet.network import TempNet
 
 # The builders of `datasets` that read local files.
 _LOCAL_DATA = {"json", "csv", "parquet", "text"}

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.engine.console import clock
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.errors import EvaluationFailedError
 from jobs.scoring.language_models.plan import Plan, make_plan
@@ -103,7 +104,7 @@ def _work_off(config: EvaluateConfig, jobs: list[Job], ledger: Ledger) -> dict[s
         left = (time.monotonic() - started) / num_done * (len(jobs) - num_done)
         width = len(str(len(jobs)))
         print(
-            f"job {num_done:>{width}}/{len(jobs)}  {job.title}  {seconds:.1f} s  {int(left) // 60}:{int(left) % 60:02d} left",
+            f"job {num_done:>{width}}/{len(jobs)}  {job.title}  {seconds:.1f} s  {clock(left)} left",
             flush=True,
         )
     for worker in idle:

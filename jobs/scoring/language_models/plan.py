@@ -11,11 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lm_eval.models.utils import resolve_max_length
-from pipelines.sources import check_source
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.loading import load_tempnet
-from tempnet.network import PAIRED_DIRECTORY, TempNet
-from tempnet.weights import check_weight_files
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
@@ -36,6 +31,11 @@ from jobs.scoring.language_models.windows import (
     wikitext_pages,
     windows_digest,
 )
+from pipelines.sources import check_source
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.loading import load_tempnet
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.weights import check_weight_files
 
 WIKITEXT, LAMBADA = "wikitext", "lambada"
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from pipelines.storage import read_json, resolve, write_json
 
 from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature
 from jobs.scoring.language_models.windows import Window
+from pipelines.storage import read_json, resolve, write_json
 
 # Increase this whenever the same input would give another result.
 _VERSION = 1

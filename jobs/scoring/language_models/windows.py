@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from lm_eval.utils import get_rolling_token_windows
-from pipelines.text.tokenization import document_start_id
 from transformers import PreTrainedTokenizerFast
+
+from pipelines.text.tokenization import document_start_id
 
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
 NUM_TOKENS_PER_SLICE = 1 << 15

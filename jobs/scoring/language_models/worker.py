@@ -6,16 +6,16 @@ import os
 import time
 
 import torch
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.loading import load_causal_lm
-from tempnet.network import TempNet
-from tempnet.weights import check_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.scoring import Score, score_windows
 from jobs.scoring.language_models.units import Job, ModelSpec
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.loading import load_causal_lm
+from tempnet.network import TempNet
+from tempnet.weights import check_weights
 
 # The results of a job's units, in order, and the seconds that the job took.
 JobResult = tuple[list[Score | dict[str, float]], float]

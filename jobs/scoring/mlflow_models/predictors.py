@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
-from pipelines.text.tokenization import load_tokenizer, token_texts
-from tempnet.loading import find_tempnet, load_tempnet
-from tempnet.models.dual_encoder import TEXT_TEMPNET_DIRECTORY
-from tempnet.models.sentence_encoder import SentenceEncoder
-from tempnet.models.towers import load_tower
-from tempnet.network import TempNet
 
 from jobs.scoring.dual_encoders.encoder import Encoder
 from jobs.scoring.dual_encoders.units import ModelSpec
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import model_settings
+from pipelines.text.tokenization import load_tokenizer, token_texts
+from tempnet.loading import find_tempnet, load_tempnet
+from tempnet.models.dual_encoder import TEXT_TEMPNET_DIRECTORY
+from tempnet.models.sentence_encoder import SentenceEncoder
+from tempnet.models.towers import load_tower
+from tempnet.network import TempNet
 
 INPUTS = Schema([ColSpec(DataType.string, "text")])
 EXAMPLES = ["The temperature of a softmax decides how sharply a model commits.", "People guess it."]

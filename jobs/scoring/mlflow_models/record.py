@@ -23,13 +23,13 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
-from pipelines.storage import relative, resolve
 from pyarrow.fs import FileSelector, FileType
-from tempnet.network import PAIRED_DIRECTORY
 
 from jobs.engine.resumption import whole_checkpoints
 from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, INPUTS, predictor_kind
+from pipelines.storage import relative, resolve
+from tempnet.network import PAIRED_DIRECTORY
 
 CHECKPOINT, TEMPNET = "checkpoint", "tempnet"
 """Model types, by which MLflow's list of models can be filtered."""

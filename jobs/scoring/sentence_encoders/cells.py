@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from jobs.engine.fingerprints import model_digest
+from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
+from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
 from pipelines.sources import check_source
 from pipelines.storage import read_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.sentence_encoder import SentenceEncoder, num_positions, saved_num_tokens
-
-from jobs.engine.fingerprints import model_digest
-from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 
 # Increase this whenever the same input would give other figures.
 _VERSION = 2

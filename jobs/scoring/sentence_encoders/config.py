@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipelines.sentences.senteval import TASK_NAMES, present_tasks
-
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.named_values import named_values, twice
 from jobs.scoring.language_models.config import EvaluationWorkersSection
+from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

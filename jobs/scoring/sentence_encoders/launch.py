@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
-from pipelines.storage import resolve, write_json
 from ray.exceptions import RayError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.engine.console import clock
 from jobs.engine.named_values import named_values
 from jobs.engine.tracking import resolved_uri
 from jobs.scoring.labels import model_labels
@@ -24,6 +22,9 @@ from jobs.scoring.publishing import PublishedColumn, publish
 from jobs.scoring.sentence_encoders.cells import Cell, ModelSpec, cells, compute
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.table import Column, markdown
+from pipelines.problems import TooManyProblemsError
+from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
+from pipelines.storage import resolve, write_json
 
 
 def evaluate(config: EvaluateSentencesConfig) -> list[Column]:
@@ -147,8 +148,7 @@ def _compute_all(config: EvaluateSentencesConfig, left: Sequence[Cell]) -> None:
         num_done += 1
         rest = (time.monotonic() - started) / num_done * (len(left) - num_done)
         print(
-            f"{num_done:>{len(str(len(left)))}}/{len(left)}  {cell.title}  {seconds:.1f} s  "
-            f"{int(rest) // 60}:{int(rest) % 60:02d} left",
+            f"{num_done:>{len(str(len(left)))}}/{len(left)}  {cell.title}  {seconds:.1f} s  {clock(rest)} left",
             flush=True,
         )
 

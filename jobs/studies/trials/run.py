@@ -23,6 +23,7 @@ from ray.tune.search import Searcher
 
 from jobs.engine.cluster import check_resources
 from jobs.engine.config import TrainingConfig
+from jobs.engine.console import clock
 from jobs.engine.launch import claim_directory, train
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
@@ -352,12 +353,6 @@ class _Progress(tune.Callback):
 def _share(trial: Trial, outcome: Mapping[str, Any]) -> float:
     """Returns the share of its steps that a trial ran for."""
     return float(outcome["num_steps"] / trial.config.run.num_steps)
-
-
-def clock(seconds: float) -> str:
-    """Returns a duration as hours, minutes and seconds, without hours if there are none."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def _reason(error: Exception | None) -> str:

@@ -9,9 +9,6 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
-from pipelines.sentences.senteval import TASK_NAMES, present_tasks
-from tempnet.soft_triple import SoftTripleConfig
-
 from jobs.engine.config import (
     EncoderSection,
     RunSection,
@@ -22,6 +19,8 @@ from jobs.engine.config import (
     with_absolute_fields,
 )
 from jobs.engine.named_values import twice
+from pipelines.sentences.senteval import TASK_NAMES, present_tasks
+from tempnet.soft_triple import SoftTripleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from pipelines.problems import TooManyProblemsError
-from pipelines.sentences.classification import LabelledSource
-from pipelines.sentences.senteval import Examples, SentenceTask, read_labelled, read_task
-from pipelines.text.tokenization import load_tokenizer
 from sklearn.model_selection import StratifiedKFold
 from sklearn.utils import resample
 
 from jobs.tasks.classifier.config import ClassifierConfig, LabelledSection
+from pipelines.problems import TooManyProblemsError
+from pipelines.sentences.classification import LabelledSource
+from pipelines.sentences.senteval import Examples, SentenceTask, read_labelled, read_task
+from pipelines.text.tokenization import load_tokenizer
 
 
 def read_data(data: LabelledSection, name: str) -> tuple[SentenceTask, Examples]:

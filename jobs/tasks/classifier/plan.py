@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.text.tokenization import load_tokenizer
-
 from jobs.engine.description import describe_plan, results
 from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.launch import tracking_uri
@@ -17,6 +15,7 @@ from jobs.engine.tracking import TrackedRun
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
+from pipelines.text.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

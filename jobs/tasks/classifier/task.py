@@ -12,10 +12,6 @@ import ray.train.torch
 import torch
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEntropyClassifier
 from torch import Tensor
 
 from jobs.engine.export import exported
@@ -23,6 +19,10 @@ from jobs.engine.task import ParameterGroup, StepResult, trainable
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEntropyClassifier
 
 _VALIDATION_BATCH_SIZE = 64
 

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipelines.images.views import AugmentationConfig
-from tempnet.contrastive.config import LOSS_KINDS
-from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
-
 from jobs.engine.config import (
     ValidationSection,
     check_not_negative,
@@ -19,6 +15,9 @@ from jobs.engine.config import (
     with_absolute_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
+from pipelines.images.views import AugmentationConfig
+from tempnet.contrastive.config import LOSS_KINDS
+from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
 
 MAX_IMAGE_SIZE = 4096
 """Largest side of an image in pixels. Such an image takes 0.2 GiB as float32, and its activations many times as much."""

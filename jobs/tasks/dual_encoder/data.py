@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import numpy as np
+
+from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
 from pipelines.text.tokenization import load_tokenizer
-
-from jobs.tasks.dual_encoder.config import ClipConfig
 
 
 def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:

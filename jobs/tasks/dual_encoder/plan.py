@@ -10,11 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pipelines.images.captions import CaptionEncoder
-from pipelines.images.manifest import ImageManifest
-from pipelines.images.prepare import check_source
-from pipelines.stream import READ_CPUS
-from pipelines.text.tokenization import load_tokenizer
 
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
@@ -26,6 +21,11 @@ from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
 from jobs.tasks.dual_encoder.report import summary_table, write_report
+from pipelines.images.captions import CaptionEncoder
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.prepare import check_source
+from pipelines.stream import READ_CPUS
+from pipelines.text.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

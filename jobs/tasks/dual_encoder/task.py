@@ -10,13 +10,6 @@ import numpy as np
 import ray.train.torch
 import torch
 from deepspeed import DeepSpeedEngine
-from pipelines.images.manifest import ImageManifest
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
-from tempnet.contrastive.losses import gamma_at
-from tempnet.contrastive.statistics import PairStatistics
-from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
-from tempnet.statistics import histogram_of
 from torch import Tensor
 
 from jobs.engine.rho import ContrastiveSteering
@@ -26,6 +19,13 @@ from jobs.tasks.dual_encoder.data import pair_source, random_pairs
 from jobs.tasks.dual_encoder.export import export_encoder
 from jobs.tasks.dual_encoder.models import build_model
 from jobs.tasks.dual_encoder.validation import RetrievalSet, one_temperature, retrieval_scores, rivals
+from pipelines.images.manifest import ImageManifest
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from tempnet.contrastive.losses import gamma_at
+from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.statistics import histogram_of
 
 _FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
 

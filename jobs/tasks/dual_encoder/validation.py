@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from jobs.tasks.dual_encoder.config import ClipConfig
 from pipelines.images.pairs import PairSource
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.held_out import held_out_losses
@@ -21,9 +24,6 @@ from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.rivals import compare_with_constants
-from torch import Tensor
-
-from jobs.tasks.dual_encoder.config import ClipConfig
 
 # Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
 _MAX_PAIRS_COMPARED = 4096

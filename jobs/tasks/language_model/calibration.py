@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from torch import Tensor
+
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.models import autocast_dtype, build_base
+from jobs.tasks.language_model.validation import to_tensors
 from pipelines.storage import read_json
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
@@ -23,11 +28,6 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
-from torch import Tensor
-
-from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.models import autocast_dtype, build_base
-from jobs.tasks.language_model.validation import to_tensors
 
 CALIBRATION_FILE = "calibration.json"
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
+from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
 from pipelines.text.prepare import PrepareConfig, describe, prepare_text
 from pipelines.text.tokenization import load_tokenizer
-
-from jobs.tasks.language_model.config import LanguageModelConfig
 
 
 def prepared(config: LanguageModelConfig, split: str) -> Manifest:

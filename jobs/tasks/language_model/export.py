@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 from jobs.engine.deepspeed_engine import whole_parameters
 from jobs.engine.export import exported
 from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 
 def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is_first: bool) -> None:

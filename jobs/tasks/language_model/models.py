@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import torch
-from pipelines.sources import check_source
-from pipelines.text.tokenization import document_start_id
-from tempnet.dro import rho_from_target_entropy
-from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.models.packing import takes_document_mask
-from tempnet.network import TempNet
-from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weight_files, check_weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +12,14 @@ from transformers import (
 )
 
 from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.sources import check_source
+from pipelines.text.tokenization import document_start_id
+from tempnet.dro import rho_from_target_entropy
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.packing import takes_document_mask
+from tempnet.network import TempNet
+from tempnet.softmax.reference import TemperatureLossConfig
+from tempnet.weights import check_weight_files, check_weights
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64

@@ -8,12 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.archives import list_archives
-from pipelines.stream import READ_CPUS
-from pipelines.text.manifest import Manifest
-from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
-from tempnet.dro import check_rho
-from tempnet.network import TempNet
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
@@ -26,6 +20,12 @@ from jobs.tasks.language_model.config import LanguageModelConfig, with_absolute_
 from jobs.tasks.language_model.data import prepared
 from jobs.tasks.language_model.models import base_shapes, resolved_rho
 from jobs.tasks.language_model.report import summary_table, write_report
+from pipelines.archives import list_archives
+from pipelines.stream import READ_CPUS
+from pipelines.text.manifest import Manifest
+from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
+from tempnet.dro import check_rho
+from tempnet.network import TempNet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from pipelines.text.tokenization import token_texts
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.curves import draw_curves
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
+from pipelines.text.tokenization import token_texts
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -10,15 +10,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
-from pipelines.text.blocks import BlockSource
-from pipelines.text.manifest import Manifest
-from pipelines.text.packing import IGNORE_INDEX
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.models.causal_lm import TemperatureCausalLM
-from tempnet.softmax.fold import FoldCache
-from tempnet.statistics import TemperatureStatistics
 from torch import Tensor
 
 from jobs.engine.rho import RhoSteering
@@ -28,6 +19,15 @@ from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.text.blocks import BlockSource
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import IGNORE_INDEX
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.fold import FoldCache
+from tempnet.statistics import TemperatureStatistics
 
 # Number of tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle).
 _NUM_ORACLE_TOKENS = 256

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
 from pipelines.text.manifest import Manifest
@@ -23,7 +25,6 @@ from tempnet.dro import optimal_temperature, robust_loss
 from tempnet.rivals import compare_with_constants
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
-from torch import Tensor
 
 if TYPE_CHECKING:  # jobs that only prepare batches do not need DeepSpeed
     from deepspeed import DeepSpeedEngine

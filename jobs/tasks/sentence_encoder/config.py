@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from pipelines.sentences.spans import SpanConfig, Strategy
-from tempnet.contrastive.config import LOSS_KINDS
-
 from jobs.engine.config import (
     EncoderSection,
     RunSection,
@@ -17,6 +14,8 @@ from jobs.engine.config import (
     with_absolute_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
+from pipelines.sentences.spans import SpanConfig, Strategy
+from tempnet.contrastive.config import LOSS_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import numpy as np
+
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.sentences.span_source import SpanSource
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest
 from pipelines.text.prepare import PrepareConfig, describe, prepare_text
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
-
-from jobs.tasks.sentence_encoder.config import SentenceConfig
 
 # Random seed of the spans that are scored in validation, which are the same for all runs.
 VALIDATION_SEED = 0

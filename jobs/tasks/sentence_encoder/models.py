@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from jobs.engine import encoders
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.text.tokenization import SpecialTokens
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.unimodal import UnimodalLoss
@@ -10,10 +14,6 @@ from tempnet.contrastive.world import World
 from tempnet.models.sentence_encoder import num_positions
 from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
 from tempnet.network import TempNet
-from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
-
-from jobs.engine import encoders
-from jobs.tasks.sentence_encoder.config import SentenceConfig
 
 
 def build_encoder(config: SentenceConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.archives import list_archives
-from pipelines.stream import READ_CPUS
-from pipelines.text.manifest import Manifest
-from pipelines.text.tokenization import load_tokenizer
-
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.hardware import state_bytes_per_worker
@@ -22,6 +17,10 @@ from jobs.tasks.sentence_encoder.config import SentenceConfig, with_absolute_pat
 from jobs.tasks.sentence_encoder.data import prepared
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
 from jobs.tasks.sentence_encoder.report import summary_table, write_report
+from pipelines.archives import list_archives
+from pipelines.stream import READ_CPUS
+from pipelines.text.manifest import Manifest
+from pipelines.text.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,6 @@ import ray.train.torch
 import torch
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
-from pipelines.text.manifest import Manifest
-from pipelines.text.tokenization import load_tokenizer
-from tempnet.contrastive.losses import gamma_at
-from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
-from tempnet.network import PAIRED_DIRECTORY
-from tempnet.statistics import histogram_of
 
 from jobs.engine.export import exported
 from jobs.engine.task import ParameterGroup, StepResult, trainable
@@ -28,6 +20,14 @@ from jobs.tasks.sentence_encoder.data import read_documents, span_source
 from jobs.tasks.sentence_encoder.models import build_model
 from jobs.tasks.sentence_encoder.statistics import SpanStatistics
 from jobs.tasks.sentence_encoder.validation import SpanSet, rivals, validate
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from pipelines.text.manifest import Manifest
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.contrastive.losses import gamma_at
+from tempnet.models.temperature_sentence_encoder import TemperatureSentenceEncoder
+from tempnet.network import PAIRED_DIRECTORY
+from tempnet.statistics import histogram_of
 
 
 class SentenceTask:

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from jobs.tasks.sentence_encoder.batches import span_tensors
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, span_source
 from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
 from tempnet.contrastive.config import ContrastiveLossConfig
@@ -20,11 +25,6 @@ from tempnet.contrastive.held_out import held_out_losses
 from tempnet.contrastive.retrieval import recall
 from tempnet.models.temperature_sentence_encoder import IGNORE_INDEX, TemperatureSentenceEncoder
 from tempnet.rivals import compare_with_constants
-from torch import Tensor
-
-from jobs.tasks.sentence_encoder.batches import span_tensors
-from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import VALIDATION_SEED, read_documents, span_source
 
 # Number of anchors on which predicted temperatures are compared with constants; the cost is quadratic in this number.
 _MAX_PAIRS_COMPARED = 2048

@@ -22,21 +22,21 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 import torch
-from pipelines.images.manifest import ImageManifest, read_index
-from pipelines.images.pairs import PairSource
-from pipelines.images.prepare import describe, prepare_images
-from pipelines.images.temperature_table import read_table, table_schema
-from pipelines.storage import resolve, write_json
 from pyarrow.fs import FileType
 from ray.exceptions import RayError
-from tempnet.models.dual_encoder import load_pair_tempnets
-from tempnet.statistics import BOUND_SHARE
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
 from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
 from jobs.scoring.temperatures.texts.config import PredictionWorkers
 from jobs.scoring.temperatures.texts.parts import from_bytes, part_file, to_bytes
+from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import describe, prepare_images
+from pipelines.images.temperature_table import read_table, table_schema
+from pipelines.storage import resolve, write_json
+from tempnet.models.dual_encoder import load_pair_tempnets
+from tempnet.statistics import BOUND_SHARE
 
 SUMMARY_FILE = "_summary.json"
 PREPARED_DIRECTORY = "_prepared"

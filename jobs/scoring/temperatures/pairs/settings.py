@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jobs.engine.fingerprints import tempnet_digest
+from jobs.scoring.dual_encoders.encoder import caption_encoder
+from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.labels import model_labels
+from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.storage import relative, resolve
 from tempnet.models.dual_encoder import (
@@ -18,12 +23,6 @@ from tempnet.models.dual_encoder import (
     load_pair_tempnets,
 )
 from tempnet.network import TempNet
-
-from jobs.engine.fingerprints import tempnet_digest
-from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.dual_encoders.units import ModelSpec
-from jobs.scoring.labels import model_labels
-from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 
 FORMAT_VERSION = 1
 

@@ -17,9 +17,6 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
-from pipelines.archives import Archive
-from pipelines.problems import check_problems
-from pipelines.storage import relative, resolve, write_json
 from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
@@ -29,6 +26,9 @@ from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import PredictionSettings, record_digest
 from jobs.scoring.temperatures.texts.totals import Totals
 from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
+from pipelines.archives import Archive
+from pipelines.problems import check_problems
+from pipelines.storage import relative, resolve, write_json
 
 SUMMARY_FILE = "_summary.json"
 _READ_CPUS = 0.5

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from pipelines.archives import Archive
-from pipelines.text.prepare import readable_documents
-from pipelines.text.reading import Document
-from pipelines.text.tokenization import load_tokenizer, token_texts
 
 from jobs.scoring.temperatures.texts.parts import token_arrays, tokenised
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.tasks.language_model.report import ColouredText, coloured_page
+from pipelines.archives import Archive
+from pipelines.text.prepare import readable_documents
+from pipelines.text.reading import Document
+from pipelines.text.tokenization import load_tokenizer, token_texts
 
 
 def first_documents(

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from pipelines.archives import Archive
 from pipelines.storage import read_json, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
 from pipelines.text.prepare import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer
-from transformers import PreTrainedTokenizerFast
-
-from jobs.scoring.temperatures.texts.settings import PredictionSettings
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
 

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives
-from pipelines.storage import read_json, relative, resolve, write_json
-from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from pyarrow.fs import FileType
-from tempnet.loading import load_tempnet
-from tempnet.network import TempNet
-from tempnet.weights import check_weight_files
 from transformers import AutoConfig
 
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.identity import differences
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives
+from pipelines.storage import read_json, relative, resolve, write_json
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.loading import load_tempnet
+from tempnet.network import TempNet
+from tempnet.weights import check_weight_files
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "_settings.json"

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pipelines.storage import resolve
-from tempnet.statistics import spearman
 
 from jobs.scoring.temperatures.texts.parts import part_file, token_arrays
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.scoring.temperatures.texts.totals import QUANTILES, Totals, quantile_name
+from pipelines.storage import resolve
+from tempnet.statistics import spearman
 
 _TOTALS_KEY = b"totals"
 _UNIT = "temperature, dimensionless"
