@@ -20,7 +20,16 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/tour.md", "docs/extend.md", "docs/results.md", "docs/method.md", "docs/errors.md", "CONTRIBUTING.md", "README.md"]
+    "page",
+    [
+        "docs/tour.md",
+        "docs/extend.md",
+        "docs/results.md",
+        "docs/method.md",
+        "docs/errors.md",
+        "CONTRIBUTING.md",
+        "README.md",
+    ],
 )
 def test_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text()

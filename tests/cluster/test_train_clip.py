@@ -31,6 +31,10 @@ from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.train_clip import evaluation_of
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.sample.images import read_captions
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 
@@ -103,17 +107,14 @@ def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], image
     best = max(history(reference, "validation/mean_recall").values())
     assert reference["best_rating"] == best
     assert all(math.isfinite(value) for value in history(reference, "validation/cross_entropy_tau").values())
-    assert reference["share_cut"] == {"train": 0.0, "validation": 0.0}
+    tokens = load_tokenizer(str(images / "tokenizer"), needs_eos=False)(list(read_captions(images / "train")))
+    assert reference["share_cut"]["train"] == sum(len(row) > 30 for row in tokens["input_ids"]) / NUM_PAIRS > 0
     assert "captions cut to" in (Path(reference["directory"]) / "report" / "summary.txt").read_text()
     assert sum(reference["histograms"]["image"]) == 20
     assert sum(reference["histograms"]["text"]) == 100
 
 
 def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, Any], images: Path) -> None:
-    from pipelines.images.manifest import ImageManifest
-    from pipelines.images.pairs import PairSource
-    from pipelines.text.tokenization import load_tokenizer
-
     export = Path(reference["export"])
     encoder = DualEncoder.from_pretrained(export)
     networks = load_pair_tempnets(export)
@@ -126,6 +127,8 @@ def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, A
     tokenizer = load_tokenizer(str(export / "text_encoder"), needs_eos=False)
     source = PairSource(manifest=manifest, tokenizer=tokenizer, image_size=32)
     captions, image_of_text = source.captions()
+    share_cut = np.mean([len(row) > 30 for row in tokenizer(captions)["input_ids"]])
+    assert reference["share_cut"]["validation"] == pytest.approx(share_cut)
     tokens = source.encoder.encode(captions)
     with torch.no_grad():
         image = encoder.encode_images(torch.from_numpy(source.read_images(range(20))))
