@@ -11,8 +11,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from support import BIN, ROOT, free_port, wait_for, wait_for_ports
 
@@ -47,10 +49,22 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """Kill the server and all its workers; returns when none of them can write any more."""
         if self._process is not None:
+            self.signal(signal.SIGKILL)
             self._process.wait()
+            group = self._process.pid
+            wait_for(lambda: not self._has_processes(group), seconds=60)
         self._process = None
+
+    @staticmethod
+    def _has_processes(group: int) -> bool:
+        """Whether any process of a group still runs; one that has ended but was not waited for does not."""
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def metrics(self) -> list[tuple[str, int, float]]:
         """Key, step and value of every value in the store, read past the server, which may be away."""
