@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,6 +44,14 @@ class Server:
             # A session of its own, so that its workers get the signals too.
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         wait_for_ports(self._process, self.port, timeout=120)
+        wait_for(self._answers, seconds=120)  # its workers load for a while after the port is open
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
 
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None:
