@@ -26,9 +26,9 @@ run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 
 # Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first is the longest
-# of `test-all`; in this order both forms keep two of them at work until near the end.
+# of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 test-rest test-text test-encoders test-fast types
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-text test-encoders test-fast types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
