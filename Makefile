@@ -78,6 +78,7 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
 	$(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.validation
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.contrastive_loss
 	$(BIN)/python -m benchmarks.image_pipeline
