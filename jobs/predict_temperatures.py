@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
+    from jobs.scoring.stages import ScoringFailedError
     from jobs.scoring.temperatures.texts.page import check_page, first_documents, write_page
     from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
     from pipelines.problems import TooManyProblemsError
@@ -58,12 +59,15 @@ def main(arguments: Sequence[str]) -> int:
             _print_page(html, np.concatenate([tau for _, tau, _ in sections.values()]))
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except ScoringFailedError as error:
+        fail(str(error), FAILED)
     return 0
 
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.scoring.temperatures.pairs.job import PairPredictionFailedError, predict_pairs
+    from jobs.scoring.stages import ScoringFailedError
+    from jobs.scoring.temperatures.pairs.job import predict_pairs
     from jobs.scoring.temperatures.pairs.settings import resolve_settings
     from jobs.scoring.temperatures.texts.settings import claim_output
     from pipelines.problems import TooManyProblemsError
@@ -76,7 +80,7 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
-    except PairPredictionFailedError as error:
+    except ScoringFailedError as error:
         fail(str(error), FAILED)
     return 0
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that an error in the arguments is reported without waiting for Ray to load.
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from jobs.scoring.language_models.errors import EvaluationFailedError
+    from jobs.scoring.stages import ScoringFailedError
     from jobs.studies.reproduction.launch import run_reproduction
     from jobs.studies.reproduction.plan import make_reproduction
     from jobs.studies.trials.command import run_command
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
             dry_run=dry_run,
             files="results.md, figures.png and results.json",
         )
-    except EvaluationFailedError as error:
+    except ScoringFailedError as error:
         fail(str(error), FAILED)
 
 

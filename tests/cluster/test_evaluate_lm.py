@@ -16,12 +16,12 @@ from scipy.stats import spearmanr
 
 from jobs import evaluate_lm
 from jobs.engine.config import TrackingSection
-from jobs.scoring.language_models import launch
-from jobs.scoring.language_models.config import EvaluateConfig, EvaluationWorkersSection
-from jobs.scoring.language_models.errors import EvaluationFailedError
+from jobs.scoring import stages
+from jobs.scoring.language_models.config import EvaluateConfig, PoolSection
 from jobs.scoring.language_models.launch import evaluate
-from jobs.scoring.language_models.table import Column
 from jobs.scoring.language_models.windows import num_words, wikitext_pages
+from jobs.scoring.results import Results
+from jobs.scoring.stages import ScoringFailedError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -60,7 +60,7 @@ def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "data_dir": files["data_dir"],
             "storage": str(tmp_path / "runs"),
             "tracking": TrackingSection(enabled=False),
-            "workers": EvaluationWorkersSection(num_workers=num_workers),
+            "workers": PoolSection(num_workers=num_workers),
             "batch_size": 3,
         }
         return EvaluateConfig(name=name, **{**defaults, **changes})
@@ -68,8 +68,8 @@ def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return make
 
 
-def figures(columns: list[Column]) -> dict[tuple[str, str], float]:
-    return {(column.title, name): value for column in columns for name, value in column.metrics.items()}
+def figures(results: Results) -> dict[tuple[str, str], float]:
+    return {(column.title, name): value for column in results.columns for name, value in column.metrics.items()}
 
 
 def test_one_worker_two_workers_and_a_resumed_run_agree(
@@ -111,10 +111,10 @@ def test_one_worker_two_workers_and_a_resumed_run_agree(
     assert f"{len(times) - len(lost)} of them finished before" in capsys.readouterr().out
 
     # Nothing is lost: nothing is done.
-    def no_work(*arguments: Any) -> None:
+    def start_ray() -> None:
         raise AssertionError("work was given out")
 
-    monkeypatch.setattr(launch, "_work_off", no_work)
+    monkeypatch.setattr(stages, "start_ray", start_ray)
     assert figures(evaluate(config("one-worker", 1, batch_size=7))) == again
 
 
@@ -159,7 +159,7 @@ def test_a_task_that_fails_is_named_beside_the_figures_of_the_others_and_is_all_
     settings = config(
         "failing", 1, models=(files["a"],), temperatures=("one",), include_path=str(tasks), tasks=("local_arc_easy",)
     )
-    with pytest.raises(EvaluationFailedError, match=r"^a · local_arc_easy · one: ValueError: .+$") as failed:
+    with pytest.raises(ScoringFailedError, match=r"^a · local_arc_easy · one: ValueError: .+$") as failed:
         evaluate(settings)
     assert "wikitext word perplexity" in failed.value.table
     assert "lambada acc" in failed.value.table

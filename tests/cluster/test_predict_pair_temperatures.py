@@ -13,10 +13,10 @@ from clip_support import make_dual_encoder, make_pairs
 from support import run_until
 
 from jobs.predict_temperatures import main
+from jobs.scoring.config import PoolSection
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs.job import predict_pairs
 from jobs.scoring.temperatures.pairs.settings import resolve_settings
-from jobs.scoring.temperatures.texts.config import PredictionWorkers
 from jobs.scoring.temperatures.texts.settings import claim_output
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.temperature_table import read_temperatures
@@ -112,7 +112,7 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
         max_bad_share=0.1,
         with_embeddings=True,
         batch_size=4,
-        workers=PredictionWorkers(num_workers=2, cpus_per_worker=0.5),
+        workers=PoolSection(num_workers=2, cpus_per_worker=0.5),
     )
     settings = resolve_settings(config)
     claim_output(config.output, settings.record())

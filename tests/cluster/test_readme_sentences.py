@@ -43,7 +43,8 @@ def test_training_and_scoring(home: Path) -> None:
     # Another evaluation finds the figures.
     before = cell.stat().st_mtime_ns
     models = (str(home / "runs" / "declutr-small-small" / "export"),)
-    (column,) = evaluate(EvaluateSentencesConfig(models=models, data=str(task.parent), storage=str(home / "runs")))
+    config = EvaluateSentencesConfig(models=models, data=str(task.parent), storage=str(home / "runs"))
+    (column,) = evaluate(config).columns
     assert column.metrics["CR/accuracy"] == figures["accuracy"]
     assert cell.stat().st_mtime_ns == before
 

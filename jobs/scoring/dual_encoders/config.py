@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.config import RunSection, TrackingSection
+from jobs.engine.config import TrackingSection
 from jobs.engine.named_values import named_values, twice
-from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.scoring.config import EvaluationConfig, check_least, check_share
 from pipelines.images.decoding import MAX_PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateClipConfig:
+class EvaluateClipConfig(EvaluationConfig):
     """The models and the data; every model is evaluated on every data set. NAME is the name of a set in the results."""
 
     models: tuple[str, ...]
@@ -42,14 +42,10 @@ class EvaluateClipConfig:
     """Precision in which the encoders run. Embeddings are float32, and scores are computed exactly from them."""
     name: str = "clip-evaluation"
     """Name of the evaluation; also the name of its directory in storage, which keeps embeddings and the results."""
-    storage: str = ""
-    """Directory or URI of evaluations, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="clip-evaluation"))
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("models is empty: name at least one")
+        EvaluationConfig.__post_init__(self)
         if again := twice(path.rstrip("/") for path in self.models):
             raise ValueError(f"models names {again!r} twice")
         if not (self.retrieval or self.zero_shot):
@@ -64,19 +60,8 @@ class EvaluateClipConfig:
         )
         if sum("=" not in text for text in self.templates) > 1:
             raise ValueError(f"templates = {' '.join(self.templates)}: only one is for all sets, others are NAME=…")
-        for name in ("max_pixels", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
-        _ = self.run  # raises ValueError if the name or the storage cannot be used
-
-    @property
-    def run(self) -> RunSection:
-        """Name and storage as the section that training runs use, checked by the same rules."""
-        run = RunSection(name=self.name, storage=self.storage)
-        _ = run.resolved_storage
-        return run
+        check_least(self, max_pixels=1, batch_size=1)
+        check_share("max_bad_share", self.max_bad_share)
 
     def template_set(self, name: str) -> str:
         """Returns the name or file of the templates of a zero-shot set."""

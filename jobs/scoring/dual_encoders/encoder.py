@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from pipelines.images.captions import CaptionEncoder
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
@@ -21,7 +21,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 class Encoder:
     """A dual encoder with its tokenizer."""
 
-    def __init__(self, spec: ModelSpec, *, precision: str, batch_size: int, use_gpu: bool = False) -> None:
+    def __init__(self, spec: DualEncoderSpec, *, precision: str, batch_size: int, use_gpu: bool = False) -> None:
         self._device = torch.device("cuda" if use_gpu else "cpu")
         self._model = DualEncoder.from_pretrained(spec.path, autocast_dtype=_DTYPES[precision]).to(self._device)
         self._captions = caption_encoder(spec)
@@ -51,7 +51,7 @@ class Encoder:
         return rows.numpy()
 
 
-def caption_encoder(spec: ModelSpec) -> CaptionEncoder:
+def caption_encoder(spec: DualEncoderSpec) -> CaptionEncoder:
     """Returns a caption encoder with the model's tokenizer and number of tokens per text.
 
     Raises:

@@ -18,6 +18,7 @@ import safetensors.numpy
 from pyarrow.fs import FileType
 
 from jobs.engine.fingerprints import files_digest
+from jobs.scoring.models import ModelSpec
 from pipelines.storage import resolve
 from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
@@ -28,21 +29,18 @@ NUM_TEXTS_PER_UNIT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Description of a model, to be sent to the workers."""
+class DualEncoderSpec(ModelSpec):
+    """Description of a dual encoder; its digest covers both encoders and their projections."""
 
-    label: str
-    """Name of the model in the results."""
-    path: str
-    digest: str
-    """Digest of the files of both encoders and their projections, but not of the TempNets."""
     image_size: int
+    """Side of the images in pixels."""
     num_text_tokens: int
+    """Maximum number of tokens of a text; longer texts are cut."""
     vocab_size: int
     """Number of tokens in the text encoder's embedding table."""
 
     @classmethod
-    def read(cls, label: str, path: str) -> ModelSpec:
+    def read(cls, label: str, path: str) -> DualEncoderSpec:
         """Returns the description of a dual encoder, which is loaded once to check that it can be.
 
         Raises:
@@ -77,7 +75,7 @@ class ModelSpec:
 class Unit:
     """Consecutive images, or texts, of one data set, to be encoded by one model."""
 
-    model: ModelSpec
+    model: DualEncoderSpec
     data: str
     """Name of the data set."""
     modality: Literal["image", "text"]
@@ -93,7 +91,7 @@ class Unit:
         return f"{self.model.label} · {self.data} · {self.modality}s {self.start}–{self.stop - 1}"
 
 
-def image_units(model: ModelSpec, precision: str, data: str, digest: str, num_images: int) -> list[Unit]:
+def image_units(model: DualEncoderSpec, precision: str, data: str, digest: str, num_images: int) -> list[Unit]:
     """Returns the units of a data set's images; `digest` must identify the images and their order."""
     spans = _spans(num_images, NUM_IMAGES_PER_UNIT)
     return [
@@ -109,7 +107,7 @@ def image_units(model: ModelSpec, precision: str, data: str, digest: str, num_im
     ]
 
 
-def text_units(model: ModelSpec, precision: str, data: str, texts: Sequence[str]) -> list[Unit]:
+def text_units(model: DualEncoderSpec, precision: str, data: str, texts: Sequence[str]) -> list[Unit]:
     """Returns the units of a data set's texts."""
     spans = _spans(len(texts), NUM_TEXTS_PER_UNIT)
     return [

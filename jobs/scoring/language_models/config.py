@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.engine.config import RunSection, TrackingSection
+from jobs.scoring.config import EvaluationConfig, check_least
 from jobs.scoring.language_models.temperatures import Temperature
 
 # The value in `tempnets` for a model that is to be used without a TempNet.
@@ -14,24 +14,7 @@ NO_TEMPNET = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationWorkersSection:
-    """Number and resources of the worker processes."""
-
-    num_workers: int = 1
-    """Number of Ray actors, each of which holds one model at a time. The results do not depend on it."""
-    use_gpu: bool = False
-    """Reserve one GPU for every worker. False: workers run on CPUs."""
-    cpus_per_worker: float = 1.0
-    """CPUs that Ray reserves for every worker; also its number of PyTorch threads."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_workers", "cpus_per_worker"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"workers.{name} = {getattr(self, name)} must be positive")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(EvaluationConfig):
     """The models, temperatures and tasks; every model is evaluated at every temperature on every task."""
 
     models: tuple[str, ...]
@@ -69,16 +52,9 @@ class EvaluateConfig:
     """Data type of the base model. The softmax and TempNet are always float32."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with a model."""
-    name: str = "evaluation"
-    """Name of the evaluation; also the name of its directory in storage, which keeps finished units and the results."""
-    storage: str = ""
-    """Directory or URI that holds evaluations and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
-    tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="evaluation"))
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("models is empty: name at least one")
+        EvaluationConfig.__post_init__(self)
         if self.tempnets and len(self.tempnets) != len(self.models):
             raise ValueError(
                 f"tempnets names {len(self.tempnets)} networks for {len(self.models)} models: "
@@ -86,9 +62,7 @@ class EvaluateConfig:
             )
         if not (self.wikitext or self.lambada or self.tasks):
             raise ValueError("nothing to evaluate on: give wikitext, lambada or tasks")
-        for name, lowest in (("limit", 0), ("num_fewshot", -1), ("max_length", 0), ("batch_size", 1)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {lowest}")
+        check_least(self, limit=0, num_fewshot=-1, max_length=0, batch_size=1)
         for name in ("wikitext", "lambada"):
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{name} = {path!r} is no file")
@@ -97,19 +71,14 @@ class EvaluateConfig:
                 raise ValueError(f"{name} = {path!r} is no directory")
         if not self.temperatures:
             raise ValueError("temperatures is empty: name one, tempnet, fixed:VALUE or several")
-        for name, values in (("temperatures", [one.name for one in self.columns]), ("tasks", self.tasks)):
+        for name, values in (
+            ("temperatures", [temperature.name for temperature in self.columns]),
+            ("tasks", self.tasks),
+        ):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} = {' '.join(values)} names something twice")
-        _ = self.run  # raises ValueError if the name or the storage cannot be used
 
     @property
     def columns(self) -> list[Temperature]:
         """The parsed temperatures."""
         return [Temperature.parse(text) for text in self.temperatures]
-
-    @property
-    def run(self) -> RunSection:
-        """Name and storage as the section that training runs use, checked by the same rules."""
-        run = RunSection(name=self.name, storage=self.storage)
-        _ = run.resolved_storage
-        return run

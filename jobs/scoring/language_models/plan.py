@@ -15,11 +15,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
 from jobs.engine.tracking import resolved_uri
-from jobs.scoring.labels import model_labels
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks
 from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.units import Job, ModelSpec, Unit, unit_key
+from jobs.scoring.language_models.units import Job, LanguageModelSpec, Unit, unit_key
 from jobs.scoring.language_models.windows import (
     Window,
     document_windows,
@@ -31,6 +30,7 @@ from jobs.scoring.language_models.windows import (
     wikitext_pages,
     windows_digest,
 )
+from jobs.scoring.models import model_labels
 from pipelines.sources import check_source
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
@@ -45,7 +45,7 @@ class Plan:
     """All the work of an evaluation."""
 
     config: EvaluateConfig
-    models: list[ModelSpec]
+    models: list[LanguageModelSpec]
     temperatures: list[Temperature]
     jobs: list[Job]
     num_words: int
@@ -102,9 +102,9 @@ def make_plan(config: EvaluateConfig) -> Plan:
     )
 
 
-def _window_jobs(config: EvaluateConfig, spec: ModelSpec, task: str, windows: list[Window]) -> Iterator[Job]:
-    for part, few in enumerate(slices(windows)):
-        digest = windows_digest(few)
+def _window_jobs(config: EvaluateConfig, spec: LanguageModelSpec, task: str, windows: list[Window]) -> Iterator[Job]:
+    for part, slice_of_windows in enumerate(slices(windows)):
+        digest = windows_digest(slice_of_windows)
         units = tuple(
             Unit(
                 model=spec,
@@ -115,10 +115,12 @@ def _window_jobs(config: EvaluateConfig, spec: ModelSpec, task: str, windows: li
             )
             for temperature in config.columns
         )
-        yield Job(units=units, windows=tuple(few))
+        yield Job(units=units, windows=tuple(slice_of_windows))
 
 
-def _harness_unit(config: EvaluateConfig, spec: ModelSpec, temperature: Temperature, name: str, digest: str) -> Unit:
+def _harness_unit(
+    config: EvaluateConfig, spec: LanguageModelSpec, temperature: Temperature, name: str, digest: str
+) -> Unit:
     key = unit_key(
         spec,
         temperature,
@@ -154,7 +156,7 @@ def _tempnets(config: EvaluateConfig) -> list[str]:
 
 def _model_spec(
     config: EvaluateConfig, label: str, path: str, tempnet: str
-) -> tuple[ModelSpec, PreTrainedTokenizerFast]:
+) -> tuple[LanguageModelSpec, PreTrainedTokenizerFast]:
     base = _base_config(path, config.trust_remote_code)
     tokenizer = load_tokenizer(path)
     num_logits = base.get_text_config().vocab_size
@@ -178,7 +180,7 @@ def _model_spec(
     max_length = resolve_max_length(base, tokenizer)
     if config.max_length > max_length:
         raise ValueError(f"max_length = {config.max_length} is more than the {max_length} positions of {path}")
-    spec = ModelSpec(
+    spec = LanguageModelSpec(
         label=label,
         path=_absolute(path),
         tempnet=_absolute(tempnet),

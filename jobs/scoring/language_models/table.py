@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from jobs.engine.tables import markdown_table
 from jobs.scoring.language_models.plan import LAMBADA, WIKITEXT, Plan
-from jobs.scoring.language_models.temperatures import Temperature
-from jobs.scoring.language_models.units import Ledger, ModelSpec, Unit
-from jobs.scoring.publishing import markdown_table
+from jobs.scoring.language_models.units import Ledger, Unit
+from jobs.scoring.results import Column
 from tempnet.statistics import spearman
 
 _TITLES = {
@@ -25,31 +26,21 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """The column of one model at one temperature."""
-
-    model: ModelSpec
-    temperature: Temperature
-    metrics: dict[str, float] = field(default_factory=dict)
-    """`<task>/<metric>` → value."""
-
-    @property
-    def title(self) -> str:
-        """Heading of the column."""
-        return f"{self.model.label} · {self.temperature.name}"
-
-
 def make_columns(plan: Plan, ledger: Ledger) -> list[Column]:
     """Returns the columns of all models and temperatures, without figures for tasks that have unfinished units."""
     units = defaultdict[tuple[str, str, str], list[Unit]](list)
     for unit in plan.units:
         units[unit.model.label, unit.temperature.name, unit.task].append(unit)
-    columns = [Column(model=model, temperature=one) for model in plan.models for one in plan.temperatures]
-    for column in columns:
-        for (label, temperature, task), parts in units.items():
-            if (label, temperature) == (column.model.label, column.temperature.name):
+    columns = []
+    for model, temperature in itertools.product(plan.models, plan.temperatures):
+        column = Column(
+            title=f"{model.label} · {temperature.name}",
+            parameters={"model": model.path, "tempnet": model.tempnet, "temperature": temperature.name},
+        )
+        for (label, name, task), parts in units.items():
+            if (label, name) == (model.label, temperature.name):
                 column.metrics.update(_figures(plan, ledger, task, parts))
+        columns.append(column)
     return columns
 
 
@@ -83,7 +74,7 @@ def _figures(plan: Plan, ledger: Ledger, task: str, units: list[Unit]) -> dict[s
     return {f"{task}/{name}": value for name, value in figures.items()}
 
 
-def markdown(columns: list[Column]) -> str:
+def markdown(columns: Sequence[Column]) -> str:
     """Returns a table with one column per model and temperature and one row per figure."""
     names = list(dict.fromkeys(name for column in columns for name in column.metrics))
     tasks = list(dict.fromkeys(name.partition("/")[0] for name in names))

@@ -18,6 +18,7 @@ import safetensors.numpy
 from jobs.scoring.language_models.scoring import Score
 from jobs.scoring.language_models.temperatures import Temperature
 from jobs.scoring.language_models.windows import Window
+from jobs.scoring.models import ModelSpec
 from pipelines.storage import read_json, resolve, write_json
 
 # Increase this whenever the same input would give another result.
@@ -25,27 +26,24 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Description of a model, to be sent to the workers."""
+class LanguageModelSpec(ModelSpec):
+    """Description of a language model and its TempNet."""
 
-    label: str
-    """Name of the model in the results."""
-    path: str
     tempnet: str
     """Location of its TempNet; empty if it has none."""
     vocab_size: int | None
     """The effective vocabulary of a model with a TempNet, whose further logits are ignored; None without a TempNet."""
     max_length: int
-    digest: str
-    """Digest of the base model's files."""
+    """Maximum number of tokens that the model reads at once."""
     tempnet_digest: str
+    """Digest of the TempNet; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One model at one temperature on one task, or on one slice of a task."""
 
-    model: ModelSpec
+    model: LanguageModelSpec
     temperature: Temperature
     task: str
     part: int
@@ -69,7 +67,7 @@ class Job:
         return f"{first.model.label} · {first.task}{part} · {', '.join(unit.temperature.name for unit in self.units)}"
 
 
-def unit_key(model: ModelSpec, temperature: Temperature, dtype: str, **what: Any) -> str:
+def unit_key(model: LanguageModelSpec, temperature: Temperature, dtype: str, **what: Any) -> str:
     """Returns a hash of everything that decides the result of a unit, as 24 hex digits."""
     content = {
         "version": _VERSION,

@@ -1,9 +1,9 @@
-"""The Ray actor of an evaluation, which holds one model at a time and runs jobs."""
+"""What a worker of the pool runs: it holds one language model at a time, and computes the results of jobs."""
 
 from __future__ import annotations
 
 import os
-import time
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -11,73 +11,72 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.scoring import Score, score_windows
-from jobs.scoring.language_models.units import Job, ModelSpec
+from jobs.scoring.language_models.units import Job, LanguageModelSpec
+from jobs.scoring.models import LoadedModel
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
 from tempnet.weights import check_weights
 
-# The results of a job's units, in order, and the seconds that the job took.
-JobResult = tuple[list[Score | dict[str, float]], float]
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    base: PreTrainedModel
+    network: TempNet | None
+    tokenizer: PreTrainedTokenizerFast
 
 
-class EvaluationWorker:
-    """Runs jobs, and loads a model when the first job needs it."""
+class Evaluator:
+    """Computes the results of jobs, and loads a model when the first job needs it."""
 
     def __init__(self, config: EvaluateConfig) -> None:
         # else the harness opens a process pool over all CPUs to bootstrap standard errors
         os.environ["DISABLE_MULTIPROC"] = "1"
-        torch.set_num_threads(max(1, int(config.workers.cpus_per_worker)))
         self._config = config
         self._tasks = Tasks(config.include_path, config.data_dir)
-        self._loaded: tuple[ModelSpec, PreTrainedModel, TempNet | None, PreTrainedTokenizerFast] | None = None
+        self._model = LoadedModel(self._load)
 
-    def run(self, job: Job) -> JobResult:
-        """Compute the results of a job."""
-        started = time.monotonic()
-        results = self._score(job) if job.windows else self._harness(job)
-        return results, time.monotonic() - started
+    def __call__(self, job: Job) -> list[Score | dict[str, float]]:
+        """Returns the results of a job's units, in their order."""
+        return self._score(job) if job.windows else [self._run_task(job)]
 
     def _score(self, job: Job) -> list[Score | dict[str, float]]:
-        spec, base, network, _ = self._model(job.units[0].model)
+        spec = job.units[0].model
+        model = self._model.get(spec)
         scores = score_windows(
-            base,
+            model.base,
             job.windows,
-            {unit.temperature.name: unit.temperature.function(network) for unit in job.units},
+            {unit.temperature.name: unit.temperature.function(model.network) for unit in job.units},
             vocab_size=spec.vocab_size,
             batch_size=self._config.batch_size,
         )
         return [scores[unit.temperature.name] for unit in job.units]
 
-    def _harness(self, job: Job) -> list[Score | dict[str, float]]:
+    def _run_task(self, job: Job) -> dict[str, float]:
         (unit,) = job.units
-        spec, base, network, tokenizer = self._model(unit.model)
+        model, config = self._model.get(unit.model), self._config
         lm = TemperedLM(
-            base,
-            tokenizer,
+            model.base,
+            model.tokenizer,
             temperature=unit.temperature,
-            network=network,
-            vocab_size=spec.vocab_size,
-            max_length=spec.max_length,
-            batch_size=self._config.batch_size,
-            document_start=self._config.document_start,
+            network=model.network,
+            vocab_size=unit.model.vocab_size,
+            max_length=unit.model.max_length,
+            batch_size=config.batch_size,
+            document_start=config.document_start,
         )
-        config = self._config
-        return [run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)]
+        return run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
 
-    def _model(self, spec: ModelSpec) -> tuple[ModelSpec, PreTrainedModel, TempNet | None, PreTrainedTokenizerFast]:
-        if self._loaded is None or self._loaded[0] != spec:
-            self._loaded = None  # free the previous model first
-            dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
-            network: TempNet | None = None
-            if spec.tempnet:
-                base, network = load_causal_lm(spec.path, spec.tempnet, dtype=dtype, trust_remote_code=trust)
-            else:
-                base = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust).eval()
-                check_weights(base, spec.path)
-            device = "cuda" if self._config.workers.use_gpu else "cpu"
-            base.to(device)  # type: ignore[arg-type]
-            if network:
-                network.to(device)
-            self._loaded = (spec, base, network, load_tokenizer(spec.path))
-        return self._loaded
+    def _load(self, spec: LanguageModelSpec) -> _Model:
+        dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
+        network: TempNet | None = None
+        if spec.tempnet:
+            base, network = load_causal_lm(spec.path, spec.tempnet, dtype=dtype, trust_remote_code=trust)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust).eval()
+            check_weights(base, spec.path)
+        device = "cuda" if self._config.workers.use_gpu else "cpu"
+        base.to(device)  # type: ignore[arg-type]
+        if network:
+            network.to(device)
+        return _Model(base, network, load_tokenizer(spec.path))

@@ -17,7 +17,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import Array
 
 from jobs.scoring.dual_encoders.encoder import Encoder
-from jobs.scoring.dual_encoders.units import ModelSpec
+from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import model_settings
@@ -82,7 +82,7 @@ class CaptionTemperatures:
     outputs = Schema([ColSpec(DataType.double, "tau")])
 
     def __init__(self, export: Path) -> None:
-        self._encoder = Encoder(ModelSpec.read("export", str(export)), precision="fp32", batch_size=_BATCH_SIZE)
+        self._encoder = Encoder(DualEncoderSpec.read("export", str(export)), precision="fp32", batch_size=_BATCH_SIZE)
         self._tempnet = TempNet.from_pretrained(export / TEXT_TEMPNET_DIRECTORY)
 
     @torch.inference_mode()

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.fingerprints import model_digest
+from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
@@ -28,18 +30,14 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Description of a model, to be sent to the workers."""
+class SentenceEncoderSpec(ModelSpec):
+    """Description of a sentence encoder."""
 
-    label: str
-    """Name of the model in the results."""
-    path: str
-    digest: str
     num_tokens: int
     """Maximum number of tokens per sentence; longer sentences are cut."""
 
     @classmethod
-    def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> ModelSpec:
+    def read(cls, label: str, path: str, config: EvaluateSentencesConfig) -> SentenceEncoderSpec:
         """Returns the description of an encoder, which is loaded once to check that it can be.
 
         Raises:
@@ -67,7 +65,7 @@ class ModelSpec:
 class Cell:
     """One model on one task or one set of similarity judgements."""
 
-    model: ModelSpec
+    model: SentenceEncoderSpec
     data: SentenceTask | Judgements
     options: Mapping[str, Any]
     """All other settings that decide the figures."""
@@ -93,27 +91,39 @@ class Cell:
 
 
 def cells(
-    config: EvaluateSentencesConfig, models: Sequence[ModelSpec], data: Sequence[SentenceTask | Judgements]
+    config: EvaluateSentencesConfig, models: Sequence[SentenceEncoderSpec], data: Sequence[SentenceTask | Judgements]
 ) -> list[Cell]:
     """Returns a cell for every combination of model and data, ordered by model."""
     options = {"precision": config.precision}
     folds = {"num_folds": config.num_folds, "num_inner_folds": config.num_inner_folds, "seed": config.seed}
     return [
-        Cell(model=model, data=one, options=options | (folds if isinstance(one, SentenceTask) else {}))
+        Cell(model=model, data=data_set, options=options | (folds if isinstance(data_set, SentenceTask) else {}))
         for model in models
-        for one in data
+        for data_set in data
     ]
 
 
-def compute(cell: Cell, *, batch_size: int, use_gpu: bool) -> dict[str, float]:
-    """Compute the figures of a cell.
+class CellComputer:
+    """Computes the figures of cells in a worker, which holds one model at a time."""
 
-    These are accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut.
-    """
-    model = SentenceEncoder.from_pretrained(cell.model.path, autocast_dtype=_DTYPES[cell.options["precision"]])
-    model.to("cuda" if use_gpu else "cpu")
-    tokenizer = load_tokenizer(cell.model.path, needs_eos=False)
+    def __init__(self, config: EvaluateSentencesConfig) -> None:
+        self._config = config
+        self._encoder = LoadedModel(self._load)
 
+    def __call__(self, cell: Cell) -> dict[str, float]:
+        """Returns accuracy or correlations, the number of sentences or pairs, and the share of texts that were cut."""
+        encoder, tokenizer = self._encoder.get(cell.model), load_tokenizer(cell.model.path, needs_eos=False)
+        return compute(cell, encoder, tokenizer, batch_size=self._config.batch_size)
+
+    def _load(self, spec: SentenceEncoderSpec) -> SentenceEncoder:
+        model = SentenceEncoder.from_pretrained(spec.path, autocast_dtype=_DTYPES[self._config.precision])
+        return model.to("cuda" if self._config.workers.use_gpu else "cpu")
+
+
+def compute(
+    cell: Cell, model: SentenceEncoder, tokenizer: PreTrainedTokenizerFast, *, batch_size: int
+) -> dict[str, float]:
+    """Returns the figures of a cell, see :class:`CellComputer`."""
     num_texts = num_cut = 0
 
     def encode(texts: Sequence[str]) -> np.ndarray:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.config import RunSection, TrackingSection
+from jobs.engine.config import TrackingSection
 from jobs.engine.named_values import named_values, twice
-from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.scoring.config import EvaluationConfig, check_least, check_share
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateSentencesConfig:
+class EvaluateSentencesConfig(EvaluationConfig):
     """The models and the data; every model is evaluated on all the data."""
 
     models: tuple[str, ...]
@@ -41,14 +41,10 @@ class EvaluateSentencesConfig:
     """Largest share of a task's lines, in [0, 1], that may be unreadable before the job fails. They are counted."""
     name: str = "sentence-evaluation"
     """Name of the evaluation; also the name of its directory in storage, which keeps finished cells and the results."""
-    storage: str = ""
-    """Directory or URI that holds evaluations and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: EvaluationWorkersSection = field(default_factory=EvaluationWorkersSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="sentence-evaluation"))
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("models is empty: name at least one")
+        EvaluationConfig.__post_init__(self)
         if again := twice(path.rstrip("/") for path in self.models):
             raise ValueError(f"models names {again!r} twice")
         if not (self.data or self.similarity):
@@ -59,22 +55,11 @@ class EvaluateSentencesConfig:
             raise ValueError("tasks needs data, the directory that they are in")
         for name in self.tasks:
             if name not in TASK_NAMES:
-                raise ValueError(f"tasks: {name!r} is unknown: choose of {', '.join(TASK_NAMES)}")
+                raise ValueError(f"tasks: {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
         if again := twice([*self.tasks, *named_values("similarity", self.similarity)]):
             raise ValueError(f"tasks and similarity name {again!r} twice")
-        for name, least in (("num_folds", 2), ("num_inner_folds", 2), ("num_tokens", 0), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
-        if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
-        _ = self.run  # raises ValueError if the name or the storage cannot be used
-
-    @property
-    def run(self) -> RunSection:
-        """Name and storage as the section that training runs use, checked by the same rules."""
-        run = RunSection(name=self.name, storage=self.storage)
-        _ = run.resolved_storage
-        return run
+        check_least(self, num_folds=2, num_inner_folds=2, num_tokens=0, batch_size=1)
+        check_share("max_bad_share", self.max_bad_share)
 
     @property
     def present_tasks(self) -> tuple[str, ...]:

@@ -1,73 +1,94 @@
-"""Running an evaluation: Ray workers compute the unfinished cells, finished ones are read, and a table is published."""
+"""Running an evaluation: workers compute the unfinished cells, finished ones are read, and a table is published."""
 
 from __future__ import annotations
 
-import time
+import dataclasses
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
-import ray
-import torch
-from ray.exceptions import RayError
 
-from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
-from jobs.engine.console import clock
 from jobs.engine.named_values import named_values
 from jobs.engine.tracking import resolved_uri
-from jobs.scoring.labels import model_labels
-from jobs.scoring.language_models.config import EvaluationWorkersSection
-from jobs.scoring.language_models.errors import EvaluationFailedError
-from jobs.scoring.publishing import PublishedColumn, publish
-from jobs.scoring.sentence_encoders.cells import Cell, ModelSpec, cells, compute
+from jobs.scoring.models import model_labels
+from jobs.scoring.results import Column, Results, percent_table, publish
+from jobs.scoring.sentence_encoders.cells import Cell, CellComputer, SentenceEncoderSpec, cells
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.table import Column, markdown
+from jobs.scoring.stages import Stages, run_stages
 from pipelines.problems import TooManyProblemsError
 from pipelines.sentences.senteval import Judgements, SentenceTask, read_judgements, read_task
 from pipelines.storage import resolve, write_json
 
+_TITLES = {
+    "accuracy": "accuracy",
+    "spearman": "Spearman",
+    "pearson": "Pearson",
+    "num_sentences": "sentences",
+    "num_pairs": "pairs",
+    "num_unreadable": "unreadable",
+    "share_cut": "cut to the model's tokens",
+    "mean_accuracy": "mean accuracy",
+}
 
-def evaluate(config: EvaluateSentencesConfig) -> list[Column]:
-    """Run or continue an evaluation, write `results.md` and `results.json`, and return the columns of the table.
+
+def evaluate(config: EvaluateSentencesConfig) -> Results:
+    """Run or continue an evaluation, write `results.md` and `results.json`, and return the figures.
 
     Raises:
         ValueError, OSError: naming the field and the value, before any work starts.
         TooManyProblemsError: if too large a share of the data is unreadable.
-        EvaluationFailedError: if a cell failed.
+        ScoringFailedError: naming every failed cell, once all others have finished and the results are published.
     """
     _ = resolved_uri(config.tracking, config.run.resolved_storage)
     data = read_data(config)
-    models = [ModelSpec.read(*one, config) for one in zip(model_labels(config.models), config.models, strict=True)]
-    wanted = cells(config, models, data)
+    models = [
+        SentenceEncoderSpec.read(label, path, config)
+        for label, path in zip(model_labels(config.models), config.models, strict=True)
+    ]
+    all_cells = cells(config, models, data)
     directory = config.run.directory
-    left = [cell for cell in wanted if cell.stored(directory) is None]
-    print(f"{len(wanted)} cells, {len(wanted) - len(left)} of them finished before; {directory}", flush=True)
-    if left:
-        filesystem, path = resolve(f"{directory}/cells")
-        filesystem.create_dir(path, recursive=True)
-        _compute_all(config, left)
-    columns = []
-    for model in models:
-        metrics = {
-            f"{cell.data.name}/{name}": value
-            for cell in wanted
-            if cell.model == model
-            for name, value in (cell.stored(directory) or {}).items()
-        }
-        metrics |= {f"{one.name}/num_unreadable": sum(one.problems.values()) for one in data}
-        columns.append(Column(model=model, metrics=metrics))
-    publish(
+    left = [cell for cell in all_cells if cell.stored(directory) is None]
+    print(f"{len(all_cells)} cells, {len(all_cells) - len(left)} of them finished before; {directory}", flush=True)
+    filesystem, path = resolve(f"{directory}/cells")
+    filesystem.create_dir(path, recursive=True)
+
+    def keep(cell: Cell, figures: dict[str, float], seconds: float) -> None:
+        write_json(cell.file(directory), figures)
+
+    stages: Stages[Cell] = Stages(model=partial(CellComputer, config))
+    failed = run_stages(stages, left, config.workers, title=lambda cell: cell.title, keep=keep)
+    columns = [Column.of_model(model) for model in models]
+    for column, model in zip(columns, models, strict=True):
+        for cell in all_cells:
+            if cell.model == model:
+                figures = cell.stored(directory) or {}
+                column.metrics.update({f"{cell.data.name}/{name}": value for name, value in figures.items()})
+        column.metrics.update({f"{data_set.name}/num_unreadable": sum(data_set.problems.values()) for data_set in data})
+    return publish(
         config,
-        run=config.run,
-        tracking=config.tracking,
-        table=markdown(columns),
-        columns=[
-            PublishedColumn(title=column.model.label, parameters={"model": column.model.path}, metrics=column.metrics)
-            for column in columns
-        ],
-        identity=[cell.key for cell in wanted],
+        columns=columns,
+        render=sentence_table,
+        identity=[cell.key for cell in all_cells],
+        failed=failed,
     )
-    return columns
+
+
+def sentence_table(columns: Sequence[Column]) -> str:
+    """Returns the table; its last row is the mean accuracy, unless a column lacks an accuracy that another one has."""
+    names = {name for column in columns for name in column.metrics if name.endswith("/accuracy")}
+    if names and all(names <= column.metrics.keys() for column in columns):
+        columns = [
+            dataclasses.replace(column, metrics={**column.metrics, "mean_accuracy": mean_accuracy(column) or 0.0})
+            for column in columns
+        ]
+    return percent_table(columns, _TITLES, hidden_if_zero=("num_unreadable", "share_cut"))
+
+
+def mean_accuracy(column: Column) -> float | None:
+    """Returns the mean accuracy over the tasks, from 0 to 1; None if there are no tasks."""
+    accuracies = [value for name, value in column.metrics.items() if name.endswith("/accuracy")]
+    return statistics.fmean(accuracies) if accuracies else None
 
 
 def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements]:
@@ -79,22 +100,22 @@ def read_data(config: EvaluateSentencesConfig) -> list[SentenceTask | Judgements
     """
     names = config.present_tasks
     try:
-        found: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in names]
+        data: list[SentenceTask | Judgements] = [read_task(config.data, name) for name in names]
     except (OSError, ValueError) as error:
         raise type(error)(f"data: {error}") from error
     try:
-        found += [read_judgements(file, name) for name, file in named_values("similarity", config.similarity).items()]
+        data += [read_judgements(file, name) for name, file in named_values("similarity", config.similarity).items()]
     except (OSError, ValueError) as error:
         raise type(error)(f"similarity: {error}") from error
-    for one in found:
-        if isinstance(one, SentenceTask):
-            check_folds(one, config)
-        if (lost := sum(one.problems.values())) > config.max_bad_share * one.num_lines:
+    for data_set in data:
+        if isinstance(data_set, SentenceTask):
+            check_folds(data_set, config)
+        if (lost := sum(data_set.problems.values())) > config.max_bad_share * data_set.num_lines:
             raise TooManyProblemsError(
-                f"{one.name}: {lost} of {one.num_lines} lines cannot be read, more than max_bad_share = "
-                f"{config.max_bad_share:.2%}; the first: {'; '.join(one.examples)}"
+                f"{data_set.name}: {lost} of {data_set.num_lines} lines cannot be read, more than max_bad_share = "
+                f"{config.max_bad_share:.2%}; the first: {'; '.join(data_set.examples)}"
             )
-    return found
+    return data
 
 
 def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
@@ -117,43 +138,3 @@ def check_folds(task: SentenceTask, config: EvaluateSentencesConfig) -> None:
         raise ValueError(
             f"{name} = {number}: a class of {task.name} has {smallest} sentences to divide; choose fewer folds"
         )
-
-
-def _compute_all(config: EvaluateSentencesConfig, left: Sequence[Cell]) -> None:
-    """Compute every cell in its own Ray task, and write its figures as soon as it is finished."""
-    start_ray()
-    workers = config.workers
-    check_resources(
-        num_workers=workers.num_workers, cpus_per_worker=workers.cpus_per_worker, use_gpu=workers.use_gpu, data_cpus=0
-    )
-    task: Any = ray.remote(_computed).options(
-        num_cpus=workers.cpus_per_worker,
-        num_gpus=1 if workers.use_gpu else 0,
-        runtime_env={"env_vars": CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(workers.cpus_per_worker)))}},
-    )
-    waiting, running = list(reversed(left)), dict[Any, Cell]()
-    started, num_done = time.monotonic(), 0
-    while waiting or running:
-        while waiting and len(running) < workers.num_workers:
-            cell = waiting.pop()
-            running[task.remote(cell, config.batch_size, workers)] = cell
-        (reference, *_), _ = ray.wait(list(running))
-        cell = running.pop(reference)
-        try:
-            figures, seconds = ray.get(reference)
-        except RayError as error:
-            reason = str(getattr(error, "cause", None) or error).strip()
-            raise EvaluationFailedError(f"{cell.title}: {reason}") from error
-        write_json(cell.file(config.run.directory), figures)
-        num_done += 1
-        rest = (time.monotonic() - started) / num_done * (len(left) - num_done)
-        print(
-            f"{num_done:>{len(str(len(left)))}}/{len(left)}  {cell.title}  {seconds:.1f} s  {clock(rest)} left",
-            flush=True,
-        )
-
-
-def _computed(cell: Cell, batch_size: int, workers: EvaluationWorkersSection) -> tuple[dict[str, float], float]:
-    torch.set_num_threads(max(1, int(workers.cpus_per_worker)))
-    started = time.monotonic()
-    return compute(cell, batch_size=batch_size, use_gpu=workers.use_gpu), time.monotonic() - started

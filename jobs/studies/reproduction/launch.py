@@ -12,7 +12,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
-from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.scoring.config import PoolSection
 from jobs.studies.reproduction.experiment import Measure, Scores
 from jobs.studies.reproduction.picture import has_picture, png
 from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of, where
@@ -32,7 +32,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     """Run or continue an experiment, and write `results.md`, `results.json` and `figures.png` into its directory.
 
     Raises:
-        ValueError, OSError, TooManyProblemsError, EvaluationFailedError: naming the field and the legal values.
+        ValueError, OSError, TooManyProblemsError, ScoringFailedError: naming the field and the legal values.
             Whatever can be checked beforehand is raised before Ray starts.
     """
     config = work.config
@@ -172,7 +172,7 @@ def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Re
         place = Place(
             directory=work.config.run.directory,
             data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
-            workers=EvaluationWorkersSection(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
+            workers=PoolSection(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
         )
         for name, more in study.scoring.scores(wanted, place).items():
             scores[name] |= more

@@ -11,8 +11,8 @@ from typing import Any
 
 from jobs.engine.identity import check_fields
 from jobs.engine.masking import masked
+from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolved_uri
-from jobs.scoring.publishing import markdown_table
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
 from jobs.studies.reproduction.experiment import Experiment, Study

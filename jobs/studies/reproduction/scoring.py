@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jobs.engine.config import TrackingSection, TrainingConfig
-from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.scoring.config import PoolSection
 
 _UNTRACKED = TrackingSection(enabled=False)
 
@@ -40,7 +40,7 @@ class Place:
     """Directory of the experiment."""
     data: Mapping[str, str]
     """Name → path of the data that the scoring needs."""
-    workers: EvaluationWorkersSection
+    workers: PoolSection
 
 
 class Scoring(Protocol):
@@ -55,7 +55,7 @@ class Scoring(Protocol):
         """Returns name of a run → its scores. Ray must be running.
 
         Raises:
-            ValueError, OSError, EvaluationFailedError: as the evaluation jobs.
+            ValueError, OSError, ScoringFailedError: as the evaluation jobs.
         """
         ...
 
@@ -99,7 +99,7 @@ class Retrieval:
                 workers=place.workers,
                 tracking=_UNTRACKED,
             )
-        )
+        ).columns
         return {run.name: dict(column.metrics) for run, column in zip(runs, columns, strict=True)}
 
 
@@ -119,7 +119,7 @@ class Transfer:
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Scores the runs with `jobs.evaluate_sentences`."""
         from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-        from jobs.scoring.sentence_encoders.launch import evaluate
+        from jobs.scoring.sentence_encoders.launch import evaluate, mean_accuracy
 
         columns = evaluate(
             EvaluateSentencesConfig(
@@ -132,9 +132,9 @@ class Transfer:
                 workers=place.workers,
                 tracking=_UNTRACKED,
             )
-        )
+        ).columns
         return {
-            run.name: {**column.metrics, "mean_accuracy": column.mean_accuracy or 0.0}
+            run.name: {**column.metrics, "mean_accuracy": mean_accuracy(column) or 0.0}
             for run, column in zip(runs, columns, strict=True)
         }
 
@@ -185,10 +185,11 @@ class Language:
                     workers=place.workers,
                     tracking=_UNTRACKED,
                 )
-            )
+            ).columns
             for number, column in enumerate(columns):
                 name = group[number // len(temperatures)].name
-                suffix = "" if column.temperature.name == own else f" at {column.temperature.name}"
+                temperature = column.parameters["temperature"]
+                suffix = "" if temperature == own else f" at {temperature}"
                 found[name] |= {f"{key}{suffix}": value for key, value in column.metrics.items()}
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 
-from jobs.scoring.publishing import markdown_table
+from jobs.engine.tables import markdown_table
 from jobs.studies.sweeps.objective import TITLE, loss_of
 
 matplotlib.use("Agg")

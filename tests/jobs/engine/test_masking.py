@@ -28,7 +28,8 @@ from jobs.engine.tracking import (
     survive_outage,
     where_to_browse,
 )
-from jobs.scoring.publishing import publish as publish_columns
+from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials
 from jobs.studies.trials.run import Trial, _reason, _RoundSearch, one_round
 from jobs.tasks.presets.language_models import PRESETS
@@ -160,7 +161,11 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     publish_trials(run, None, rows=[], table="", content=content, metrics={}, failed={"b": reason})
     written = (tmp_path / "a" / "results.json").read_text()
     assert json.loads(written)["failed"] == {"b": "no http://***@h"}
-    publish_columns(config, run=run, tracking=secret, table="", columns=[], identity=[])
+    (tmp_path / "text.txt").touch()
+    evaluation = EvaluateConfig(
+        models=("m",), wikitext=str(tmp_path / "text.txt"), name="a", storage=str(tmp_path), tracking=secret
+    )
+    publish_columns(evaluation, columns=[], render=str, identity=[])
     written += (tmp_path / "a" / "results.json").read_text()
     written += describe_plan(
         config, about={}, num_units=1, unit="x", parameters="", state_gib=0.0, tracking_uri=secret.uri

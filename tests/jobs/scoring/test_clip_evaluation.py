@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from jobs.scoring.dual_encoders.data import ZeroShot, retrieval_sources
 from jobs.scoring.dual_encoders.encoder import Encoder
 from jobs.scoring.dual_encoders.folders import ClassFolders
 from jobs.scoring.dual_encoders.images import FolderImages, read_images
+from jobs.scoring.dual_encoders.launch import clip_table
 from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
-from jobs.scoring.dual_encoders.table import Column, markdown
-from jobs.scoring.dual_encoders.units import Embeddings, EmbeddingStore, ModelSpec, image_units, text_units
+from jobs.scoring.dual_encoders.units import DualEncoderSpec, Embeddings, EmbeddingStore, image_units, text_units
+from jobs.scoring.results import Column
 from pipelines.images.caption_files import CaptionFile
 from pipelines.problems import TooManyProblemsError
 from pipelines.text.tokenization import train_bpe
@@ -172,7 +174,7 @@ def test_damaged_images_are_counted_and_too_many_refused(classes: str) -> None:
 
 @pytest.mark.parametrize("make", [make_dual_encoder, make_clip])
 def test_batches_change_nothing(make: Any, tmp_path: Path) -> None:
-    spec = ModelSpec.read("m", make(tmp_path / "model"))
+    spec = DualEncoderSpec.read("m", make(tmp_path / "model"))
     texts = ["a photo of a cat.", "dog", "a big red photo of the small green truck", "tree", "a", "house " * 60]
     images = np.stack([make_image(np.random.default_rng(seed)) for seed in range(5)])
     one, three = (Encoder(spec, precision="fp32", batch_size=size) for size in (1, 3))
@@ -185,7 +187,7 @@ def test_batches_change_nothing(make: Any, tmp_path: Path) -> None:
 
 def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: Path) -> None:
     def keys(path: str, precision: str = "fp32", digest: str = "x", texts: Sequence[str] = ("a", "b")) -> list[str]:
-        spec = ModelSpec.read("label", path)
+        spec = DualEncoderSpec.read("label", path)
         units = [*image_units(spec, precision, "data", digest, 300), *text_units(spec, precision, "data", texts)]
         assert [(unit.start, unit.stop) for unit in units] == [(0, 256), (256, 300), (0, 2)]
         return [unit.key for unit in units]
@@ -209,7 +211,7 @@ def test_units_are_found_again_where_nothing_has_changed(model: str, tmp_path: P
 
 def test_the_store_gives_back_what_was_written(model: str, tmp_path: Path) -> None:
     store = EmbeddingStore(str(tmp_path))
-    _, unit = image_units(ModelSpec.read("m", model), "fp32", "data", "x", 300)
+    _, unit = image_units(DualEncoderSpec.read("m", model), "fp32", "data", "x", 300)
     rows = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     assert not store.has(unit)
     store.write(unit, Embeddings(rows=rows, numbers=np.array([256, 258, 299]), problems=("ä: broken",)))
@@ -221,9 +223,9 @@ def test_the_store_gives_back_what_was_written(model: str, tmp_path: Path) -> No
 
 
 def test_the_table_puts_models_side_by_side(model: str) -> None:
-    spec = ModelSpec.read("ours", model)
+    spec = DualEncoderSpec.read("ours", model)
     metrics = {"d/text_recall@1": 0.12345, "d/mean_recall": 1.0, "d/num_images": 1000, "d/top@5": 0.5}
-    assert markdown([Column(model=spec, metrics=metrics)]) == (
+    assert clip_table([dataclasses.replace(Column.of_model(spec), metrics=metrics)]) == (
         "| %                  |   ours |\n"
         "| :----------------- | -----: |\n"
         "| d image → text R@1 |  12.35 |\n"

@@ -15,7 +15,6 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from jobs import evaluate_lm
 from jobs.engine.config import TrackingSection
-from jobs.scoring.labels import model_labels
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.plan import make_plan
@@ -30,6 +29,7 @@ from jobs.scoring.language_models.windows import (
     slices,
     wikitext_pages,
 )
+from jobs.scoring.models import model_labels
 from tempnet.network import TempNet, TempNetConfig
 
 EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"

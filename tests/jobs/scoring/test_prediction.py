@@ -16,8 +16,9 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
 
 from jobs.predict_temperatures import main
-from jobs.scoring.temperatures.texts.config import PredictionWorkers, PredictTemperaturesConfig
-from jobs.scoring.temperatures.texts.parts import from_bytes, to_bytes
+from jobs.scoring.config import PoolSection
+from jobs.scoring.temperatures.tables import part_file
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import claim_output, list_sources, resolve_settings
 from jobs.scoring.temperatures.texts.totals import Totals
@@ -105,7 +106,7 @@ def predicted_part(num_tokens: list[int]) -> pa.Table:
 def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_path: Path) -> None:
     settings, _ = resolve_settings(config_of(model, text, per_token=True))
     part = predicted_part([50, 1, 0, 333])
-    table, totals = document_table(from_bytes(to_bytes(part)), "a.jsonl", settings)
+    table, totals = document_table(part, "a.jsonl", settings)
     for row in table.to_pylist():
         assert len(row["token_ids"]) == len(row["tau"]) == len(row["entropy"]) == row["num_tokens"]
         if row["num_tokens"] == 0:
@@ -118,7 +119,7 @@ def test_figures_of_a_table_are_those_of_its_lists(model: Path, text: Path, tmp_
         assert row["entropy_mean"] == pytest.approx(np.mean(row["entropy"]))
         expected = spearmanr(row["tau"], row["entropy"]).statistic if row["num_tokens"] > 1 else 0.0
         assert row["tau_entropy_spearman"] == pytest.approx(expected)
-    write_table(table, totals, str(tmp_path), 0, 0)
+    write_table(table, totals, str(tmp_path), part_file(0, 0))
     assert [path.name for path in tmp_path.iterdir()] == ["part-00000-00000.parquet"]
     assert read_totals(str(tmp_path), "part-00000-00000.parquet") == totals
     assert all(b"unit" in table.schema.field(name).metadata for name in table.schema.names)
@@ -160,7 +161,7 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
     output = str(tmp_path / "output")
     settings, archives = resolve_settings(config_of(model, text))
     claim_output(output, settings.record(archives))
-    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=PredictionWorkers(num_workers=5)))
+    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=PoolSection(num_workers=5)))
     claim_output(output, again.record(archives))
     other, _ = resolve_settings(config_of(model, text, stride=3))
     with pytest.raises(ValueError, match=r"begun with other settings.*stride: 8 → 3$"):
@@ -187,7 +188,7 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
         (["--tempnet", "."], "holds no TempNet"),
         (["--tempnet", "small"], f"has {VOCAB_SIZE} tokens, its TempNet was built for a vocabulary of 200"),
         (["--stride", "17"], r"stride = 17 must lie in 1 … 16"),
-        (["--stride", "-1"], "stride = -1 must not be negative"),
+        (["--stride", "-1"], "stride = -1 must be at least 0"),
         (["--context-length", "17"], r"context_length = 17 must lie in 1 … 16"),
         (["--output", "a.txt/output"], "a.txt"),
         (["--html", "nowhere/page.html"], "nowhere/page.html"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from transformers import AutoConfig, AutoModel
 
-from jobs.scoring.sentence_encoders.cells import ModelSpec, cells, compute
+from jobs.scoring.results import Column
+from jobs.scoring.sentence_encoders.cells import CellComputer, SentenceEncoderSpec, cells
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
-from jobs.scoring.sentence_encoders.launch import read_data
-from jobs.scoring.sentence_encoders.table import Column, markdown
+from jobs.scoring.sentence_encoders.launch import read_data, sentence_table
 from jobs.scoring.sentence_encoders.transfer import (
     INVERSE_STRENGTHS,
     Labelled,
@@ -161,7 +162,7 @@ def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> 
     config = EvaluateSentencesConfig(
         models=(model,), data=str(data), similarity=(f"sts={data / 'sts.tsv'}",), num_folds=4
     )
-    specs = [ModelSpec.read("m", model, config)]
+    specs = [SentenceEncoderSpec.read("m", model, config)]
     assert specs[0].num_tokens == 12
     found = cells(config, specs, read_data(EvaluateSentencesConfig(**{**_fields(config), "max_bad_share": 0.5})))
     assert [cell.data.name for cell in found] == ["MR", "CR", "sts"]
@@ -169,14 +170,15 @@ def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> 
     other = EvaluateSentencesConfig(**{**_fields(config), "seed": 1, "max_bad_share": 0.5})
     changed = [cell.key for cell in cells(other, specs, read_data(other))]
     assert [new == cell.key for new, cell in zip(changed, found, strict=True)] == [False, False, True]
-    figures = compute(found[0], batch_size=16, use_gpu=False)
+    figures = CellComputer(config)(found[0])
     assert figures["num_sentences"] == 40
     assert figures["accuracy"] > 0.7  # the class is a word of the sentence
     # Every word is a token, and two are special.
     sentences = [line.split() for file in (data / "MR").iterdir() for line in file.read_text().splitlines()]
     assert 0 < figures["share_cut"] == sum(len(words) + 2 > 12 for words in sentences) / 40 < 1
-    assert compute(found[0], batch_size=3, use_gpu=False) == figures
-    assert compute(found[2], batch_size=16, use_gpu=False)["num_pairs"] == 3
+    smaller_batches = dataclasses.replace(config, batch_size=3)
+    assert CellComputer(smaller_batches)(found[0]) == figures
+    assert CellComputer(config)(found[2])["num_pairs"] == 3
 
 
 def _fields(config: EvaluateSentencesConfig) -> dict[str, object]:
@@ -189,7 +191,7 @@ def _fields(config: EvaluateSentencesConfig) -> dict[str, object]:
         ({"models": ()}, "models is empty"),
         ({"models": ("a", "a/")}, "models names 'a' twice"),
         ({}, "nothing to evaluate on"),
-        ({"data": "x", "tasks": ("STS",)}, "tasks: 'STS' is unknown: choose of MR"),
+        ({"data": "x", "tasks": ("STS",)}, "tasks: 'STS' is unknown: choose one of MR"),
         ({"data": "x", "tasks": ("MR",), "similarity": ("MR=f",)}, "tasks and similarity name 'MR' twice"),
         ({"data": "x", "num_folds": 1}, "num_folds = 1 must be at least 2"),
         ({"similarity": ("file",)}, "similarity: 'file' is not NAME=VALUE"),
@@ -210,9 +212,9 @@ def test_what_is_wrong_with_the_data_is_said(model: str, data: Path, tmp_path: P
     ):
         read_data(EvaluateSentencesConfig(models=(model,), data=str(data)))
     with pytest.raises(ValueError, match=r"models: .* holds no Transformers model"):
-        ModelSpec.read("m", str(tmp_path), EvaluateSentencesConfig(models=(str(tmp_path),), data=str(data)))
+        SentenceEncoderSpec.read("m", str(tmp_path), EvaluateSentencesConfig(models=(str(tmp_path),), data=str(data)))
     with pytest.raises(ValueError, match="num_tokens = 13 is more than the 12 positions"):
-        ModelSpec.read("m", model, EvaluateSentencesConfig(models=(model,), data=str(data), num_tokens=13))
+        SentenceEncoderSpec.read("m", model, EvaluateSentencesConfig(models=(model,), data=str(data), num_tokens=13))
 
 
 def test_more_folds_than_sentences_are_refused_before_anything_starts(model: str, data: Path) -> None:
@@ -227,7 +229,7 @@ def test_more_folds_than_sentences_are_refused_before_anything_starts(model: str
 
 
 def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
-    spec = ModelSpec.read("small", model, EvaluateSentencesConfig(models=(model,), data=str(data)))
+    spec = SentenceEncoderSpec.read("small", model, EvaluateSentencesConfig(models=(model,), data=str(data)))
     metrics = {
         "MR/accuracy": 0.7,
         "MR/num_sentences": 1234,
@@ -239,7 +241,7 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
     }
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in markdown([Column(model=spec, metrics=metrics)]).splitlines()
+        for line in sentence_table([dataclasses.replace(Column.of_model(spec), metrics=metrics)]).splitlines()
     ]
     assert [row for row in rows if not row[0].startswith(":")] == [
         ["%", "small"],
@@ -250,3 +252,8 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
         ["MR cut to the model's tokens", "12.50"],
         ["mean accuracy", "75.00"],
     ]
+    # A model whose cell failed has a gap, and a mean over fewer tasks would look like one over all of them.
+    gap = Column(title="gap", parameters={}, metrics={"CR/accuracy": 0.9})
+    table = sentence_table([dataclasses.replace(Column.of_model(spec), metrics=metrics), gap])
+    assert "| MR accuracy                 | 70.00 |     – |" in table
+    assert "mean accuracy" not in table

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten, with_fields
 from jobs.reproduce import main, parse
-from jobs.scoring.language_models.config import EvaluationWorkersSection
+from jobs.scoring.config import PoolSection
 from jobs.studies.estimates import Estimate
 from jobs.studies.reproduction import launch
 from jobs.studies.reproduction.config import ReproduceConfig
@@ -405,7 +405,7 @@ def test_the_course_of_training_needs_no_mlflow() -> None:
     config = PRESETS["gpt2-scratch-small"]()
     config = with_fields(config, {"run.num_steps": 4, "run.name": "a"})
     run = FinishedRun(config=config, outcome={"validations": scores, "mlflow_run_id": None})
-    place = Place(directory="", data={}, workers=EvaluationWorkersSection())
+    place = Place(directory="", data={}, workers=PoolSection())
     assert History(score="loss", num_points=2).scores([run], place) == {"a": {"loss@1": 8.0, "loss@2": 6.0}}
 
 

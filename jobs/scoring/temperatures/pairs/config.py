@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.scoring.temperatures.texts.config import PredictionWorkers
+from jobs.scoring.config import PoolSection, check_least, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,11 @@ class PredictPairTemperaturesConfig:
     """Number of pairs per part; the last part of an archive may have fewer."""
     max_bad_share: float = 0.01
     """Largest share of samples, in [0, 1], that may be unreadable before the job fails."""
-    workers: PredictionWorkers = field(default_factory=PredictionWorkers)
+    workers: PoolSection = field(default_factory=PoolSection)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "part_pairs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        check_least(self, batch_size=1, part_pairs=1)
         for name in ("model", "images", "output"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: it must name a directory")
-        if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
+        check_share("max_bad_share", self.max_bad_share)

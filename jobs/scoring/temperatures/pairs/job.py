@@ -1,7 +1,6 @@
-"""The Ray Data job: prepared archives → parts of their pairs → a pool of models → tables; it writes only missing parts.
+"""The job: prepared archives → parts of their pairs → a pool of models → tables; it writes only missing parts.
 
-Decoding, the models and writing are stages that run at the same time. A part passes through them as one row, so the
-tables depend neither on the number of workers nor on the order in which parts are finished. Images are resized and
+The tables depend neither on the number of workers nor on the order in which parts are finished. Images are resized and
 centre-cropped, and captions are used as they were written: nothing is random.
 
 Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embedding.
@@ -9,43 +8,58 @@ Shapes: n pairs of a part, m images of it, S pixels per side, d size of the embe
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import ray
-import ray.data
 import torch
-from pyarrow.fs import FileType
-from ray.exceptions import RayError
 
-from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
+from jobs.engine.cluster import start_ray
+from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
+from jobs.scoring.stages import ScoringFailedError, Stages, check_pool, run_stages
 from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
-from jobs.scoring.temperatures.texts.config import PredictionWorkers
-from jobs.scoring.temperatures.texts.parts import from_bytes, part_file, to_bytes
+from jobs.scoring.temperatures.tables import SUMMARY_FILE, existing_parts, part_file, write_part
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import describe, prepare_images
 from pipelines.images.temperature_table import read_table, table_schema
-from pipelines.storage import resolve, write_json
+from pipelines.storage import write_json
 from tempnet.models.dual_encoder import load_pair_tempnets
 from tempnet.statistics import BOUND_SHARE
 
-SUMMARY_FILE = "_summary.json"
 PREPARED_DIRECTORY = "_prepared"
-_READ_CPUS = 0.5
-_WRITE_CPUS = 0.5
 
 
-class PairPredictionFailedError(RuntimeError):
-    """A part failed; the parts that were finished before are kept."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive pairs of one archive."""
+
+    shard: int
+    """Position of the archive in the manifest."""
+    number: int
+    """Position of the part in its archive."""
+    start: int
+    stop: int
+    """The part covers the rows start … stop − 1 of the archive's index."""
+
+    @property
+    def file(self) -> str:
+        return part_file(self.shard, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodedPart:
+    part: _Part
+    pairs: pa.Table
+    """`id`, `key`, `caption`, and `image`, the position among the images of this part."""
+    images: np.ndarray
+    """uint8 (m, S, S, 3)."""
 
 
 class PairPredictor:
@@ -70,22 +84,17 @@ class PairPredictor:
         return rows, self._tempnets[1](torch.from_numpy(rows)).numpy()
 
 
-class _Worker:
-    """A worker of the pool: takes a row with the pairs of one part, and returns a row with their table."""
+class _PartPredictor:
+    """Makes the tables of parts, in a worker."""
 
-    def __init__(self, settings: PairPredictionSettings, workers: PredictionWorkers) -> None:
-        torch.set_num_threads(max(1, int(workers.cpus_per_worker)))
-        self._predictor = PairPredictor(settings, use_gpu=workers.use_gpu)
-        size = settings.model.image_size
-        self._image_shape = (-1, size, size, 3)
+    def __init__(self, settings: PairPredictionSettings, use_gpu: bool) -> None:
+        self._predictor = PairPredictor(settings, use_gpu=use_gpu)
         self._with_embeddings = settings.with_embeddings
 
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        pairs = from_bytes(rows["pairs"][0].as_py())
-        started = time.monotonic()
-        # Copied because torch needs writable memory.
-        images = np.frombuffer(bytearray(rows["images"][0].as_py()), np.uint8).reshape(self._image_shape)
-        image_rows, image_tau = self._predictor.images(images)
+    def __call__(self, decoded: _DecodedPart) -> tuple[_Part, pa.Table]:
+        pairs = decoded.pairs
+        # Copied because torch needs writable memory, and the object store's is not.
+        image_rows, image_tau = self._predictor.images(decoded.images.copy())
         text_rows, text_tau = self._predictor.texts(pairs["caption"].to_pylist())
         of_pair = pairs["image"].to_numpy()
         columns: dict[str, Any] = {name: pairs[name] for name in ("id", "key", "caption")}
@@ -96,16 +105,11 @@ class _Worker:
                 name: pa.FixedSizeListArray.from_arrays(embeddings.ravel(), size)
                 for name, embeddings in (("image_embedding", image_rows[of_pair]), ("text_embedding", text_rows))
             }
-        table = pa.table(columns, schema=table_schema(size if self._with_embeddings else None))
-        return (
-            rows.drop_columns(["images", "pairs"])
-            .append_column("table", pa.array([to_bytes(table)], pa.large_binary()))
-            .append_column("seconds", pa.array([time.monotonic() - started]))
-        )
+        return decoded.part, pa.table(columns, schema=table_schema(size if self._with_embeddings else None))
 
 
 def predict_pairs(
-    settings: PairPredictionSettings, output: str, workers: PredictionWorkers, *, say: Callable[[str], None] = print
+    settings: PairPredictionSettings, output: str, workers: PoolSection, *, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Write the missing parts in `output` and the summary, and return the summary; Ray is started if needed.
 
@@ -118,31 +122,42 @@ def predict_pairs(
     Raises:
         ValueError: if the cluster can never provide the workers.
         TooManyProblemsError: if too many samples are unreadable; in that case nothing has been predicted.
-        PairPredictionFailedError: with the reason, if a part failed.
+        ScoringFailedError: naming every part that failed; the parts that were finished are kept.
     """
     started = time.monotonic()
     start_ray()
-    check_resources(
-        num_workers=workers.num_workers,
-        cpus_per_worker=workers.cpus_per_worker,
-        use_gpu=workers.use_gpu,
-        data_cpus=_READ_CPUS + _WRITE_CPUS,
-    )
+    check_pool(workers, reads=True)  # before the images are prepared
     manifest = prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}", max_bad_share_field="max_bad_share")
     say(describe(manifest))
     parts = _parts(manifest, settings.part_pairs)
-    missing = [part for part in parts if not _is_written(output, part)]
+    done = existing_parts(output)
+    missing = [part for part in parts if part.file not in done]
     if len(missing) < len(parts):
         say(f"{output} holds {len(parts) - len(missing)} of {len(parts)} parts")
     num_pairs = 0
-    if missing:
-        # Closing the generator stops Ray Data's executor if this loop is left early.
-        with contextlib.closing(_finished_parts(settings, manifest, missing, output, workers)) as rows:
-            for row in rows:
-                num_pairs += row["num_pairs"]
-                name = manifest.shards[row["shard"]].archive.rsplit("/", 1)[-1]
-                rate = row["num_pairs"] / row["seconds"]
-                say(f"{name} part {row['part']}: {row['num_pairs']} pairs, {rate:,.0f} pairs/s")
+
+    def title(part: _Part) -> str:
+        return f"{manifest.shards[part.shard].archive.rsplit('/', 1)[-1]} part {part.number}"
+
+    def write(predicted: tuple[_Part, pa.Table]) -> int:
+        part, table = predicted
+        write_part(table, output, part.file)
+        return int(table.num_rows)
+
+    def keep(part: _Part, num_rows: int, seconds: float) -> str:
+        nonlocal num_pairs
+        num_pairs += num_rows
+        return f"{num_rows} pairs, {num_rows / seconds:,.0f} pairs/s"
+
+    source = PairSource(
+        manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
+    )
+    stages: Stages[_Part] = Stages(
+        read=partial(_read, source), model=partial(_PartPredictor, settings, workers.use_gpu), write=write
+    )
+    failed = run_stages(stages, missing, workers, title=title, keep=keep, say=say)
+    if failed:
+        raise ScoringFailedError(failed)
     summary = {
         "num_pairs": manifest.num_pairs,
         "num_images": manifest.num_images,
@@ -156,82 +171,27 @@ def predict_pairs(
     return summary | {"num_pairs_now": num_pairs, "seconds_now": time.monotonic() - started}
 
 
-def _parts(manifest: ImageManifest, part_pairs: int) -> list[dict[str, int]]:
-    """Returns every part's shard, its number within the shard, and its rows start … stop − 1 of the shard's index."""
+def _parts(manifest: ImageManifest, part_pairs: int) -> list[_Part]:
     return [
-        {"shard": shard, "part": part, "start": start, "stop": min(start + part_pairs, size)}
+        _Part(shard, number, start, min(start + part_pairs, size))
         for shard, size in enumerate(manifest.shard_sizes)
-        for part, start in enumerate(range(0, size, part_pairs))
+        for number, start in enumerate(range(0, size, part_pairs))
     ]
 
 
-def _is_written(output: str, part: dict[str, int]) -> bool:
-    filesystem, path = resolve(f"{output}/{part_file(part['shard'], part['part'])}")
-    return filesystem.get_file_info(path).type == FileType.File
-
-
-def _finished_parts(
-    settings: PairPredictionSettings,
-    manifest: ImageManifest,
-    parts: list[dict[str, int]],
-    output: str,
-    workers: PredictionWorkers,
-) -> Generator[dict[str, Any], None, None]:
-    """Yields a row with shard, part, number of pairs and the model's seconds for every part, as it is finished."""
-    source = PairSource(
-        manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
+def _read(source: PairSource, part: _Part) -> Iterator[_DecodedPart]:
+    index = read_index(source.manifest, part.shard).slice(part.start, part.stop - part.start)
+    numbers, image = np.unique(index["image"].to_numpy(), return_inverse=True)
+    first = int(source.manifest.first_pairs[part.shard])
+    pairs = pa.table(
+        {
+            "id": np.arange(first + part.start, first + part.stop),
+            "key": index["key"],
+            "caption": index["caption"],
+            "image": image,
+        }
     )
-    shared = ray.put(source)  # put once; as a captured variable it would be sent with every task
-
-    def read(row: dict[str, Any]) -> dict[str, Any]:
-        source = ray.get(shared)
-        start, stop = row["start"], row["stop"]
-        index = read_index(source.manifest, row["shard"]).slice(start, stop - start)
-        numbers, image = np.unique(index["image"].to_numpy(), return_inverse=True)
-        first = int(source.manifest.first_pairs[row["shard"]])
-        pairs = pa.table(
-            {
-                "id": np.arange(first + start, first + stop),
-                "key": index["key"],
-                "caption": index["caption"],
-                "image": image,  # the position among the images of this part
-            }
-        )
-        images = source.read_images(numbers)
-        return {**{name: row[name] for name in ("shard", "part")}, "pairs": to_bytes(pairs), "images": images.tobytes()}
-
-    def write(row: dict[str, Any]) -> dict[str, Any]:
-        table = from_bytes(row["table"])
-        name = part_file(row["shard"], row["part"])
-        filesystem, path = resolve(output)
-        # The leading underscore hides a partial file from readers of the directory.
-        pq.write_table(table, f"{path}/_{name}.partial", filesystem=filesystem, compression="zstd")
-        filesystem.move(f"{path}/_{name}.partial", f"{path}/{name}")
-        return {**{name: row[name] for name in ("shard", "part", "seconds")}, "num_pairs": table.num_rows}
-
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = ray.data.from_items(parts, override_num_blocks=len(parts))
-    rows.context.enable_progress_bars = False
-    # Blocks are as small as possible, one part each, so that models need not wait for other parts.
-    rows.context.target_max_block_size = 1
-    written = (
-        rows.map(read, num_cpus=_READ_CPUS)
-        .map_batches(
-            _Worker,
-            batch_size=1,
-            batch_format="pyarrow",
-            fn_constructor_args=(settings, workers),
-            compute=ray.data.ActorPoolStrategy(size=min(workers.num_workers, len(parts))),
-            num_cpus=workers.cpus_per_worker,
-            num_gpus=1 if workers.use_gpu else None,
-            runtime_env={"env_vars": CPU_ENVIRONMENT},
-        )
-        .map(write, num_cpus=_WRITE_CPUS)
-    )
-    try:
-        yield from written.iter_rows()
-    except RayError as error:
-        raise PairPredictionFailedError(str(getattr(error, "cause", None) or error).strip()) from error
+    yield _DecodedPart(part, pairs, source.read_images(numbers))
 
 
 def _figures(output: str, settings: PairPredictionSettings) -> dict[str, float]:

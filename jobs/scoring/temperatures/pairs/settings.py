@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.dual_encoders.units import ModelSpec
-from jobs.scoring.labels import model_labels
+from jobs.scoring.dual_encoders.units import DualEncoderSpec
+from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.storage import relative, resolve
@@ -32,7 +32,7 @@ class PairPredictionSettings:
     """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
 
     images: PrepareImagesConfig
-    model: ModelSpec
+    model: DualEncoderSpec
     tempnet: str
     batch_size: int
     precision: Literal["fp32", "bf16"]
@@ -84,7 +84,7 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
     tempnet = config.tempnet or config.model
     networks = load_pair_tempnets(tempnet)
     (label,) = model_labels([config.model])
-    model = ModelSpec.read(label, config.model)
+    model = DualEncoderSpec.read(label, config.model)
     caption_encoder(model)
     embedding_size = DualEncoder.from_pretrained(model.path).config.embedding_size
     for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):

@@ -5,22 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionWorkers:
-    """Number and resources of the processes that hold the model."""
-
-    num_workers: int = 1
-    """Number of worker processes. Each holds a copy of the model and predicts whole parts."""
-    use_gpu: bool = False
-    """Reserve one GPU for every worker. False: workers run on CPUs."""
-    cpus_per_worker: float = 1.0
-    """CPUs, and PyTorch threads, per worker. Reading and writing need 1 more CPU in all."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_workers", "cpus_per_worker"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"workers.{name} = {getattr(self, name)} must be positive")
+from jobs.scoring.config import PoolSection, check_least, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +48,8 @@ class PredictTemperaturesConfig:
     """Characters per part. A part ends with the document that reaches this number, or at the end of its archive."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
-    workers: PredictionWorkers = field(default_factory=PredictionWorkers)
+    workers: PoolSection = field(default_factory=PoolSection)
 
     def __post_init__(self) -> None:
-        for name in ("html_tokens", "batch_size", "part_characters"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
-        for name in ("context_length", "stride", "max_documents"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
-        if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
+        check_least(self, html_tokens=1, batch_size=1, part_characters=1, context_length=0, stride=0, max_documents=0)
+        check_share("max_bad_share", self.max_bad_share)

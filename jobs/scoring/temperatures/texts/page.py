@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.scoring.temperatures.texts.parts import token_arrays, tokenised
+from jobs.scoring.temperatures.texts.parts import token_arrays, tokenise
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.tasks.language_model.report import ColouredText, coloured_page
@@ -41,7 +41,7 @@ def first_documents(
     documents: list[np.ndarray] = []
     num_left = num_tokens
     for document in readable():
-        (ids,) = token_arrays(tokenised([document], tokenizer)["token_ids"])
+        (ids,) = token_arrays(tokenise([document], tokenizer)["token_ids"])
         if len(ids):
             keys.append(document.key)
             documents.append(ids[:num_left])

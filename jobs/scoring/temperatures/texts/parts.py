@@ -1,7 +1,6 @@
 """Parts: groups of documents of one archive, which are predicted, written and resumed as a unit.
 
-A part is an Arrow table with one row per document (`key`, `token_ids`, later `tau` and `entropy`). Through Ray Data it
-travels as one row that contains the table as bytes, so that it is neither split nor joined with another part.
+A part holds an Arrow table with one row per document (`key`, `token_ids`, later `tau` and `entropy`).
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
+from jobs.scoring.temperatures.tables import part_file
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from pipelines.archives import Archive
 from pipelines.storage import read_json, resolve, write_json
@@ -25,6 +24,22 @@ from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive documents of one archive."""
+
+    archive: int
+    """Position of the archive among all archives."""
+    number: int
+    """Position of the part in its archive."""
+    table: pa.Table
+
+    @property
+    def file(self) -> str:
+        """File name of the part's table."""
+        return part_file(self.archive, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +62,10 @@ class ReadArchive:
         write_json(_record_file(output, number), asdict(self))
 
 
-def part_file(archive: int, part: int) -> str:
-    """Returns the file name of a part's table; sorted by name, the tables follow the order of the documents."""
-    return f"part-{archive:05d}-{part:05d}.parquet"
-
-
 def read_parts(
     settings: PredictionSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
-) -> Iterator[dict[str, Any]]:
-    """Yields the tokenised parts of an archive as rows for Ray Data, except those whose file name is in `done`.
+) -> Iterator[Part]:
+    """Yields the tokenised parts of an archive, except those whose file name is in `done`.
 
     At the end of the archive, its `ReadArchive` is saved.
     """
@@ -64,11 +74,10 @@ def read_parts(
     examples: list[str] = []
     num_documents = num_parts = 0
     documents = readable_documents(settings.source, archive, settings.text_field, problems, examples)
-    for part in _parts(itertools.islice(documents, settings.max_documents or None), settings.part_characters):
+    for group in _groups(itertools.islice(documents, settings.max_documents or None), settings.part_characters):
         if part_file(number, num_parts) not in done:
-            table = tokenised(part, tokenizer)
-            yield {"archive": number, "part": num_parts, "table": to_bytes(table)}
-        num_documents += len(part)
+            yield Part(number, num_parts, tokenise(group, tokenizer))
+        num_documents += len(group)
         num_parts += 1
     entry = ArchiveEntry(
         path=archive.path,
@@ -81,7 +90,7 @@ def read_parts(
     ReadArchive(entry=entry, num_parts=num_parts).save(output, number)
 
 
-def tokenised(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> pa.Table:
+def tokenise(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> pa.Table:
     """Returns a table of the keys and token ids of documents, without special tokens."""
     texts = [document.text for document in documents]
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -94,31 +103,18 @@ def token_arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
     return [value.values.to_numpy() for value in column]
 
 
-def to_bytes(table: pa.Table) -> bytes:
-    """Returns the table as an Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def from_bytes(data: bytes) -> pa.Table:
-    """Returns the table in an Arrow IPC stream, the inverse of `to_bytes`."""
-    return pa.ipc.open_stream(data).read_all()
-
-
-def _parts(documents: Iterator[Document], num_characters: int) -> Iterator[list[Document]]:
+def _groups(documents: Iterator[Document], num_characters: int) -> Iterator[list[Document]]:
     """Groups documents; each group ends with the document that reaches the number of characters."""
-    part: list[Document] = []
+    group: list[Document] = []
     size = 0
     for document in documents:
-        part.append(document)
+        group.append(document)
         size += len(document.text)
         if size >= num_characters:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _record_file(output: str, number: int) -> str:

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from jobs.scoring.temperatures.texts.parts import part_file, token_arrays
+from jobs.scoring.temperatures.tables import write_part
+from jobs.scoring.temperatures.texts.parts import token_arrays
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.scoring.temperatures.texts.totals import QUANTILES, Totals, quantile_name
 from pipelines.storage import resolve
@@ -17,7 +18,6 @@ from tempnet.statistics import spearman
 
 _TOTALS_KEY = b"totals"
 _UNIT = "temperature, dimensionless"
-_COMPRESSION = "zstd"
 
 
 def table_schema(*, with_entropy: bool, per_token: bool) -> pa.Schema:
@@ -69,14 +69,9 @@ def document_table(part: pa.Table, source: str, settings: PredictionSettings) ->
     return pa.table(columns, schema=schema), totals
 
 
-def write_table(table: pa.Table, totals: Totals, output: str, archive: int, part: int) -> None:
-    """Write a part's file; it gets its final name only when it is complete."""
-    table = table.replace_schema_metadata({_TOTALS_KEY: json.dumps(totals.to_json())})
-    filesystem, path = resolve(f"{output}/{part_file(archive, part)}")
-    # The leading underscore hides a partial file from readers of the directory.
-    partial = f"{path.rpartition('/')[0]}/_{part_file(archive, part)}.partial"
-    pq.write_table(table, partial, filesystem=filesystem, compression=_COMPRESSION)
-    filesystem.move(partial, path)
+def write_table(table: pa.Table, totals: Totals, output: str, file: str) -> None:
+    """Write a part's file, with its totals as metadata."""
+    write_part(table.replace_schema_metadata({_TOTALS_KEY: json.dumps(totals.to_json())}), output, file)
 
 
 def read_totals(output: str, file: str) -> Totals:

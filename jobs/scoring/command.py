@@ -1,0 +1,59 @@
+"""The command line of the evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+
+from jobs.engine.command_line import FAILED, fail
+from jobs.scoring.config import EvaluationConfig
+
+Config = TypeVar("Config", bound=EvaluationConfig)
+
+
+def run_evaluation(
+    arguments: Sequence[str], config_type: type[Config], launch: str, *, job: str, description: str | None
+) -> int:
+    """Parse the arguments, run the evaluation, and print its table and where the results are.
+
+    Args:
+        arguments: the arguments of the command.
+        config_type: the configuration, whose fields are the options.
+        launch: name of the module whose `evaluate` runs the job.
+        job: name of the job.
+        description: what `--help` says of it.
+
+    Returns:
+        the exit status: 1 if units failed.
+    """
+    try:
+        config = tyro.cli(config_type, args=arguments, prog=f"python -m jobs.{job}", description=description)
+    except ValueError as error:
+        fail(str(error))
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from importlib import import_module
+
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from jobs.scoring.results import Results
+    from jobs.scoring.stages import ScoringFailedError
+    from pipelines.problems import TooManyProblemsError
+
+    disable_progress_bar()
+    set_verbosity_error()
+    evaluate: Callable[[Config], Results] = import_module(launch).evaluate
+    results = f"\n\n  results   {config.run.directory}/results.md and results.json"
+    try:
+        table = evaluate(config).table
+    except ScoringFailedError as error:
+        print(f"\n{error.table}{results}")
+        for line in str(error).splitlines():
+            print(f"  FAILED    {line}")
+        print("\nThe same command, started again, runs only what failed.")
+        return FAILED
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    print(f"\n{table}{results}")
+    return 0

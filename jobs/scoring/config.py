@@ -1,0 +1,71 @@
+"""What the configurations of all scoring jobs share: the pool of workers, and name and place of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jobs.engine.config import RunSection, TrackingSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSection:
+    """Number and resources of the worker processes; results do not depend on them."""
+
+    num_workers: int = 1
+    """Number of worker processes, each of which holds one model at a time."""
+    use_gpu: bool = False
+    """Reserve one GPU for every worker. False: workers run on CPUs."""
+    cpus_per_worker: float = 1.0
+    """CPUs that Ray reserves for every worker; also its number of PyTorch threads. Reading data needs half a CPU more."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "cpus_per_worker"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"workers.{name} = {getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """The fields of every evaluation; a subclass adds what is evaluated."""
+
+    models: tuple[str, ...]
+    """Directories or hub names of the models."""
+    name: str = "evaluation"
+    """Name of the evaluation; also the name of its directory in storage, which keeps finished units and the results."""
+    storage: str = ""
+    """Directory or URI of evaluations, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
+    workers: PoolSection = field(default_factory=PoolSection)
+    tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="evaluation"))
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("models is empty: name at least one")
+        _ = self.run  # raises ValueError if the name or the storage cannot be used
+
+    @property
+    def run(self) -> RunSection:
+        """Name and storage as the section that training runs use, checked by the same rules."""
+        run = RunSection(name=self.name, storage=self.storage)
+        _ = run.resolved_storage
+        return run
+
+
+def check_least(config: object, **least: int) -> None:
+    """Check that fields are at least as large as given.
+
+    Raises:
+        ValueError: naming the first field that is smaller, its value and the smallest legal one.
+    """
+    for name, lowest in least.items():
+        if getattr(config, name) < lowest:
+            raise ValueError(f"{name} = {getattr(config, name)} must be at least {lowest}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Check that a share lies in [0, 1].
+
+    Raises:
+        ValueError: naming the field and the value.
+    """
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} = {value:g} must lie in [0, 1]")
