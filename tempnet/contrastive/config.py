@@ -1,15 +1,17 @@
-"""Configuration of the contrastive losses, which differ in two independent choices: temperature and normaliser.
+"""Configuration of the contrastive losses.
 
-name               temperature     normaliser
-clip               learned         in_batch      one scalar τ, learned in log space (arXiv 2103.00020)
-clip_fixed         fixed           in_batch      the same with a constant τ
-cyclip             learned         in_batch      clip with two additional cyclic terms (arXiv 2205.14459)
-sogclr             fixed           global        a moving average of the normaliser per sample (arXiv 2202.12387)
-isogclr            per_sample      global        a separate τ per sample, learned by momentum steps (arXiv 2305.11965)
-tempnet            tempnet         global        τ predicted by a TempNet (arXiv 2404.04575)
-sogclr_given       given           global        τ of every sample from a table (for transfer)
-temperature_free   free            in_batch      logits 2·artanh(cos) without a temperature (arXiv 2501.17683)
-tempnet_in_batch   tempnet         in_batch      ablation of tempnet (TempNet Table 18)
+A loss is a combination of a temperature and a normaliser:
+
+    name               temperature     normaliser
+    clip               learned         in_batch      one scalar τ, learned in log space (arXiv 2103.00020)
+    clip_fixed         fixed           in_batch      the same with a constant τ
+    cyclip             learned         in_batch      clip with two additional cyclic terms (arXiv 2205.14459)
+    sogclr             fixed           global        a moving average of the normaliser per sample (arXiv 2202.12387)
+    isogclr            per_sample      global        a separate τ per sample, learned by momentum steps (arXiv 2305.11965)
+    tempnet            tempnet         global        τ predicted by a TempNet (arXiv 2404.04575)
+    sogclr_given       given           global        τ of every sample from a table (for transfer)
+    temperature_free   free            in_batch      logits 2·artanh(cos) without a temperature (arXiv 2501.17683)
+    tempnet_in_batch   tempnet         in_batch      ablation of tempnet (TempNet Table 18)
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ class LossKind:
     normaliser: Literal["in_batch", "global"]
     is_cyclic: bool = False
 
+    def __post_init__(self) -> None:
+        if self.normaliser == "in_batch" and self.temperature in ("per_sample", "given"):
+            raise ValueError(f"temperature = {self.temperature} is kept per sample, which needs the normaliser global")
+
     @property
     def uses_rho(self) -> bool:
         """Whether ρ is part of the loss, which is the case if a temperature is learned by the robust loss."""
-        return self.normaliser == "global" and self.temperature in ("per_sample", "tempnet")
+        return self.normaliser == "global" and self.temperature in ("learned", "per_sample", "tempnet")
 
     @property
     def objective(self) -> Literal["cross_entropy", "robust"]:

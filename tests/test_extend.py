@@ -1,0 +1,133 @@
+"""docs/extend.md followed: what the page tells a reader to write is written here, and the rest of the program takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jobs.tasks.dual_encoder.config import PairTemperatureSection
+from jobs.tasks.language_model.config import TemperatureSection
+from pipelines.plan import StreamPlan
+from pipelines.stream import Batch, RankStream
+from tempnet.contrastive import config as contrastive
+from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
+from tempnet.contrastive.state import SampleState
+from tempnet.dro import optimal_temperature
+from tempnet.softmax import reference
+from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+
+
+def test_a_language_model_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross-entropy at the oracle's temperature, which no loss of the table is."""
+    monkeypatch.setitem(reference.LOSS_KINDS, "oracle_ce", reference.LossKind("oracle", "cross_entropy"))
+    assert TemperatureSection(loss="oracle_ce", rho=1.0).has_free_tau
+    config = TemperatureLossConfig(name="oracle_ce", rho=1.0)
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, 5, generator=generator, dtype=torch.float64) for shape in ((14,), (11,)))
+    targets = torch.randint(11, (14,), generator=generator)
+    targets[3] = reference.IGNORE_INDEX
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+
+    tau = optimal_temperature((hidden @ weight.T).detach(), rho=1.0, tau_min=config.tau_min, tau_max=config.tau_max)
+    plain = F.cross_entropy(hidden @ weight.T / tau[:, None], targets, ignore_index=reference.IGNORE_INDEX)
+    of_reference, _ = language_model_loss(hidden @ weight.T, targets, config)
+    chunked = linear_language_model_loss(hidden, weight, targets, config, chunk_size=4)
+    torch.testing.assert_close(chunked.tau, tau)
+    for loss in (of_reference, chunked.loss):
+        torch.testing.assert_close(loss, plain)
+        for gradient, expected in zip(
+            torch.autograd.grad(loss, inputs, retain_graph=True),
+            torch.autograd.grad(plain, inputs, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(gradient, expected)
+
+
+def test_a_contrastive_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The robust loss over all data with one learned temperature (arXiv 2407.01445), which no loss of the table is."""
+    monkeypatch.setitem(contrastive.LOSS_KINDS, "one_tau", contrastive.LossKind("learned", "global"))
+    assert PairTemperatureSection(loss="one_tau").has_free_tau
+    config = ContrastiveLossConfig.for_name("one_tau", rho=1.0, tau=0.2, tau_max=1.0, tile_size=4)
+    ids = torch.tensor([5, 0, 7, 3, 9, 4])
+    loss = ContrastiveLoss(config, state=SampleState(10, config.state_columns)).double()
+    assert loss.learned is not None
+
+    generator = torch.Generator().manual_seed(0)
+    image, text = F.normalize(torch.randn(2, len(ids), 8, generator=generator, dtype=torch.float64), dim=-1)
+    inputs = image.requires_grad_(), text.requires_grad_(), loss.learned.log_tau
+    # On the first visit of every sample u is the mean over the batch's negatives, so that plain autograd is right.
+    tau, similarity = loss.learned.log_tau.exp(), image @ text.T
+    is_positive = torch.eye(len(ids), dtype=torch.bool)
+    expected = torch.zeros((), dtype=torch.float64)
+    for side in (similarity, similarity.T):
+        scaled = (side - side.diag()[:, None]) / tau
+        log_u = scaled.masked_fill(is_positive, -torch.inf).logsumexp(1) - math.log(len(ids) - 1)
+        expected = expected + (tau * (log_u + config.rho)).mean() / 2
+
+    found = loss(image, text, ids, ids, gamma=0.8)
+    torch.testing.assert_close(found["loss"], expected)
+    for gradient, wanted in zip(
+        torch.autograd.grad(found["loss"], inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted)
+    assert loss.state is not None
+    assert loss.state.columns["log_u"].isfinite().sum() == 2 * len(ids)
+
+
+@pytest.mark.parametrize("temperature", ["per_sample", "given"])
+def test_an_in_batch_loss_keeps_no_temperature_per_sample(temperature: Literal["per_sample", "given"]) -> None:
+    with pytest.raises(ValueError, match="needs the normaliser global"):
+        contrastive.LossKind(temperature, "in_batch")
+
+
+@dataclass(frozen=True)
+class NoisyNumbers:
+    """A source of items that are numbers, with noise drawn anew in every epoch."""
+
+    seed: int
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        keys = [(self.seed, epoch, shard, row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+        values = np.array([100 * key[2] + key[3] + np.random.default_rng(key).random() for key in keys])
+        hashes = [hashlib.blake2b(value.tobytes(), digest_size=6).digest() for value in values]
+        return {"value": values, "digest": np.array([int.from_bytes(one, "little") for one in hashes])}
+
+    def name(self, shard: int, row: int) -> str:
+        return f"shard {shard}, row {row}"
+
+
+def test_a_source_is_two_methods() -> None:
+    plan = StreamPlan(shard_sizes=(5, 0, 9, 3), seed=1, window_size=6)
+
+    def read(rank: int, world_size: int, start: int, stop: int) -> list[Batch]:
+        stream = RankStream(
+            source=NoisyNumbers(seed=3), plan=plan, batch_size=4, rank=rank, world_size=world_size, num_readers=0
+        )
+        return list(stream.batches(start, stop))
+
+    alone = read(0, 1, 0, 68)
+    values = np.concatenate([batch["value"] for batch in alone])
+    every = sorted(100 * shard + row for shard, size in enumerate(plan.shard_sizes) for row in range(size))
+    epochs = [np.sort(values[at : at + 17]) for at in range(0, 68, 17)]
+    assert all(np.floor(epoch).tolist() == every for epoch in epochs)
+    assert not np.isin(epochs[0], epochs[1]).any()
+    assert len({int(digest) for batch in alone for digest in batch["digest"]}) == 68
+
+    for whole, *parts in zip(alone, *(read(rank, 2, 0, 68) for rank in range(2)), strict=True):
+        for name, value in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
+    for whole, again in zip(alone[5:], read(0, 1, 20, 68), strict=True):
+        np.testing.assert_array_equal(whole["digest"], again["digest"])
+
+    stream = RankStream(source=NoisyNumbers(seed=3), plan=plan, batch_size=4, rank=0, world_size=1, num_readers=0)
+    shard, row = divmod(int(alone[0]["value"][0]), 100)
+    assert stream.names([0]) == [f"shard {shard}, row {row}"]
