@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock mlflow mlflow-team bench clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,15 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	$(BIN)/python -m benchmarks.image_pipeline
 	$(BIN)/python -m benchmarks.sentences
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
+
+docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as errors; open site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+# In an environment of its own: the API reference is read from the source text, so that nothing of it need be importable.
+.venv-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	touch $@
 
 lock: setup  ## Write requirements.lock from what is installed in .venv
 	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' ) > requirements.lock.new

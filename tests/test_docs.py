@@ -19,17 +19,14 @@ def names_in(path: Path) -> set[str]:
     return {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
 
 
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+NAMING_FILES = ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("tour", "extend", "results", "method", "errors"))]
+"""Pages that name many files, so that a page without any would mean that the pattern finds none."""
+
+
+# The log names files as they were.
 @pytest.mark.parametrize(
-    "page",
-    [
-        "docs/tour.md",
-        "docs/extend.md",
-        "docs/results.md",
-        "docs/method.md",
-        "docs/errors.md",
-        "CONTRIBUTING.md",
-        "README.md",
-    ],
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES if name != "log.md")]
 )
 def test_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text()
@@ -37,7 +34,38 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     for file, name in found:
         assert (ROOT / file).exists(), f"{page} names {file}"
         assert not name or name in names_in(ROOT / file), f"{page} names {name} in {file}"
-    assert found or page == "README.md"
+    assert found or page not in NAMING_FILES
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, made as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_to_pages_and_headings_of_the_site(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / "docs" / page).read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        place = ROOT / "docs" / (file or page)
+        assert place.parent == ROOT / "docs", f"{target} lies outside the site"
+        assert place.is_file(), target
+        assert not anchor or anchor in anchors_of(place.read_text()), target
+
+
+def test_the_site_shows_every_page_and_modules_that_exist() -> None:
+    shown = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(shown) == PAGES
+    modules = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert modules
+    assert [name for name in modules if not ROOT.joinpath(*name.split(".")).with_suffix(".py").is_file()] == []
+
+
+def test_the_tools_of_the_site_are_pinned() -> None:
+    lines = (ROOT / "docs/requirements.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line) for line in lines)
 
 
 _PLACEHOLDER = "\0"

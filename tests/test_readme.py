@@ -1,9 +1,11 @@
-"""The README is held against what is there: its lines, and the tests that run them; its make targets, jobs and links."""
+"""The README and the pages of docs/ are held against what is there: their lines, and the tests that run them; make targets,
+jobs, options and links."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from readme_support import README, RUN_BY, patterns_of, recipe, shell_lines
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "tests" / "cluster"
+HISTORY = {"log", "results"}
+"""Pages whose commands are those of the past."""
+PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in HISTORY}
 
 
 @cache
@@ -38,6 +43,53 @@ def test_every_place_is_that_of_a_line() -> None:
 
 def test_a_line_of_which_no_test_knows_is_seen() -> None:
     assert not patterns_of(".venv/bin/python -m jobs.train_lm another-preset")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_one_of_the_readme(page: str) -> None:
+    text = PAGES[page]
+    assert set(shell_lines(text)) <= set(shell_lines())
+    assert set(blocks_of("python", text)) <= set(blocks_of("python", README))
+    assert set(re.findall(r"^```(\w*)", text, re.MULTILINE)) <= {"bash", "python", ""}
+    assert not re.findall(r"`(?:\S+/)?python [^`]+`", text)  # a command belongs in a block of its own
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([^`]+)`", text)) <= set(targets)
+
+
+def blocks_of(language: str, text: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@cache
+def field_names() -> set[str]:
+    """The fields of all dataclasses of jobs/ and pipelines/."""
+    classes = (
+        node
+        for part in ("jobs", "pipelines")
+        for path in (ROOT / part).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    return {
+        item.target.id
+        for node in classes
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+def options_in(text: str) -> Iterator[str]:
+    """The options `--section.field` or `--field` in code font."""
+    for code in re.findall(r"`([^`\n]+)`", text):
+        yield from re.findall(r"(?<!\S)--([a-z][a-z0-9.-]*)", code)
+
+
+@pytest.mark.parametrize("page", ["README", *PAGES])
+def test_options_are_fields(page: str) -> None:
+    text = README if page == "README" else PAGES[page]
+    for option in set(options_in(text)) - {"help", "dry-run"}:
+        names = [name.removeprefix("no-").replace("-", "_") for name in option.split(".")]
+        assert set(names) - {"section", "field", "base"} <= field_names(), f"{page} shows --{option}"
 
 
 def test_every_cluster_test_is_in_one_part_of_make_test() -> None:

@@ -54,9 +54,9 @@ RUN_BY = {
 """Pattern of a line (without `.venv/bin/python -m` and comments) → the test in this directory that runs it."""
 
 
-def shell_lines() -> list[str]:
-    """Every shell line of the README, without comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+def shell_lines(page: str = README) -> list[str]:
+    """Every shell line of a page, by default of the README, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 
