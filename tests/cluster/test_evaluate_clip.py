@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, CLIPModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from jobs import evaluate_clip
-from jobs.scoring.dual_encoders import launch
+from jobs.scoring import stages
 from jobs.scoring.dual_encoders.prompts import read_templates
 from jobs.scoring.dual_encoders.units import EmbeddingStore
 from tempnet.models.dual_encoder import DualEncoder
@@ -142,7 +142,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     def no_work(*arguments: Any) -> None:
         raise AssertionError("work was given out")
 
-    monkeypatch.setattr(launch, "encode", no_work)
+    monkeypatch.setattr(stages, "_Schedule", no_work)
     assert evaluate_clip.main(arguments) == 0
     assert table in capsys.readouterr().out
     client = MlflowClient(f"sqlite:///{storage}/mlflow.db")

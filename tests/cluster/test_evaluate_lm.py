@@ -17,7 +17,8 @@ from scipy.stats import spearmanr
 from jobs import evaluate_lm
 from jobs.engine.config import TrackingSection
 from jobs.scoring import stages
-from jobs.scoring.language_models.config import EvaluateConfig, PoolSection
+from jobs.scoring.config import PoolSection
+from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.launch import evaluate
 from jobs.scoring.language_models.windows import num_words, wikitext_pages
 from jobs.scoring.results import Results
