@@ -33,8 +33,8 @@ from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.dro import optimal_temperature
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+from tempnet.oracle import optimal_temperature
 from tempnet.statistics import spearman
 
 matplotlib.use("Agg")

@@ -22,7 +22,8 @@ import tyro
 from torch import Tensor
 
 from jobs.engine.command_line import fail
-from tempnet.softmax.kernels import is_available, softmax_gradients, softmax_statistics
+from tempnet.softmax.kernels import softmax_gradients, softmax_statistics
+from tempnet.softmax.launch import is_available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tempnet.dro import TemperatureCurve, optimal_temperature
-from tempnet.network import TempNetConfig
+from tempnet.network_config import TempNetConfig
+from tempnet.oracle import TemperatureCurve, optimal_temperature
 
 Rows = Callable[[], Iterable[Tensor]]
 """Function that is called once per pass over the sample; it returns the sample's logits in parts (n, V)."""

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, PublishedHead, TempNet, TempNetConfig
+from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
+from tempnet.network_config import PublishedHead, TempNetConfig
 from tempnet.weights import check_weight_files, check_weights
 
 # Files that may hold a published network: a separate file, or the weights of the whole model.

@@ -20,166 +20,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tempnet.dro import check_rho
+from tempnet.network_config import TempNetConfig
 from tempnet.weights import check_weight_files, check_weights
 
-PublishedHead = Literal["llama2", "llama1", "gpt2"]
-# τ₀, τ_max and the input shift of the networks that the paper's authors trained. Their LLaMA-2 code passes logits
-# minus their maximum to the network, both in training (`vocab_parallel_cross_entropy_temp`) and in generation; the
-# others pass raw logits.
-_PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
-    "llama2": {"tau_min": 0.01, "tau_max": 1.2, "input_shift": "max"},
-    "llama1": {"tau_min": 0.01, "tau_max": 2.0, "input_shift": "none"},
-    "gpt2": {"tau_min": 0.5, "tau_max": 5.0, "input_shift": "none"},
-}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Subdirectory for a TempNet inside the directory of the base model that it was trained with.
 PAIRED_DIRECTORY = "tempnet"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TempNetConfig:
-    """Sizes, output range and ablation switches of a TempNet.
-
-    :meth:`for_logits` and :meth:`for_embeddings` create configurations with the papers' defaults for each kind.
-
-    Raises:
-        ValueError: if a field is outside its range, or fields contradict each other.
-    """
-
-    kind: Literal["logits", "embeddings"]
-    """Input of the network: the logits of a language model, or the embedding of an image or a text."""
-    input_size: int
-    """Input size d0: the effective vocabulary, or the dimension of the embedding."""
-    rho: float
-    """ρ of the robust loss, in nats; it also scales the pooling (with ρ = 0 the pooling is not scaled)."""
-    tau_min: float = 0.001
-    """Lower end τ₀ of the output range (exclusive)."""
-    tau_max: float
-    """Upper end τ_max of the output range in training (exclusive)."""
-    tau_max_eval: float | None = None
-    """τ_max at inference, which rescales the mean temperature (§6.4, Figure 9); None: the same as tau_max."""
-    hidden_size: int = 256
-    """Width d1 of the transform."""
-    num_prototypes: int = 256
-    """Width d2 of the projection."""
-    phi_init: float
-    """Initial value of the temperature φ inside the pooling; the parameter is log φ, so that φ stays positive."""
-    input_shift: Literal["none", "mean", "max"] = "none"
-    """Value that is subtracted from the logits first. "none": nothing, as in the paper. "mean": the mean of the row,
-    which makes τ independent of a constant added to all logits and costs nothing, because it folds into the output
-    weight. "max": the maximum of the row, as in the training of the published LLaMA-2-Chat networks."""
-    normalize_input: bool = True
-    """Whether to divide the input by its L2 norm (ablation: Table 20)."""
-    transform: bool = True
-    """Whether to use the transform layer (ablation: Tables 19 and 20)."""
-    projection: bool = True
-    """Whether to use the projection layer (ablation: Tables 19 and 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Kind of pooling: the parametrised one, or instead one linear layer, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b] (ablation:
-    Tables 19 and 20)."""
-    depth: Literal[3, 4] = 3
-    """Number of layers; 4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
-    stop_gradient: bool = True
-    """Whether to detach the input (ablation: Table 18)."""
-    projection_bias: bool = False
-    """Whether the projection has a bias (the published LLaMA-2 networks have one; the paper's formula has none)."""
-    pool_by_rho: bool = True
-    """Whether to divide the pooled score by ρ (the published LLaMA-2 networks do not)."""
-    dropout: float = 0.0
-    """Dropout probability after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
-
-    def __post_init__(self) -> None:
-        for name in ("input_size", "hidden_size", "num_prototypes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)} must be at least 1")
-        if self.kind not in ("logits", "embeddings"):
-            raise ValueError(f"TempNetConfig.kind = {self.kind!r} is neither 'logits' nor 'embeddings'")
-        if self.input_shift not in ("none", "mean", "max"):
-            raise ValueError(f"TempNetConfig.input_shift = {self.input_shift!r} is none of 'none', 'mean', 'max'")
-        if self.input_shift != "none" and self.kind == "embeddings":
-            raise ValueError(
-                f"TempNetConfig.input_shift = {self.input_shift!r} shifts logits; a network on embeddings takes 'none' only"
-            )
-        if self.pooling not in ("parametric", "linear"):
-            raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
-        if self.depth not in (3, 4):
-            raise ValueError(f"TempNetConfig.depth = {self.depth!r} is neither 3 nor 4")
-        if self.depth == 4 and not self.transform:
-            raise ValueError("TempNetConfig.depth = 4 adds a second transform: it needs transform = True")
-        if not 0.0 < self.tau_min < self.tau_max:
-            raise ValueError(f"TempNetConfig: 0 < tau_min < tau_max does not hold: {self.tau_min:g}, {self.tau_max:g}")
-        if self.tau_max_eval is not None and not self.tau_min < self.tau_max_eval < math.inf:
-            raise ValueError(
-                f"TempNetConfig.tau_max_eval = {self.tau_max_eval:g} is not above tau_min {self.tau_min:g} and finite"
-            )
-        if not self.phi_init > 0.0:
-            raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"TempNetConfig.dropout = {self.dropout:g} must lie in [0, 1)")
-        if self.projection_bias and not (self.projection and self.kind == "logits"):
-            raise ValueError("TempNetConfig.projection_bias = True needs the projection of a network on logits")
-        if not (self.rho >= 0.0 and math.isfinite(self.rho)):
-            raise ValueError(f"TempNetConfig.rho = {self.rho:g} must be finite and not negative")
-        if self.kind == "logits" and self.pool_by_rho:
-            check_rho(self.rho, self.input_size)
-
-    @classmethod
-    def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
-        """Return the configuration of a TempNet on the logits of a language model (TempNet §6.1: ρ = 10, τ_max = 2).
-
-        Args:
-            vocab_size: *effective* vocabulary of the model, without padding.
-            rho: ρ of the robust loss, in nats.
-            tau_max: upper end τ_max of the output range.
-            changes: values of other fields.
-        """
-        return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
-
-    @classmethod
-    def released(
-        cls, vocab_size: int, *, head: PublishedHead = "llama2", hidden_size: int = 256, num_prototypes: int = 256
-    ) -> TempNetConfig:
-        """Return the configuration of the authors' networks: projection with bias, dropout, no 1/ρ (so ρ is unused).
-
-        Args:
-            vocab_size: effective vocabulary of the base model.
-            head: "llama2" for the published LLaMA-2-Chat networks, with τ in (0.01, 1.2), on logits minus their
-                maximum; "llama1" with τ in (0.01, 2) or "gpt2" with τ in (0.5, 5), both on raw logits.
-            hidden_size: d1.
-            num_prototypes: d2.
-        """
-        return cls.for_logits(
-            vocab_size,
-            hidden_size=hidden_size,
-            num_prototypes=num_prototypes,
-            projection_bias=True,
-            pool_by_rho=False,
-            dropout=0.5,
-            **_PUBLISHED_HEADS[head],
-        )
-
-    @classmethod
-    def for_embeddings(cls, dim: int, *, rho: float = 8.0, tau_max: float = 0.05, **changes: Any) -> TempNetConfig:
-        """Return the configuration of a TempNet on L2-normalised embeddings (TempNet §6.2: ρ ≈ 8, τ_max = 0.05).
-
-        Args:
-            dim: dimension of the embeddings.
-            rho: ρ of the robust loss, in nats.
-            tau_max: upper end τ_max of the output range.
-            changes: values of other fields.
-        """
-        return cls(kind="embeddings", input_size=dim, **{"rho": rho, "tau_max": tau_max, "phi_init": 0.01, **changes})
 
 
 class TempNet(nn.Module):

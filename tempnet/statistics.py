@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet.dro import optimal_temperature, robust_loss
+from tempnet.dro import robust_loss
+from tempnet.oracle import optimal_temperature
 from tempnet.softmax.reference import IGNORE_INDEX
 
 NUM_HISTOGRAM_BINS = 200

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jobs.engine.config import SteeredTempNetSection, TrainingConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
-from tempnet.network import TempNetConfig
+from tempnet.network_config import TempNetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

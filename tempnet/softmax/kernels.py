@@ -22,50 +22,18 @@ Shapes: N tokens, d hidden size, V effective vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tempnet.softmax.launch import KernelInputs, Tile, launch_options
 from tempnet.softmax.reference import IGNORE_INDEX
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Approximate number of programs of the statistics kernel: several per multiprocessor on any GPU. It is a constant, so
 # that the sums do not depend on the GPU.
 _NUM_PROGRAMS = 1024
-# Number of row blocks that run at the same time.
-_GROUP = 8
 _SCRATCH_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Block of logits that a program computes at a time; its three sizes are powers of two ≥ 16."""
-
-    num_tokens: int
-    """Number of rows (tokens) of the tile."""
-    num_vocab: int
-    """Number of columns (vocabulary entries) of the tile."""
-    num_hidden: int
-    """Number of terms of the inner product that are loaded at a time."""
-    num_warps: int
-    """Number of warps per program."""
-    num_stages: int
-    """Number of pipeline stages, that is, of loads in flight."""
-
-    @classmethod
-    def for_dtype(cls, dtype: torch.dtype) -> Tile:
-        """Return sizes for inputs of this dtype.
-
-        The accumulator fits into the registers, and the loads into the shared memory, of GPUs of compute capability ≥
-        8.0.
-        """
-        if dtype == torch.float32:
-            return cls(num_tokens=64, num_vocab=64, num_hidden=32, num_warps=4, num_stages=3)
-        return cls(num_tokens=128, num_vocab=128, num_hidden=64, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +55,6 @@ class SoftmaxStatistics:
     """Entropy at τ = 1; None if it was not requested by `with_unit`."""
     cross_entropy_unit: Tensor | None
     """Cross-entropy at τ = 1; None if it was not requested by `with_unit`."""
-
-
-def is_available(tensor: Tensor) -> bool:
-    """Return whether the kernels accept a tensor: 16- or 32-bit floats, on an NVIDIA GPU of compute capability ≥ 8.0.
-
-    Under Triton's interpreter, tensors on the CPU are accepted too. AMD GPUs have too little shared memory for these
-    tiles.
-    """
-    if tensor.dtype not in _DTYPES or importlib.util.find_spec("triton") is None:
-        return False
-    if tensor.is_cuda:
-        return torch.version.cuda is not None and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
-    return tensor.device.type == "cpu" and _is_interpreted()
 
 
 @torch.no_grad()
@@ -137,7 +92,7 @@ def softmax_statistics(
     from tempnet.softmax.triton_kernels import statistics_kernel
 
     tile = tile or Tile.for_dtype(hidden.dtype)
-    inputs = _Inputs.of(hidden, weight, bias, soft_cap, tau)
+    inputs = KernelInputs.prepare(hidden, weight, bias, soft_cap, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     num_row_blocks, num_tiles = triton.cdiv(num_tokens, tile.num_tokens), triton.cdiv(vocab_size, tile.num_vocab)
     num_tiles_per_split = triton.cdiv(num_tiles, triton.cdiv(_NUM_PROGRAMS, num_row_blocks))
@@ -158,7 +113,7 @@ def softmax_statistics(
             num_splits,
             num_tiles_per_split,
             WITH_UNIT=with_unit,
-            **_launch_options(tile, hidden),
+            **launch_options(tile, hidden),
         )
     return _merge(partials, inputs.tau)
 
@@ -198,7 +153,7 @@ def softmax_gradients(
     from tempnet.softmax.triton_kernels import logits_gradient_kernel
 
     tile = tile or Tile.for_dtype(hidden.dtype)
-    inputs = _Inputs.of(hidden, weight, bias, soft_cap, tau)
+    inputs = KernelInputs.prepare(hidden, weight, bias, soft_cap, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
     row_scale = row_scale.float().where(targets != IGNORE_INDEX, 0.0)
     hidden_grad = torch.zeros_like(inputs.hidden, dtype=torch.float32) if needs[0] else None
@@ -208,8 +163,8 @@ def softmax_gradients(
     # The sections have about equal widths, so that the last one is not tiny, and consist of whole tiles, so that
     # every row of the buffer is aligned.
     num_fitting = scratch_bytes // (num_tokens * hidden.element_size())
-    num_stretches = triton.cdiv(vocab_size, max(num_fitting // tile.num_vocab, 1) * tile.num_vocab)
-    width = triton.cdiv(triton.cdiv(vocab_size, num_stretches), tile.num_vocab) * tile.num_vocab
+    num_sections = triton.cdiv(vocab_size, max(num_fitting // tile.num_vocab, 1) * tile.num_vocab)
+    width = triton.cdiv(triton.cdiv(vocab_size, num_sections), tile.num_vocab) * tile.num_vocab
     # The buffer is set to zero, because bfloat16 products on a CPU with AMX also read beyond the columns, where
     # uninitialised memory could be NaN and would spread.
     scratch = hidden.new_zeros(num_tokens, width)
@@ -235,7 +190,7 @@ def softmax_gradients(
                 len(part_weight),
                 hidden.shape[1],
                 width,
-                **_launch_options(tile, hidden),
+                **launch_options(tile, hidden),
             )
         if hidden_grad is not None:
             hidden_grad += gradient @ part_weight
@@ -244,44 +199,6 @@ def softmax_gradients(
         if bias_grad is not None:
             bias_grad[part] = gradient.sum(0, dtype=torch.float32)
     return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, bias_grad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """Input tensors in the layout and dtype that the kernels read."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    soft_cap: float | None
-    tau: Tensor
-
-    @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None, tau: Tensor) -> _Inputs:
-        assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
-        return cls(
-            hidden=hidden.contiguous(),
-            weight=weight.contiguous(),
-            bias=None if bias is None else bias.contiguous(),
-            soft_cap=soft_cap,
-            tau=tau.float().contiguous(),
-        )
-
-
-def _launch_options(tile: Tile, hidden: Tensor) -> dict[str, Any]:
-    """Return the compile-time arguments that both kernels share."""
-    return {
-        "GROUP": _GROUP,
-        "BLOCK_TOKENS": tile.num_tokens,
-        "BLOCK_VOCAB": tile.num_vocab,
-        "BLOCK_HIDDEN": tile.num_hidden,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        # The interpreter multiplies bfloat16 values as if they were integers (triton-lang/triton#11584).
-        "WIDEN": _is_interpreted() and hidden.dtype != torch.float32,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # This is the default of Triton 3.9; Triton 3.10 will turn it off.
-    }
 
 
 def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
@@ -308,7 +225,3 @@ def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
         entropy_unit=None if log_sum_unit is None or mean_unit is None else log_sum_unit - mean_unit,
         cross_entropy_unit=None if log_sum_unit is None else log_sum_unit + (maximum - positive),
     )
-
-
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"

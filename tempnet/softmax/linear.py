@@ -23,9 +23,12 @@ from torch import Tensor
 
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
-from tempnet.softmax.chunks import ChunkSettings, ChunkSums
+from tempnet.softmax.chunks import add_tokens_in_chunks
 from tempnet.softmax.fold import FoldCache, fold_pays, folds
-from tempnet.softmax.fused import FusedSums, can_fuse
+from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
+from tempnet.softmax.gradients import allocate_gradients, finish_gradients
+from tempnet.softmax.objectives import TokenResults
+from tempnet.softmax.plan import LossInputs, LossPlan
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
 
@@ -113,7 +116,7 @@ def linear_language_model_loss(
             raise ValueError(
                 f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
             )
-        parameters = whole_parameters(tempnet)
+        parameters = network_parameters(tempnet)
     else:
         tempnet = None
     breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not folds(tempnet))
@@ -134,20 +137,21 @@ def linear_language_model_loss(
         )
     if num_targets is None:
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
-    settings = ChunkSettings(
+    plan = LossPlan(
         config=config,
         vocab_size=vocab_size,
         tempnet=tempnet,
         soft_cap=soft_cap,
         fold=(fold_cache or FoldCache()) if fold and tempnet is not None else None,
         chunk_size=chunk_size or max(1, _NUM_LOGITS_PER_CHUNK // vocab_size),
-        matmul_dtype=matmul_dtype,
+        matmul_dtype=matmul_dtype or hidden.dtype,
+        sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         with_values=with_values,
         with_gradients=torch.is_grad_enabled(),
     )
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, settings, *parameters)
+        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
@@ -161,27 +165,46 @@ def supports(tempnet: TempNet) -> bool:
     return tempnet.transform is not None and tempnet.config.stop_gradient
 
 
-def whole_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
-    """Return the network's parameters in the order of `parameters()`.
+def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
+    """Return the network's parameters, W1 first and the others in the order of `parameters()`.
 
     Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
     """
-    return tuple(
+    first = tempnet.first_layer.weight
+    parameters = (
         getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
     )
+    return first, *(parameter for parameter in parameters if parameter is not first)
 
 
-def make_sums(
+def compute_tokens(
+    plan: LossPlan,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    settings: ChunkSettings,
+    targets: Tensor,
     parameters: tuple[Tensor, ...],
     needs: Sequence[bool],
-) -> ChunkSums:
-    """Create the accumulator of losses and gradients: with Triton kernels where they can be used, else with chunks."""
-    kind = FusedSums if can_fuse(hidden, settings) else ChunkSums
-    return kind(hidden, weight, bias, settings, parameters, needs)
+    row_weights: Tensor | None = None,
+) -> tuple[TokenResults, tuple[Tensor | None, ...]]:
+    """Compute the results of all tokens and their gradients: with Triton kernels where they can be used, else in chunks.
+
+    Args:
+        plan: plan of the call.
+        hidden, weight, bias, targets: arguments of :func:`linear_language_model_loss`.
+        parameters: parameters of the TempNet, W1 first.
+        needs: which of (hidden, weight, bias, _, _, *parameters) need a gradient.
+        row_weights: (N,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
+
+    Returns:
+        The results, and the gradients of hidden, weight, bias and the parameters; None for those not needed.
+    """
+    inputs = LossInputs.prepare(plan, hidden, weight, bias, parameters)
+    results = TokenResults.allocate(plan, hidden)
+    sums = allocate_gradients(plan, inputs, hidden, weight, bias, needs)
+    add_tokens = add_tokens_by_kernels if can_fuse(plan, hidden) else add_tokens_in_chunks
+    add_tokens(plan, inputs, targets, row_weights, results, sums)
+    return results, finish_gradients(sums, plan, inputs, weight.dtype)
 
 
 class _LossSum(torch.autograd.Function):
@@ -194,14 +217,12 @@ class _LossSum(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: ChunkSettings,
+        plan: LossPlan,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        needs = [needed and settings.with_gradients for needed in ctx.needs_input_grad]
-        sums = make_sums(hidden, weight, bias, settings, parameters, needs)
-        sums.add(targets)
-        ctx.gradients = sums.gradients()
-        outputs = (sums.losses.sum(), sums.tau, sums.slopes, *sums.values)
+        needs = [needed and plan.with_gradients for needed in ctx.needs_input_grad]
+        results, ctx.gradients = compute_tokens(plan, hidden, weight, bias, targets, parameters, needs)
+        outputs = (results.losses.sum(), results.tau, results.slopes, *results.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -230,14 +251,14 @@ class _TokenLosses(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: ChunkSettings,
+        plan: LossPlan,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        sums = make_sums(hidden, weight, bias, settings, parameters, (False,) * len(ctx.needs_input_grad))
-        sums.add(targets)
+        needs = (False,) * len(ctx.needs_input_grad)
+        results, _ = compute_tokens(plan, hidden, weight, bias, targets, parameters, needs)
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings, ctx.parameters = settings, parameters
-        outputs = (sums.losses, sums.tau, sums.slopes, *sums.values)
+        ctx.plan, ctx.parameters = plan, parameters
+        outputs = (results.losses, results.tau, results.slopes, *results.values)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -245,7 +266,8 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            sums = make_sums(hidden, weight, bias, ctx.settings, ctx.parameters, ctx.needs_input_grad)
-            sums.add(targets, grad_outputs[0])
-        hidden_grad, weight_grad, bias_grad, *parameter_grads = sums.gradients()
+            _, gradients = compute_tokens(
+                ctx.plan, hidden, weight, bias, targets, ctx.parameters, ctx.needs_input_grad, grad_outputs[0]
+            )
+        hidden_grad, weight_grad, bias_grad, *parameter_grads = gradients
         return hidden_grad, weight_grad, bias_grad, None, None, *parameter_grads

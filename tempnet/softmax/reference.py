@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet.dro import check_rho, optimal_temperature, robust_loss, temperature_derivatives
+from tempnet.dro import check_rho, robust_loss, temperature_derivatives
 from tempnet.network import TempNet
+from tempnet.oracle import optimal_temperature
 
 IGNORE_INDEX = -100
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipelines.text.tokenization import document_start_id, train_bpe
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 MAX_LENGTH = 24
 NUM_PADDING = 17

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, PreTrainedConfig
 
 from pipelines.text.tokenization import train_bpe
-from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.network_config import TempNetConfig
 
 CONTEXT_LENGTH = 16
 VOCAB_SIZE = 300

@@ -22,7 +22,8 @@ from pipelines.images.manifest import ImageManifest
 from pipelines.images.temperature_table import read_temperatures
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tempnet.dro import (
-    best_constant_temperature,
     check_rho,
-    optimal_temperature,
     rho_from_target_entropy,
     robust_loss,
     target_entropy_from_rho,
-    temperature_curve,
     temperature_derivatives,
 )
+from tempnet.oracle import best_constant_temperature, optimal_temperature, temperature_curve
 
 TAU_MIN, TAU_MAX = 0.001, 2.0
 
@@ -240,7 +238,7 @@ def test_a_row_that_no_temperature_is_optimal_for_is_named(
     rows[7] = -math.inf
     if value is not None:
         rows[7] = torch.tensor([0.0, 1.0, value, 2.0, -math.inf])
-    monkeypatch.setattr("tempnet.dro._MAX_LOGITS_PER_SLICE", 15)
+    monkeypatch.setattr("tempnet.oracle._MAX_LOGITS_PER_SLICE", 15)
     with pytest.raises(ValueError, match=rf"row 7 of the logits {message}"):
         optimal_temperature(rows, 0.5)
     with pytest.raises(ValueError, match=rf"row 7 of the logits {message}"):

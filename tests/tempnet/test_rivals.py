@@ -11,7 +11,8 @@ from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tempnet.dro import best_constant_temperature, optimal_temperature, robust_loss
+from tempnet.dro import robust_loss
+from tempnet.oracle import best_constant_temperature, optimal_temperature
 from tempnet.rivals import compare_with_constants, half_width
 
 NUM_ROWS, NUM_TOKENS, RHO, TAU_MIN, TAU_MAX = 400, 64, 1.8, 0.001, 2.0

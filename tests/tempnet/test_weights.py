@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.models.towers import load_tower
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 from tempnet.weights import check_weight_files
 
 LOADERS: dict[str, Callable[[Path], object]] = {

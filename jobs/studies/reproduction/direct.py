@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from jobs.tasks.language_model.config import LanguageModelConfig
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 # Base model → the number and the configuration of its TempNets. 50 304 is GPT-2's vocabulary, padded.
 _NETWORKS = {

@@ -15,7 +15,7 @@ from jobs.engine.config import (
     check_share,
     with_absolute_fields,
 )
-from tempnet.network import TempNetConfig
+from tempnet.network_config import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
 
 

@@ -21,7 +21,8 @@ from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
-from tempnet.dro import optimal_temperature, robust_loss
+from tempnet.dro import robust_loss
+from tempnet.oracle import optimal_temperature
 from tempnet.rivals import compare_with_constants
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman

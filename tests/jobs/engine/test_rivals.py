@@ -22,7 +22,7 @@ from jobs.tasks.language_model.validation import rivals as token_rivals
 from jobs.tasks.presets.language_models import PRESETS
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.dro import optimal_temperature
+from tempnet.oracle import optimal_temperature
 from tempnet.softmax.reference import TemperatureLossConfig
 
 BOTH = "beats both constants"

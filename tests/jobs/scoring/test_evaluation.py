@@ -30,7 +30,8 @@ from jobs.scoring.language_models.windows import (
     wikitext_pages,
 )
 from jobs.scoring.models import model_labels
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
 TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]

@@ -24,7 +24,8 @@ from tempnet.loading import load_causal_lm
 from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, DualEncoderConfig
 from tempnet.models.sentence_encoder import SentenceEncoder
 from tempnet.models.towers import random_tower
-from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.network_config import TempNetConfig
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from pipelines.sample.images import write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
 from tempnet.models.towers import random_tower
-from tempnet.network import TempNet, TempNetConfig
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 
 @pytest.fixture(scope="module")

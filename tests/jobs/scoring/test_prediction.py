@@ -25,7 +25,8 @@ from jobs.scoring.temperatures.texts.totals import Totals
 from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
-from tempnet.network import PAIRED_DIRECTORY, TempNet, TempNetConfig
+from tempnet.network import PAIRED_DIRECTORY, TempNet
+from tempnet.network_config import TempNetConfig
 
 
 @pytest.fixture(scope="module")

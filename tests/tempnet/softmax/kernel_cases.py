@@ -17,7 +17,8 @@ from torch import Tensor
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax import linear
 from tempnet.softmax.fused import can_fuse
-from tempnet.softmax.kernels import SoftmaxStatistics, Tile, is_available, softmax_gradients, softmax_statistics
+from tempnet.softmax.kernels import SoftmaxStatistics, softmax_gradients, softmax_statistics
+from tempnet.softmax.launch import Tile, is_available
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -171,7 +172,7 @@ def test_the_device_can_run_them() -> None:
 @pytest.mark.parametrize(("bias", "soft_cap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
 def test_any_shape(num_tokens: int, num_hidden: int, vocab_size: int, bias: bool, soft_cap: float | None) -> None:
     case = Case.random(num_tokens, num_hidden, vocab_size, bias=bias, soft_cap=soft_cap, num_ignored=num_tokens // 4)
-    case.check(scratch_bytes=num_tokens * 4 * 70)  # stretches of two tiles
+    case.check(scratch_bytes=num_tokens * 4 * 70)  # sections of two tiles
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -193,7 +194,7 @@ def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
 
 
 def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempnet.softmax.kernels._GROUP", 2)
+    monkeypatch.setattr("tempnet.softmax.launch._GROUP", 2)
     for num_programs in (1, 6, 7):  # all tiles in one split; two splits and a half-empty last one; three
         monkeypatch.setattr("tempnet.softmax.kernels._NUM_PROGRAMS", num_programs)
         Case.random(40, 20, 110, num_ignored=5).check()
@@ -288,7 +289,7 @@ def test_views_are_read_right_and_bits_repeat() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
 def test_sizes_of_a_language_model() -> None:
-    """GPT-2's vocabulary in bfloat16, several stretches, against the formula in float32 on the same rounded inputs."""
+    """GPT-2's vocabulary in bfloat16, several sections, against the formula in float32 on the same rounded inputs."""
     case = Case.random(2048, 768, 50257, dtype=torch.bfloat16, num_ignored=100)
     statistics = case.statistics(with_unit=True)
     leaves = [leaf.detach().float().requires_grad_() for leaf in case.leaves()]
@@ -334,7 +335,7 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
     fused = run()
     assert all(is_fused)
     assert is_fused
-    monkeypatch.setattr(linear, "can_fuse", lambda hidden, settings: False)
+    monkeypatch.setattr(linear, "can_fuse", lambda plan, hidden: False)
     for value, reference in zip(fused, run(), strict=True):
         assert relative_error(value, reference.double()) < 2e-6
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tempnet.softmax.kernels import Tile, is_available
+from tempnet.softmax.launch import Tile, is_available
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -42,7 +42,7 @@ def test_on_a_gpu() -> None:
 def test_import_without_triton() -> None:
     """The file is imported everywhere; where there is no Triton it says so."""
     program = (
-        "import sys; sys.modules['triton'] = None; import torch; from tempnet.softmax.kernels import is_available; "
+        "import sys; sys.modules['triton'] = None; import torch; from tempnet.softmax.launch import is_available; "
         "assert not is_available(torch.zeros(1))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})

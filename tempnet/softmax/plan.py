@@ -1,0 +1,81 @@
+"""What a call of the logits-free loss computes: its plan, the tensors that it reads, and its results for every token.
+
+Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tempnet.network import TempNet
+from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.reference import TemperatureLossConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPlan:
+    """Everything that determines what a call computes, apart from the tensors that it reads."""
+
+    config: TemperatureLossConfig
+    """Configuration of the loss."""
+    vocab_size: int
+    """Effective vocabulary V; rows of the output weight beyond it are padding."""
+    tempnet: TempNet | None
+    """The temperature network; None for losses without one."""
+    soft_cap: float | None
+    """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
+    fold: FoldCache | None
+    """Cache of the folded matrices; None if W1 is applied to the chunk's logits instead."""
+    chunk_size: int
+    """Number of tokens per chunk."""
+    matmul_dtype: torch.dtype
+    """Dtype of the products with the output weight."""
+    sum_dtype: torch.dtype
+    """Dtype of losses and sums: float32 at least, because bfloat16 would lose small gradients over many chunks."""
+    with_values: bool
+    """Whether to compute the values of `tempnet.statistics.TokenValues`."""
+    with_gradients: bool
+    """Whether autograd is on. `ctx.needs_input_grad` does not tell, because it stays true under no_grad."""
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the network reads L − mean L, for which the fold uses centred matrices."""
+        return self.tempnet is not None and self.tempnet.config.input_shift == "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Tensors that a call reads, apart from the targets, in the dtype of its matrix products."""
+
+    hidden: Tensor
+    """Hidden states: (N, d)."""
+    weight: Tensor
+    """Output weight W without padding: (V, d)."""
+    bias: Tensor | None
+    """Output bias without padding, (V,), or None."""
+    parameters: tuple[Tensor, ...]
+    """Parameters of the TempNet, W1 first; empty without a TempNet."""
+    folded: Tensor | None
+    """W1·W, (d1, d) in the dtype of sums; None if the fold is not used."""
+
+    @classmethod
+    def prepare(
+        cls, plan: LossPlan, hidden: Tensor, weight: Tensor, bias: Tensor | None, parameters: tuple[Tensor, ...]
+    ) -> LossInputs:
+        """Convert tensors to the dtype of the products, remove the padding of the vocabulary, and compute the fold."""
+        weight = weight[: plan.vocab_size].to(plan.matmul_dtype)
+        folded = None
+        if plan.fold is not None:
+            folded = plan.fold.first(parameters[0], weight, centred=plan.is_centred, matmul_dtype=plan.matmul_dtype).to(
+                plan.sum_dtype
+            )
+        return cls(
+            hidden=hidden.to(plan.matmul_dtype),
+            weight=weight,
+            bias=None if bias is None else bias[: plan.vocab_size].to(plan.matmul_dtype),
+            parameters=parameters,
+            folded=folded,
+        )

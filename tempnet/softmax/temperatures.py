@@ -1,0 +1,96 @@
+"""The temperatures of tokens in the logits-free loss, with the autograd graph of a TempNet's prediction.
+
+Shapes: c tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tempnet.oracle import optimal_temperature
+from tempnet.softmax.plan import LossInputs, LossPlan
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkGraph:
+    """Autograd graph from W1 x to τ, and the quantities that W1 x was computed from."""
+
+    product: Tensor
+    """W1 x, a leaf of the graph: (c, d1)."""
+    tau: Tensor
+    """τ with its graph: (c,)."""
+    inverse_norm: Tensor
+    """1/‖L‖, or 1 if the input is not normalised: (c,)."""
+    unit: Tensor | None
+    """L/‖L‖ if the fold is not used, else None: (c, V)."""
+
+
+def temperatures_from_logits(
+    plan: LossPlan, inputs: LossInputs, hidden: Tensor, logits: Tensor, *, with_graph: bool
+) -> tuple[Tensor, NetworkGraph | None]:
+    """Compute τ of the tokens of a chunk.
+
+    Args:
+        plan: plan of the call.
+        inputs: tensors of the call.
+        hidden: (c, d) hidden states of the chunk.
+        logits: (c, V) logits of the chunk; they may be shifted in place, by one constant per row.
+        with_graph: whether the prediction of a TempNet will be differentiated.
+
+    Returns:
+        τ (c,) and, if a TempNet predicts it, the graph of the prediction.
+    """
+    source, config, tempnet = plan.config.kind.temperature, plan.config, plan.tempnet
+    if source == "oracle":
+        return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
+    if tempnet is None:
+        return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
+    if (offset := tempnet.input_offset(logits)) is not None:
+        logits.sub_(offset)  # This does not change the softmax.
+    inverse_norm = torch.ones_like(logits[:, 0])
+    if tempnet.config.normalize_input:
+        inverse_norm = 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
+    unit: Tensor | None = None
+    if inputs.folded is not None:
+        product = (hidden.to(plan.sum_dtype) @ inputs.folded.T) * inverse_norm.unsqueeze(-1)
+    else:
+        unit = logits * inverse_norm.unsqueeze(-1)
+        product = unit @ inputs.parameters[0].to(plan.sum_dtype).T
+    return _predict(plan, product, inverse_norm, unit, with_graph=with_graph)
+
+
+def temperatures_from_hidden(
+    plan: LossPlan, inputs: LossInputs, *, with_graph: bool
+) -> tuple[Tensor, NetworkGraph | None]:
+    """Compute τ (N,) of all tokens without their logits, for losses whose τ is a constant or comes from the fold.
+
+    The arguments and the result are those of :func:`temperatures_from_logits`.
+    """
+    hidden = inputs.hidden.to(plan.sum_dtype)
+    if plan.tempnet is None:
+        return hidden.new_full(
+            hidden.shape[:1], plan.config.tau if plan.config.kind.temperature == "given" else 1.0
+        ), None
+    assert plan.fold is not None
+    assert inputs.folded is not None
+    inverse_norm = torch.ones_like(hidden[:, 0])
+    if plan.tempnet.config.normalize_input:
+        gram = plan.fold.gram(inputs.weight, centred=plan.is_centred)
+        squared_norm = torch.linalg.vecdot(hidden @ gram, hidden).clamp(min=0.0)
+        inverse_norm = squared_norm.sqrt().clamp(min=1e-12).reciprocal()
+    product = (hidden @ inputs.folded.T) * inverse_norm.unsqueeze(-1)
+    return _predict(plan, product, inverse_norm, None, with_graph=with_graph)
+
+
+def _predict(
+    plan: LossPlan, product: Tensor, inverse_norm: Tensor, unit: Tensor | None, *, with_graph: bool
+) -> tuple[Tensor, NetworkGraph]:
+    """Return τ (c,) for W1 x (`product`), with the autograd graph from W1 x to τ."""
+    assert plan.tempnet is not None
+    with torch.set_grad_enabled(with_graph), torch.autocast(product.device.type, enabled=False):
+        product = product.to(plan.tempnet.first_layer.weight.dtype).detach().requires_grad_()
+        tau = plan.tempnet.from_first_product(product)
+    return tau.detach().to(plan.sum_dtype), NetworkGraph(product, tau, inverse_norm, unit)
