@@ -14,15 +14,13 @@ Shapes: N tokens, V effective vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet.dro import check_rho, robust_loss, temperature_derivatives
+from tempnet.dro import check_rho, log_num_contrasts, robust_loss, scaled_cross_entropy, temperature_derivatives
 from tempnet.network import TempNet
 from tempnet.oracle import optimal_temperature
 
@@ -94,7 +92,7 @@ def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
     """Return the loss of every row (N,), in float32 at least; it is exactly 0 for ignored targets.
 
     Args:
-        logits: (N, V).
+        logits: (N, V) logits; −inf for entries that do not belong to the row's vocabulary.
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
         tau: (N,) temperatures.
         config: configuration of the loss.
@@ -105,8 +103,7 @@ def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
         losses = robust_loss(logits, safe_targets, tau, config.rho)
     else:
         # The robust loss at ρ = log V equals τ times this cross-entropy, whose gradient has an additional factor 1/τ.
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        losses = F.cross_entropy(exact / tau.unsqueeze(-1), safe_targets, reduction="none")
+        losses = scaled_cross_entropy(logits, safe_targets, tau)
     return torch.where(is_valid, losses, 0.0)
 
 
@@ -119,8 +116,9 @@ def token_slopes(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
     if config.kind.objective == "robust":
         slopes, _ = temperature_derivatives(logits, tau, config.rho)
     else:
-        entropy, _ = temperature_derivatives(logits, tau, 0.0)
-        slopes = (entropy + math.log(logits.shape[-1]) - token_losses(logits, targets, tau, config)) / tau
+        derivative, _ = temperature_derivatives(logits, tau, 0.0)
+        entropy = derivative + log_num_contrasts(logits, derivative.dtype)
+        slopes = (entropy - token_losses(logits, targets, tau, config)) / tau
     return slopes.where(targets != IGNORE_INDEX, 0.0)
 
 
