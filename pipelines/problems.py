@@ -54,7 +54,7 @@ def check_problems(
     readings: Sequence[Reading],
     max_bad_share: float,
     *,
-    field: str = "data.max_bad_share",
+    field: str = "max_bad_share",
     noun: str = "document",
 ) -> None:
     """Reject a source with too large a share of unreadable records, or with no readable record at all.

@@ -6,8 +6,6 @@ of the rows within them. Images are numbered in the same way, and the pairs of o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from pipelines.manifest import compute_digest, read_manifest, write_manifest
 from pipelines.problems import Reading
-from pipelines.storage import read_json, resolve, write_json
-from pipelines.text.manifest import MANIFEST_FILE
+from pipelines.storage import resolve
 
 FORMAT_VERSION = 3
 
@@ -153,13 +151,12 @@ class ImageManifest:
     @cached_property
     def digest(self) -> str:
         """Hash of all shards as 16 hex digits; equal digests mean equal pairs in equal order."""
-        content = json.dumps([[shard.digest, shard.dropped] for shard in self.shards])
-        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return compute_digest([[shard.digest, shard.dropped] for shard in self.shards])
 
     def save(self) -> None:
         """Write the manifest to its directory; the presence of this file marks the directory as complete."""
         content = {key: value for key, value in asdict(self).items() if key != "directory"} | {"digest": self.digest}
-        write_json(f"{self.directory}/{MANIFEST_FILE}", content)
+        write_manifest(self.directory, content)
 
     @classmethod
     def load(cls, directory: str) -> ImageManifest:
@@ -167,15 +164,9 @@ class ImageManifest:
 
         Raises:
             FileNotFoundError: if the directory has no manifest.
-            ValueError: if the manifest was written by another version, or by the preparation of text.
+            ValueError: if the manifest was written by another version, or describes text.
         """
-        content = read_json(f"{directory}/{MANIFEST_FILE}")
-        if content is None:
-            raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")
-        if "shards" not in content or content["version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"{directory} is no image data set of version {FORMAT_VERSION}: prepare it with jobs.prepare_images"
-            )
+        content = read_manifest(directory, noun="images", field="shards", version=FORMAT_VERSION)
         return cls(
             directory=directory,
             source=content["source"],

@@ -54,7 +54,7 @@ class PrepareImagesConfig:
 
 
 def prepare_images(
-    config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "data.max_bad_share", losses: str = ""
+    config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "max_bad_share", losses: str = ""
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
@@ -120,7 +120,9 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
     archives = list_image_archives(config.source)
     captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
     if captions is None and any(archive.files for archive in archives):
-        raise ValueError(f"source = {config.source!r} holds images in files of their own: captions must name a json")
+        raise ValueError(
+            f"source = {config.source!r} holds images in files of their own: captions must name a json file"
+        )
     return archives, captions
 
 

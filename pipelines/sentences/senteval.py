@@ -218,7 +218,7 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
         FileNotFoundError: if a file is missing; the message names it.
     """
     if name not in _LAYOUTS:
-        raise ValueError(f"task {name!r} is unknown: choose of {', '.join(TASK_NAMES)}")
+        raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
     layout, problems, examples = _LAYOUTS[name], Counter[str](), list[str]()
     parts = {}
     for part, files in layout.files.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.storage import read_json, resolve, write_json
+from pipelines.manifest import compute_digest, read_manifest, write_manifest
+from pipelines.storage import resolve
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 
-MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 3
 
 Layout = PackingConfig | DocumentConfig
@@ -116,14 +114,13 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """Hash of all shards as 16 hex digits; equal digests mean equal rows in equal order."""
-        content = json.dumps([self.layout.label, [shard.digest for shard in self.shards]])
-        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return compute_digest([self.layout.label, [shard.digest for shard in self.shards]])
 
     def save(self) -> None:
         """Write the manifest to its directory; the presence of this file marks the directory as complete."""
         content = {key: value for key, value in asdict(self).items() if key != "directory"}
         content |= {"layout": {"kind": self.layout.kind, **content["layout"]}, "digest": self.digest}
-        write_json(f"{self.directory}/{MANIFEST_FILE}", content)
+        write_manifest(self.directory, content)
 
     @classmethod
     def load(cls, directory: str) -> Manifest:
@@ -131,15 +128,9 @@ class Manifest:
 
         Raises:
             FileNotFoundError: if the directory has no manifest.
-            ValueError: if the manifest was written by another version.
+            ValueError: if the manifest was written by another version, or describes images.
         """
-        content = read_json(f"{directory}/{MANIFEST_FILE}")
-        if content is None:
-            raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")
-        if content["version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"{directory} has manifest version {content['version']}, this program reads {FORMAT_VERSION}"
-            )
+        content = read_manifest(directory, noun="text", field="archives", version=FORMAT_VERSION)
         return cls(
             directory=directory,
             tokenizer_digest=content["tokenizer_digest"],

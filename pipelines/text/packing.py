@@ -45,7 +45,7 @@ class PackingConfig:
 
     def __post_init__(self) -> None:
         if self.context_length < 2:
-            raise ValueError(f"data.context_length = {self.context_length} must be at least 2")
+            raise ValueError(f"context_length = {self.context_length} must be at least 2 tokens")
 
     @classmethod
     def for_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, context_length: int) -> PackingConfig:

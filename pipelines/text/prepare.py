@@ -52,10 +52,17 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ValueError(f"data.max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
+            raise ValueError(f"max_bad_share = {self.max_bad_share:g} must lie in [0, 1]")
 
 
-def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: str = "") -> Manifest:
+def prepare_text(
+    config: PrepareConfig,
+    layout: Layout,
+    root: str,
+    *,
+    max_bad_share_field: str = "max_bad_share",
+    losses: str = "",
+) -> Manifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
     Ray must be running.
@@ -64,6 +71,7 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: st
         config: which text to read, and the tokenizer.
         layout: how the tokens of documents become rows; it must have been made for the same tokenizer.
         root: path or URI of the directory of all prepared data.
+        max_bad_share_field: name of the setting that `max_bad_share` comes from, for the error message.
         losses: path or URI of a file to list every lost record in (`pipelines.losses`); it is also written if there
             are too many. If empty, no list is written.
 
@@ -94,7 +102,7 @@ def prepare_text(config: PrepareConfig, layout: Layout, root: str, *, losses: st
         manifest.save()
     if losses:
         list_losses(directory, [losses_name(_shards(number)) for number in range(len(archives))], losses)
-    check_problems(config.source, manifest.archives, config.max_bad_share)
+    check_problems(config.source, manifest.archives, config.max_bad_share, field=max_bad_share_field)
     return manifest
 
 

@@ -69,7 +69,7 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
                     return takes_mask
     raise ValueError(
         f"packed documents cannot be kept apart in a model of type {model.config.model_type!r}{reason}: "
-        "set data.attend_across_documents = True"
+        "set attend_across_documents = True"
     )
 
 

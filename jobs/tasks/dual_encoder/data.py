@@ -30,7 +30,9 @@ def prepared(config: ClipConfig, split: str) -> ImageManifest:
     Ray must be running. The prepared data are kept in the directory of prepared data, which runs share.
     """
     started = time.monotonic()
-    manifest = prepare_images(preparation(config, split), config.run.prepared_directory)
+    manifest = prepare_images(
+        preparation(config, split), config.run.prepared_directory, max_bad_share_field="data.max_bad_share"
+    )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     return manifest
 

@@ -27,6 +27,7 @@ def prepared(config: LanguageModelConfig, split: str) -> Manifest:
         ),
         PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), data.context_length),
         config.run.prepared_directory,
+        max_bad_share_field="data.max_bad_share",
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     return manifest

@@ -38,6 +38,7 @@ def prepared(config: SentenceConfig, split: str) -> Manifest:
         ),
         DocumentConfig(least_num_tokens=data.spans.least_num_tokens, vocab_size=len(tokenizer)),
         config.run.prepared_directory,
+        max_bad_share_field="data.max_bad_share",
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     if not manifest.num_rows:

@@ -89,7 +89,7 @@ def test_an_empty_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_tasks_and_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"task 'IMDB' is unknown: choose of {', '.join(TASK_NAMES)}"):
+    with pytest.raises(ValueError, match=f"task 'IMDB' is unknown: choose one of {', '.join(TASK_NAMES)}"):
         read_task(tmp_path, "IMDB")
     with pytest.raises(FileNotFoundError, match=r"rt-polarity\.neg"):
         read_task(tmp_path, "MR")

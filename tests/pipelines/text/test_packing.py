@@ -66,5 +66,5 @@ def test_large_vocabularies_keep_their_token_ids() -> None:
 
 def test_no_documents_make_no_blocks() -> None:
     assert list(pack_documents([], config(4))) == []
-    with pytest.raises(ValueError, match="context_length = 1"):
+    with pytest.raises(ValueError, match=r"^context_length = 1 must be at least 2 tokens"):
         config(1)

@@ -91,7 +91,7 @@ def test_the_way_does_not_depend_on_the_length_of_the_window() -> None:
 )
 def test_a_model_that_cannot_keep_documents_apart_is_refused(architecture: str, extra: dict[str, object]) -> None:
     base = make_base(architecture, "eager", **extra)
-    with pytest.raises(ValueError, match=f"'{architecture}'.*: set data.attend_across_documents = True"):
+    with pytest.raises(ValueError, match=f"'{architecture}'.*: set attend_across_documents = True"):
         make_module(base)
     module = make_module(base, attend_across_documents=True).eval()
     ids, positions = packed([5, 11])
