@@ -68,26 +68,26 @@ class Arguments:
     """PNG file to write the figure to. Empty: no figure."""
 
 
-def concept_frequencies(directory: str, keys: list[str]) -> Tensor:
-    """Returns how often the concept of each of N keys occurs in the training set, as a tensor (N,)."""
-    found: dict[str, int] = {}
+def read_concept_frequencies(directory: str, keys: list[str]) -> Tensor:
+    """Return how often the concept of each of N keys occurs in the training set, as a tensor (N,)."""
+    frequencies: dict[str, int] = {}
     for path in sorted(Path(directory).glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 if member.name.endswith(".json"):
                     record = json.load(tar.extractfile(member))  # type: ignore[arg-type]
-                    found[record["key"]] = record["concept_frequency"]
-    return torch.tensor([found[key] for key in keys], dtype=torch.float64)
+                    frequencies[record["key"]] = record["concept_frequency"]
+    return torch.tensor([frequencies[key] for key in keys], dtype=torch.float64)
 
 
 @torch.no_grad()
 def embed(model: str, source: PairSource, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the embeddings (n, d) of the images with these numbers, and those of their captions."""
+    """Return the embeddings (n, d) of the images with these numbers, and those of their captions."""
     encoder = DualEncoder.from_pretrained(model)
     captions, _ = source.captions()
     images, texts = [], []
-    for few in numbers.split(_NUM_AT_A_TIME):
-        part = few.tolist()
+    for part_of_numbers in numbers.split(_NUM_AT_A_TIME):
+        part = part_of_numbers.tolist()
         images.append(encoder.encode_images(torch.from_numpy(source.read_images(part))))
         tokens = source.encoder.encode([captions[index] for index in part])
         texts.append(
@@ -96,8 +96,8 @@ def embed(model: str, source: PairSource, numbers: Tensor) -> tuple[Tensor, Tens
     return torch.cat(images), torch.cat(texts)
 
 
-def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_max: float) -> Tensor:
-    """Returns τ* (n,) of the anchors, whose contrasts are all rows of `contrasts` except their own."""
+def solve_temperatures(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_max: float) -> Tensor:
+    """Return τ* (n,) of the anchors, whose contrasts are all rows of `contrasts` except their own."""
     parts = []
     for part in anchors.split(_NUM_AT_A_TIME):
         scores = queries[part] @ contrasts.T
@@ -106,14 +106,14 @@ def oracle(queries: Tensor, contrasts: Tensor, anchors: Tensor, rho: float, tau_
     return torch.cat(parts)
 
 
-def by_rho(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
-    """Parses arguments of the form `ρ=path` or `NAME:ρ=path` into name, ρ and path; `name` is the default."""
-    found = []
+def parse_runs(values: tuple[str, ...], name: str) -> list[tuple[str, float, Path]]:
+    """Parse arguments of the form `ρ=path` or `NAME:ρ=path` into name, ρ and path; `name` is the default."""
+    runs = []
     for value in values:
         if not (match := re.fullmatch(r"(?:(.+):)?([\d.]+)=(.+)", value)):
             raise SystemExit(f"{value!r} is neither ρ=path nor NAME:ρ=path")
-        found.append((match[1] or name, float(match[2]), Path(match[3])))
-    return found
+        runs.append((match[1] or name, float(match[2]), Path(match[3])))
+    return runs
 
 
 def main(arguments: Arguments) -> None:
@@ -128,7 +128,7 @@ def main(arguments: Arguments) -> None:
         num_text_tokens=encoder.num_text_tokens,
     )
     keys = [key for number in range(len(manifest.shards)) for key in read_index(manifest, number)["key"].to_pylist()]
-    frequency = concept_frequencies(arguments.train, keys)
+    frequency = read_concept_frequencies(arguments.train, keys)
     rng = np.random.default_rng(0)
     anchors = torch.from_numpy(np.sort(rng.choice(len(keys), min(arguments.num_anchors, len(keys)), replace=False)))
     image, text = embed(arguments.base, source, torch.arange(manifest.num_images))
@@ -145,15 +145,15 @@ def main(arguments: Arguments) -> None:
     print(f"log(K/n) of the anchors' concepts: 5 % {low:.2f}, median {middle:.2f}, 95 % {high:.2f}")
     print("| temperatures | ρ | mean τ | Spearman(τ, concept frequency) |\n|---|---|---|---|")
     for rho in arguments.rho:
-        add("oracle, images", rho, oracle(image, text, anchors, rho, arguments.tau_max))
-        add("oracle, captions", rho, oracle(text, image, anchors, rho, arguments.tau_max))
-    for name, rho, path in by_rho(arguments.tempnets, "TempNet"):
+        add("oracle, images", rho, solve_temperatures(image, text, anchors, rho, arguments.tau_max))
+        add("oracle, captions", rho, solve_temperatures(text, image, anchors, rho, arguments.tau_max))
+    for name, rho, path in parse_runs(arguments.tempnets, "TempNet"):
         own_image, own_text = embed(str(path), source, anchors)
         networks = load_pair_tempnets(path)
         with torch.no_grad():
             add(f"{name}, images", rho, networks[0](own_image))
             add(f"{name}, captions", rho, networks[1](own_text))
-    for name, rho, path in by_rho(arguments.states, "iSogCLR"):
+    for name, rho, path in parse_runs(arguments.states, "iSogCLR"):
         parts = [load_file(file)["tau"] for file in sorted(path.glob("samples-*.safetensors"))]
         tau = torch.empty(2, manifest.num_pairs)
         for rank, part in enumerate(parts):

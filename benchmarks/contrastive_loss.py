@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.memory import peak_growth_of
+from benchmarks.memory import measure_peak_growth
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
@@ -80,7 +80,7 @@ class DenseLoss:
         return loss
 
     def robust(self, modality: int, similarity: Tensor, anchors: Tensor, ids: Tensor) -> Tensor:
-        """Returns one side of the global losses: images against texts for modality 0, texts against images for 1."""
+        """Return one side of the global losses: images against texts for modality 0, texts against images for 1."""
         name, num_negatives = self.config.name, len(ids) - 1
         rho = self.config.rho if self.config.kind.uses_rho else 0.0
         tau = self.networks[modality](anchors) if name == "tempnet" else self.tau[modality, ids]
@@ -105,7 +105,7 @@ class DenseLoss:
 
 
 def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Callable[[], None]:
-    """Returns a function that does one forward and backward pass from unit rows."""
+    """Return a function that does one forward and backward pass from unit rows."""
     torch.manual_seed(0)
     size = arguments.embedding_size
     image = F.normalize(torch.randn(batch_size, size), dim=-1)
@@ -140,7 +140,7 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
 
 
 def measure_memory(name: str, form: str, arguments: Arguments, batch_size: int) -> float:
-    """Returns the memory of one form in MiB, measured in its own process."""
+    """Return the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.contrastive_loss", "--memory-of", name, form]
     command += ["--batch-size", str(batch_size)]
     for field in ("embedding_size", "tile_size", "num_threads"):
@@ -198,7 +198,7 @@ def main(arguments: Arguments) -> None:
     if arguments.memory_of:
         # A small step runs first, so that the one-time initialisation of torch and its libraries is not measured.
         make_step(*arguments.memory_of, arguments, 64)()
-        print(json.dumps(peak_growth_of(make_step(*arguments.memory_of, arguments, arguments.batch_size[0]))))
+        print(json.dumps(measure_peak_growth(make_step(*arguments.memory_of, arguments, arguments.batch_size[0]))))
         return
     print(
         f"d {arguments.embedding_size}, tiles of {arguments.tile_size}², float32, {arguments.num_threads} threads, "

@@ -38,7 +38,7 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
-    """Returns form → function that does one generation."""
+    """Return form → function that does one generation."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=arguments.vocab_size,

@@ -111,10 +111,10 @@ def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments:
         place = int(places[-1]) + 1
 
 
-def webdataset_loader(
+def make_webdataset_loader(
     tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
 ) -> Iterator[Any]:
-    """Returns an iterator over the batches of a handwritten webdataset pipeline."""
+    """Return an iterator over the batches of a handwritten webdataset pipeline."""
     rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), arguments.image_size
 
     def transform(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, str]:
@@ -169,8 +169,8 @@ def main(arguments: Arguments) -> None:
         tokenizer.pad_token = tokenizer.eos_token
         makers: dict[str, Callable[[], Iterator[Any]]] = {
             OURS: lambda: ours(manifest, tokenizer, arguments),
-            PLAIN: lambda: webdataset_loader(tars, tokenizer, arguments, with_draft=False),
-            DRAFT: lambda: webdataset_loader(tars, tokenizer, arguments, with_draft=True),
+            PLAIN: lambda: make_webdataset_loader(tars, tokenizer, arguments, with_draft=False),
+            DRAFT: lambda: make_webdataset_loader(tars, tokenizer, arguments, with_draft=True),
         }
         pipelines = {name: make() for name, make in makers.items()}
         speeds: dict[str, list[float]] = {name: [] for name in pipelines}

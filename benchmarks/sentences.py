@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import tyro
 from pytorch_metric_learning.losses import NTXentLoss
 
-from benchmarks.memory import peak_growth_of
+from benchmarks.memory import measure_peak_growth
 from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.unimodal import UnimodalLoss
@@ -54,8 +54,8 @@ class Arguments:
     """Internal: measure the memory of one form and number of pairs in this process."""
 
 
-def span_rates(arguments: Arguments) -> tuple[float, float]:
-    """Returns documents per second: for the spans alone, and with their tokens gathered."""
+def measure_spans(arguments: Arguments) -> tuple[float, float]:
+    """Return documents per second: for the spans alone, and with their tokens gathered."""
     config = SpanConfig()
     lengths = np.full(arguments.num_documents, arguments.num_tokens)
     keys = np.arange(arguments.num_documents)
@@ -76,7 +76,7 @@ def span_rates(arguments: Arguments) -> tuple[float, float]:
 
 
 def make_step(form: str, num_pairs: int, arguments: Arguments) -> Callable[[], None]:
-    """Returns a function that does one forward and backward pass from unit rows."""
+    """Return a function that does one forward and backward pass from unit rows."""
     torch.manual_seed(0)
     anchors = F.normalize(torch.randn(num_pairs, arguments.embedding_size), dim=-1).requires_grad_()
     positives = F.normalize(torch.randn(num_pairs, arguments.embedding_size), dim=-1).requires_grad_()
@@ -94,8 +94,8 @@ def make_step(form: str, num_pairs: int, arguments: Arguments) -> Callable[[], N
     return step
 
 
-def memory_in_mib(form: str, num_pairs: int, arguments: Arguments) -> float:
-    """Returns the memory of one form in MiB, measured in its own process."""
+def measure_memory(form: str, num_pairs: int, arguments: Arguments) -> float:
+    """Return the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.sentences", "--memory-of", form, str(num_pairs)]
     command += ["--embedding-size", str(arguments.embedding_size), "--num-threads", str(arguments.num_threads)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -115,7 +115,7 @@ def print_loss(num_pairs: int, forms: tuple[str, ...], arguments: Arguments) -> 
                 seconds[form].append(time.perf_counter() - started)
     for form, values in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(values, seconds["ours"], strict=True))
-        memory = memory_in_mib(form, num_pairs, arguments)
+        memory = measure_memory(form, num_pairs, arguments)
         print(
             f"NT-Xent, {num_pairs:>4} pairs  {form:<26}{statistics.median(values):>9.4f} s{ratio:>9.1f} × ours"
             f"{memory:>9.0f} MiB",
@@ -130,13 +130,13 @@ def main(arguments: Arguments) -> None:
         form, num_pairs = arguments.memory_of
         # so that the one-time initialisation of torch and its libraries is not measured
         make_step(form, 8, arguments)()
-        print(json.dumps(peak_growth_of(make_step(form, num_pairs, arguments))))
+        print(json.dumps(measure_peak_growth(make_step(form, num_pairs, arguments))))
         return
     print(
         f"d {arguments.embedding_size}, float32, {arguments.num_threads} threads, {arguments.num_rounds} rounds, torch "
         f"{torch.__version__}, pytorch-metric-learning {pytorch_metric_learning.__version__}, numpy {np.__version__}"
     )
-    alone, gathered = span_rates(arguments)
+    alone, gathered = measure_spans(arguments)
     print(f"spans of documents of {arguments.num_tokens} tokens  {alone:,.0f} documents/s, with tokens {gathered:,.0f}")
     for num_pairs in arguments.library_pairs:
         print_loss(num_pairs, ("ours", "pytorch-metric-learning"), arguments)

@@ -37,7 +37,7 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Returns form → function of one forward and backward pass, which returns the loss and the two gradients.
+    """Return form → function of one forward and backward pass, which returns the loss and the two gradients.
 
     The gradients are those of the hidden states and the weight.
     """
@@ -48,7 +48,7 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
     targets = torch.randint(v, (n,), device=device, generator=generator)
     tau = torch.ones(n, device=device)
 
-    def differentiated(loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    def differentiate(loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             value = loss()
             return value.detach(), *torch.autograd.grad(value, (hidden, weight))
@@ -57,20 +57,22 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
 
     def kernels(with_unit: bool) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
-            found = softmax_statistics(hidden, weight, targets, tau, with_unit=with_unit)
-            hidden_grad, weight_grad, _ = softmax_gradients(hidden, weight, targets, tau, found, 1 / (n * tau))
+            statistics_of_tokens = softmax_statistics(hidden, weight, targets, tau, with_unit=with_unit)
+            hidden_grad, weight_grad, _ = softmax_gradients(
+                hidden, weight, targets, tau, statistics_of_tokens, 1 / (n * tau)
+            )
             assert hidden_grad is not None
             assert weight_grad is not None
-            return found.cross_entropy.mean(), hidden_grad, weight_grad
+            return statistics_of_tokens.cross_entropy.mean(), hidden_grad, weight_grad
 
         return run
 
     forms = {
-        "eager": differentiated(lambda: F.cross_entropy((hidden @ weight.T).float(), targets)),
-        "eager, bfloat16 softmax": differentiated(lambda: F.cross_entropy(hidden @ weight.T, targets)),
+        "eager": differentiate(lambda: F.cross_entropy((hidden @ weight.T).float(), targets)),
+        "eager, bfloat16 softmax": differentiate(lambda: F.cross_entropy(hidden @ weight.T, targets)),
         "kernels": kernels(with_unit=False),
         "kernels, and at τ = 1": kernels(with_unit=True),
-        "torch linear_cross_entropy": differentiated(
+        "torch linear_cross_entropy": differentiate(
             lambda: F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
         ),
     }
@@ -78,11 +80,11 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         liger = LigerFusedLinearCrossEntropyLoss()
-        forms["liger"] = differentiated(lambda: liger(weight, hidden, targets))
+        forms["liger"] = differentiate(lambda: liger(weight, hidden, targets))
     if importlib.util.find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy
 
-        forms["cut-cross-entropy"] = differentiated(lambda: linear_cross_entropy(hidden, weight, targets))
+        forms["cut-cross-entropy"] = differentiate(lambda: linear_cross_entropy(hidden, weight, targets))
     return forms
 
 
@@ -97,7 +99,7 @@ def check(forms: dict[str, Callable[[], tuple[Tensor, ...]]]) -> None:
 
 
 def measure(run: Callable[[], tuple[Tensor, ...]]) -> tuple[float, float]:
-    """Returns the time in milliseconds, and the growth of the peak memory in MiB."""
+    """Return the time in milliseconds, and the growth of the peak memory in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

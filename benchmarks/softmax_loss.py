@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.memory import peak_growth_of
+from benchmarks.memory import measure_peak_growth
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
@@ -54,7 +54,7 @@ class Arguments:
 
 
 def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], None]]:
-    """Returns form → function that does one forward and backward pass."""
+    """Return form → function that does one forward and backward pass."""
     torch.manual_seed(0)
     d, v = arguments.num_hidden, arguments.vocab_size
     hidden = torch.randn(num_tokens, d, requires_grad=True)
@@ -92,7 +92,7 @@ def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], 
 
 
 def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
-    """Returns the memory of one form in MiB, measured in its own process."""
+    """Return the memory of one form in MiB, measured in its own process."""
     command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name, "--num-tokens", str(num_tokens)]
     for field in ("num_hidden", "vocab_size", "num_threads"):
         command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
@@ -135,7 +135,7 @@ def main(arguments: Arguments) -> None:
         run = make_forms(arguments, arguments.num_tokens[0])[arguments.memory_of]
         if arguments.memory_of.startswith("Cut"):
             run()  # the first call compiles, which is not to be measured
-        print(json.dumps(peak_growth_of(run)))
+        print(json.dumps(measure_peak_growth(run)))
         return
     versions = [f"torch {torch.__version__}"]
     if importlib.util.find_spec("cut_cross_entropy"):

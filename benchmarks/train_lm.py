@@ -44,8 +44,8 @@ class Arguments:
     """Internal: storage directory of one variant."""
 
 
-def configuration(arguments: Arguments) -> LanguageModelConfig:
-    """Returns the configuration of gpt2-scratch-small with one worker and all threads."""
+def make_config(arguments: Arguments) -> LanguageModelConfig:
+    """Return the configuration of gpt2-scratch-small with one worker and all threads."""
     config = PRESETS["gpt2-scratch-small"]()
     return replace(
         config,
@@ -130,14 +130,14 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
 def main(arguments: Arguments) -> None:
     """Run all rounds and print the results, or run one variant in this process."""
     if arguments.variant:
-        config = configuration(arguments)
+        config = make_config(arguments)
         result = run_job(config) if arguments.variant == "job" else run_loop(config, arguments.variant)
         print(json.dumps(result))
         return
     variants = ("bare", "bare + statistics", "DeepSpeed + statistics", "job")
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, {arguments.num_threads} threads, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as storage:
-        config = configuration(replace(arguments, storage=storage))
+        config = make_config(replace(arguments, storage=storage))
         print(
             f"GPT-2 {config.model.num_layers} layers, width {config.model.hidden_size}, V 2048, "
             f"{config.optimizer.batch_size} × {config.data.context_length} tokens, {config.workers.precision}, "

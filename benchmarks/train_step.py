@@ -50,7 +50,7 @@ class Arguments:
 
 
 def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
-    """Returns a function that does one optimizer step of a form."""
+    """Return a function that does one optimizer step of a form."""
     torch.manual_seed(0)
     loss, materialize = FORMS[name]
     config = AutoConfig.for_model(

@@ -86,7 +86,7 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
         else:
             archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
     if not archives:
-        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {seen(others, len(others))}")
+        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {describe_names(others, len(others))}")
     return sorted(archives, key=lambda archive: archive.path)
 
 
@@ -95,7 +95,7 @@ def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat
     return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
 
 
-def seen(names: list[str], num_names: int) -> str:
+def describe_names(names: list[str], num_names: int) -> str:
     """Format a few names for an error message.
 
     Args:

@@ -26,7 +26,7 @@ class DamagedError(Exception):
     """Raised when a stream cannot be decoded beyond the bytes that were already returned."""
 
 
-def decoded(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
+def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
     """Yield the decompressed bytes in pieces of at most READ_BYTES.
 
     Args:

@@ -1,9 +1,7 @@
-"""What the manifests of prepared text and of prepared images share: the file, its digest, and how it is checked."""
+"""What the manifests of prepared text and of prepared images share: the file, and how it is checked."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 from pipelines.storage import read_json, write_json
@@ -37,8 +35,3 @@ def read_manifest(directory: str, *, noun: str, field: str, version: int) -> dic
             f"{directory} does not hold prepared {noun} of version {version}, which this program reads: prepare it again"
         )
     return content
-
-
-def compute_digest(content: object) -> str:
-    """Return a hash of a JSON value as 16 hex digits."""
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -58,16 +58,16 @@ class RangeReader:
             OSError: if a file no longer exists or cannot be read.
         """
         first, num_bytes = 0, 0
-        for number, wanted in enumerate(ranges):
-            if number > first and num_bytes + wanted.size > _MAX_BYTES_AT_A_TIME:
+        for number, part in enumerate(ranges):
+            if number > first and num_bytes + part.size > _MAX_BYTES_AT_A_TIME:
                 yield from self.read(ranges[first:number])
                 first, num_bytes = number, 0
-            num_bytes += wanted.size
+            num_bytes += part.size
         yield from self.read(ranges[first:])
 
-    def _read(self, wanted: ByteRange) -> bytes:
-        file: pa.NativeFile = self._open(wanted.path)
-        data: bytes = file.read_at(wanted.size, wanted.offset)
+    def _read(self, part: ByteRange) -> bytes:
+        file: pa.NativeFile = self._open(part.path)
+        data: bytes = file.read_at(part.size, part.offset)
         return data
 
 

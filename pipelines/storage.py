@@ -1,7 +1,8 @@
-"""Resolve paths and URIs to filesystems, and read and atomically write small JSON files."""
+"""Resolve paths and URIs to filesystems, and read, atomically write and hash small JSON values."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -53,7 +54,7 @@ def read_json(uri: str) -> dict[str, Any] | None:
     try:
         values = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{uri} is damaged, it is no JSON: {error}") from error
+        raise ValueError(f"{uri} is damaged, it does not hold JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{uri} is damaged: it holds no JSON object")
     return values
@@ -77,3 +78,8 @@ def write_json(uri: str, content: Mapping[str, Any]) -> None:
         if error.errno is None:  # The error comes from an object store, which has no error numbers.
             raise
         raise OSError(error.errno, os.strerror(error.errno), path) from error
+
+
+def compute_digest(content: object) -> str:
+    """Return a hash of a JSON value as 16 hex digits."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

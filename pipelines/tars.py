@@ -150,7 +150,7 @@ def _pax_fields(content: bytes, position: int) -> dict[str, str]:
         record = content[at + len(digits) + 1 : at + length]
         field, equals, value = record[:-1].partition(b"=")
         if at + length > len(content) or not (equals and record.endswith(b"\n")):
-            raise tarfile.ReadError(f"the pax header at byte {position} holds something that is no record")
+            raise tarfile.ReadError(f"the pax header at byte {position} is damaged")
         if field in (b"path", b"size"):
             fields[field.decode()] = value.decode("utf-8", "surrogateescape")
         elif field.startswith(_SPARSE.encode()):
@@ -161,7 +161,7 @@ def _pax_fields(content: bytes, position: int) -> dict[str, str]:
 
 def _number(digits: str, position: int) -> int:
     if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
-        raise tarfile.ReadError(f"{digits[:_MAX_DIGITS]!r} in the pax header at byte {position} is no number")
+        raise tarfile.ReadError(f"{digits[:_MAX_DIGITS]!r} in the pax header at byte {position} is not a number")
     return int(digits)
 
 

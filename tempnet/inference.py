@@ -31,7 +31,7 @@ from transformers.generation import GenerationMode
 
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
-from tempnet.softmax.fold import FoldCache, folds
+from tempnet.softmax.fold import FoldCache, can_fold_network
 
 
 class TemperatureLogitsProcessor(LogitsProcessor):
@@ -89,8 +89,8 @@ def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel 
     """
     if not config.do_sample:
         raise ValueError(
-            f"do_sample = {config.do_sample}: greedy decoding takes the largest logit whatever τ is, a TempNet changes "
-            "nothing. Set do_sample=True, or leave the TempNet out"
+            f"do_sample = {config.do_sample}: greedy decoding takes the largest logit whatever τ is, so a TempNet would "
+            "change nothing. Set do_sample=True, or leave the TempNet out"
         )
     if config.temperature not in (None, 1.0):
         raise ValueError(
@@ -114,7 +114,7 @@ def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
 
     See `tempnet.softmax.fold` for the conditions on the network.
     """
-    head = find_output_head(base) if folds(tempnet) else None
+    head = find_output_head(base) if can_fold_network(tempnet) else None
     return head is not None and head.is_product(base)
 
 
@@ -185,9 +185,10 @@ class CachedFold:
             weight: output weight (V or more, d); rows beyond the effective vocabulary are ignored.
             tempnet: the temperature network, which is put into eval mode.
         """
-        if not folds(tempnet):
+        if not can_fold_network(tempnet):
             raise ValueError(
-                "this TempNet has no transform layer, or input_shift = 'max': nothing folds, use TemperatureLogitsProcessor"
+                "this TempNet has no transform layer, or input_shift = 'max': it cannot be folded; use "
+                "TemperatureLogitsProcessor"
             )
         self.tempnet = tempnet.eval()
         cache, weight = FoldCache(), weight[: tempnet.config.input_size]
@@ -218,9 +219,9 @@ class CachedFold:
         """
         if not can_fold(base, tempnet):
             raise ValueError(
-                "τ cannot be had from the hidden state: the logits of this model are not W h (an output bias, a soft-cap, a "
-                "scale), or the TempNet has no transform or input_shift = 'max'. Use TemperatureLogitsProcessor, or "
-                "attach(base, tempnet)"
+                "τ cannot be computed from the hidden state: the logits of this model are not W h (an output bias, a "
+                "soft-cap, a scale), or the TempNet has no transform or input_shift = 'max'. Use TemperatureLogitsProcessor, "
+                "or attach(base, tempnet)"
             )
         return cls(base.get_output_embeddings().weight, tempnet)
 
@@ -243,9 +244,9 @@ class Attached:
 
     def processor(self) -> TemperatureLogitsProcessor:
         """Return a logits processor for one call of `generate()`."""
-        return TemperatureLogitsProcessor(self.tempnet, self._take)
+        return TemperatureLogitsProcessor(self.tempnet, self._read_last)
 
-    def _take(self) -> Tensor:
+    def _read_last(self) -> Tensor:
         assert self.last is not None, "nothing went through the model that the TempNet is attached to"
         return self.last
 
@@ -269,17 +270,17 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
         fold = CachedFold(base.get_output_embeddings().weight, tempnet)
     attached = Attached(tempnet)
 
-    def hear_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert fold is not None
         attached.last = fold.temperatures(inputs[0][:, -1])
 
     @torch.no_grad()
-    def hear_logits(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def read_logits(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         attached.last = tempnet(output.logits[:, -1, : tempnet.config.input_size])
 
     if fold is not None:
-        attached.handle = base.get_output_embeddings().register_forward_pre_hook(hear_hidden)
+        attached.handle = base.get_output_embeddings().register_forward_pre_hook(read_hidden)
     else:
         tempnet.eval()
-        attached.handle = base.register_forward_hook(hear_logits)
+        attached.handle = base.register_forward_hook(read_logits)
     return attached

@@ -166,7 +166,7 @@ class TempNet(nn.Module):
         expected = (self.config.num_prototypes, self.config.input_size)
         if tuple(embeddings.shape) != expected:
             raise ValueError(
-                f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row a prototype"
+                f"embeddings has shape {tuple(embeddings.shape)}; {expected} is needed, one row per prototype"
             )
         self.projection.copy_(self.hidden(embeddings.float()).T)
 

@@ -50,7 +50,7 @@ def compare_with_constants(
     """
     own = losses(tau).double()
     constants = {
-        "best_constant": _best_constant(losses, tau, tau_min, tau_max),
+        "best_constant": _find_best_constant(losses, tau, tau_min, tau_max),
         "mean_shift": tau.double().mean().item(),
     }
     figures = {"loss": own.mean().item()}
@@ -81,7 +81,7 @@ def half_width(values: Tensor, groups: Tensor) -> float:
     return float(student.ppf(0.975, num_groups - 1)) * deviation
 
 
-def _best_constant(losses: Callable[[Tensor], Tensor], tau: Tensor, tau_min: float, tau_max: float) -> float:
+def _find_best_constant(losses: Callable[[Tensor], Tensor], tau: Tensor, tau_min: float, tau_max: float) -> float:
     def mean_loss(log_tau: float) -> float:
         return losses(torch.full_like(tau, math.exp(log_tau))).double().mean().item()
 

@@ -19,6 +19,7 @@ from tempnet.oracle import optimal_temperature
 from tempnet.softmax.reference import IGNORE_INDEX
 
 NUM_HISTOGRAM_BINS = 200
+QUANTILES = (0.05, 0.5, 0.95)
 # A temperature counts as "at the bound" if its distance from the bound is at most this fraction of the range.
 BOUND_SHARE = 0.01
 
@@ -65,10 +66,6 @@ class TemperatureStatistics:
         """Histogram of τ: counts in NUM_HISTOGRAM_BINS equal bins over [τ₀, τ_max]."""
         return self.sums[len(_SCALARS) :]
 
-    def quantile(self, share: float) -> float:
-        """Return the τ below which a share of the tokens lies, such as 0.5 for the median."""
-        return histogram_quantile(self.histogram, share, self.tau_min, self.tau_max)
-
     def summary(self) -> dict[str, float]:
         """Return means, standard deviation, quantiles and shares by name; a value is NaN if it has no tokens."""
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
@@ -81,9 +78,7 @@ class TemperatureStatistics:
             "robust_loss": raw["robust_loss"] / count,
             "tau_mean": mean,
             "tau_std": math.sqrt(max(raw["tau_squared"] / count - mean**2, 0.0)) if count == count else math.nan,
-            "tau_q05": self.quantile(0.05),
-            "tau_q50": self.quantile(0.50),
-            "tau_q95": self.quantile(0.95),
+            **tau_quantiles(self.histogram, self.tau_min, self.tau_max),
             "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
             "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
             "tau_entropy_spearman": raw["rank_correlation"] / count,
@@ -197,6 +192,13 @@ def histogram_quantile(histogram: Tensor, share: float, tau_min: float, tau_max:
     within = (rank - (cumulative[index] - histogram[index])) / histogram[index].clamp(min=1)
     width = (tau_max - tau_min) / len(histogram)
     return tau_min + width * (index + float(within.clamp(0, 1)))
+
+
+def tau_quantiles(histogram: Tensor, tau_min: float, tau_max: float) -> dict[str, float]:
+    """Return the quantiles of τ that summaries contain (`tau_q05`, the median `tau_q50` and `tau_q95`), by name."""
+    return {
+        f"tau_q{round(100 * share):02d}": histogram_quantile(histogram, share, tau_min, tau_max) for share in QUANTILES
+    }
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ from pipelines.images.samples import (
     LeftOut,
     Members,
     SampleProblemKind,
-    checked,
+    check_captions,
+    make_printable,
     member_end,
-    oversized,
-    printable,
     read_part,
-    truncated,
-    webdataset_samples,
+    report_oversized,
+    report_truncated,
 )
+from pipelines.images.webdataset import webdataset_samples
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
@@ -66,7 +66,7 @@ def list_image_archives(uri: str) -> list[ImageArchive]:
     filesystem, root = resolve(uri)
     is_directory = filesystem.get_file_info(root).type == fs.FileType.Directory
     directory = root if is_directory else str(PurePosixPath(root).parent)
-    found = [
+    groups = [
         ImageArchive(path=archive.path, num_bytes=archive.num_bytes)
         for archive in archives
         if archive.format is ArchiveFormat.TAR
@@ -75,15 +75,15 @@ def list_image_archives(uri: str) -> list[ImageArchive]:
     for first in range(0, len(files), _NUM_FILES_PER_ARCHIVE):
         group = files[first : first + _NUM_FILES_PER_ARCHIVE]
         names = tuple(str(PurePosixPath(file.path).relative_to(directory)) for file in group)
-        found.append(ImageArchive(path=directory, num_bytes=sum(file.num_bytes for file in group), files=names))
-    return found
+        groups.append(ImageArchive(path=directory, num_bytes=sum(file.num_bytes for file in group), files=names))
+    return groups
 
 
 def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None = None) -> Iterator[Item]:
     """Stream the samples of one archive, in stored order, together with its problems and what is left out.
 
     Without a caption file, samples are those of WebDataset: consecutive members of a tar whose names agree up to the
-    last dot (see `pipelines.images.samples`), namely an image and a `.txt` or a `.json` with a field "captions" or
+    last dot (see `pipelines.images.webdataset`), namely an image and a `.txt` or a `.json` with a field "captions" or
     "caption". If that field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred
     to the field. With a caption file, samples are the images that it names, and any other image is left out.
 
@@ -104,7 +104,7 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
     # Without `compression=None`, pyarrow would decompress the stream itself if the suffix suggests a compression.
     with filesystem.open_input_stream(archive.path, compression=None) as stream:
         if captions is not None:
-            yield from _named_images(tar_members(stream), name, captions)
+            yield from _read_named_images(tar_members(stream), name, captions)
             return
         is_empty = True
         for item in webdataset_samples(tar_members(stream), name):
@@ -120,18 +120,18 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
 _NOT_NAMED = LeftOut(kind="images that the captions do not name")
 
 
-def _named_images(members: Members, name: str, captions: CaptionFile) -> Iterator[Item]:
+def _read_named_images(members: Members, name: str, captions: CaptionFile) -> Iterator[Item]:
     end = 0
     try:
         for info, member in members:
             end = member_end(info)
             if info.isdir():
                 continue
-            file = PurePosixPath(printable(info.name))
+            file = PurePosixPath(make_printable(info.name))
             if file.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES:
                 yield LeftOut(kind=file.suffix.lower() or "no suffix")
                 continue
-            key = captions.find(printable(info.name))
+            key = captions.find(make_printable(info.name))
             if key is None:
                 yield _NOT_NAMED
                 continue
@@ -140,9 +140,9 @@ def _named_images(members: Members, name: str, captions: CaptionFile) -> Iterato
                 yield part.problem
             else:
                 texts = captions.captions[key]
-                yield from checked(key, part.member, part.offset, part.data, texts, f"{name}/{part.member}")
+                yield from check_captions(key, part.member, part.offset, part.data, texts, f"{name}/{part.member}")
     except tarfile.TarError as error:
-        yield truncated(name, error, end)
+        yield report_truncated(name, error, end)
 
 
 def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: CaptionFile) -> Iterator[Item]:
@@ -158,6 +158,6 @@ def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: Capt
             yield Problem(kind=SampleProblemKind.UNREADABLE_FILE, where=file, detail=str(error))
             continue
         if len(data) > MAX_IMAGE_BYTES:
-            yield oversized(file, MAX_IMAGE_BYTES)
+            yield report_oversized(file, MAX_IMAGE_BYTES)
         else:
-            yield from checked(key, file, 0, data, captions.captions[key], file)
+            yield from check_captions(key, file, 0, data, captions.captions[key], file)

@@ -68,15 +68,16 @@ def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:  # An integer of thousands of digits also raises ValueError.
-        raise _not_understood(uri, error) from error
+        raise _explain(uri, error) from error
     try:
-        pairs = (
-            _karpathy(content["images"], uri, splits) if isinstance(content, dict) else _listed(content, uri, splits)
-        )
+        if isinstance(content, dict):
+            pairs = _parse_karpathy(content["images"], uri, splits)
+        else:
+            pairs = _parse_list(content, uri, splits)
         if wrong := [value for name, texts in pairs for value in (name, *texts) if not isinstance(value, str)]:
             raise TypeError(f"a path or a caption is a {type(wrong[0]).__name__}, not a string")
     except (KeyError, TypeError, AttributeError) as error:
-        raise _not_understood(uri, error) from error
+        raise _explain(uri, error) from error
     captions: dict[str, tuple[str, ...]] = {}
     for name, texts in pairs:
         captions[name] = captions.get(name, ()) + texts
@@ -85,18 +86,20 @@ def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
     return CaptionFile(captions=captions)
 
 
-def _not_understood(uri: str, error: Exception) -> ValueError:
+def _explain(uri: str, error: Exception) -> ValueError:
     return ValueError(
         f"captions = {uri!r} is not understood ({type(error).__name__}: {error}); expected Karpathy's form, or a list "
         'of {"image": path, "caption": string or list}'
     )
 
 
-def _karpathy(images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+def _parse_karpathy(
+    images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]
+) -> list[tuple[str, tuple[str, ...]]]:
     present = {image["split"] for image in images} if splits else set()
     if unknown := sorted(set(splits) - present):
-        there = ", ".join(sorted(present)) or "none"
-        raise ValueError(f"splits: {unknown[0]!r} is not in captions = {uri!r}; there are {there}")
+        splits_present = ", ".join(sorted(present)) or "none"
+        raise ValueError(f"splits: {unknown[0]!r} is not in captions = {uri!r}; it has {splits_present}")
     return [
         (
             "/".join(part for part in (image.get("filepath", ""), image["filename"]) if part),
@@ -107,7 +110,7 @@ def _karpathy(images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -
     ]
 
 
-def _listed(records: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+def _parse_list(records: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
     if splits:
         raise ValueError(
             f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"

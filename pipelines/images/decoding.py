@@ -84,7 +84,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError(ImageProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        num_bytes = decoding_bytes(image)
+        num_bytes = estimate_decoding_bytes(image)
     except Image.DecompressionBombError as error:
         raise ImageError(ImageProblemKind.TOO_MANY_PIXELS, str(error)) from error
     except Exception as error:  # Pillow's plug-ins let all kinds of exceptions escape from their parsers.
@@ -102,7 +102,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     return image
 
 
-def decoding_bytes(image: Image.Image) -> int:
+def estimate_decoding_bytes(image: Image.Image) -> int:
     """Bound, from the header alone, the memory in bytes for decoding an opened image and converting it to RGB."""
     width, height = image.size
     num_pixels = width * height
@@ -124,12 +124,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
         ImageError: if the data are truncated or corrupt.
     """
     _load(image)
-    turn = _TRANSPOSITIONS.get(_orientation(image))
+    turn = _TRANSPOSITIONS.get(_read_orientation(image))
     try:
-        rgb = _converted(image)
-        return rgb if turn is None else _replaced(rgb, rgb.transpose(turn))
+        rgb = _convert_to_rgb(image)
+        return rgb if turn is None else _replace(rgb, rgb.transpose(turn))
     except Exception as error:
-        raise _corrupt(error) from error
+        raise _report_corrupt(error) from error
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     if image.format not in ("JPEG", "MPO"):
         _load(image)
     width, height = image.size
-    return (height, width) if _orientation(image) >= _FIRST_SWAPPING else (width, height)
+    return (height, width) if _read_orientation(image) >= _FIRST_SWAPPING else (width, height)
 
 
 def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
@@ -170,17 +170,17 @@ def shrink_on_load(image: Image.Image, size: tuple[int, int]) -> None:
     """
     width, height = size
     # The first argument None keeps the mode.
-    image.draft(None, (height, width) if _orientation_of_header(image) >= _FIRST_SWAPPING else size)
+    image.draft(None, (height, width) if _read_header_orientation(image) >= _FIRST_SWAPPING else size)
 
 
 def _load(image: Image.Image) -> None:
     try:
         image.load()
     except Exception as error:
-        raise _corrupt(error) from error
+        raise _report_corrupt(error) from error
 
 
-def _orientation(image: Image.Image) -> int:
+def _read_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 … 8, of an image that is a JPEG or has been decoded.
 
     Other formats must be decoded first, because a PNG may store its orientation after its pixels.
@@ -192,42 +192,42 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _TRANSPOSITIONS else 1
 
 
-def _orientation_of_header(image: Image.Image) -> int:
-    return _orientation(image) if image.format in ("JPEG", "MPO") else 1
+def _read_header_orientation(image: Image.Image) -> int:
+    return _read_orientation(image) if image.format in ("JPEG", "MPO") else 1
 
 
-def _converted(image: Image.Image) -> Image.Image:
+def _convert_to_rgb(image: Image.Image) -> Image.Image:
     """Convert a decoded image to RGB and release its memory; return it unchanged if it is already RGB."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "F":
         raise ValueError("its values are floating-point numbers of an unknown range")
     if image.mode.startswith("I"):
-        return _from_16_bits(image)
+        return _convert_16_bits(image)
     if not image.has_transparency_data:
-        return _replaced(image, image.convert("RGB"))
+        return _replace(image, image.convert("RGB"))
     if image.mode not in ("RGBA", "LA"):
-        image = _replaced(image, image.convert("RGBA"))
+        image = _replace(image, image.convert("RGBA"))
     rgb = Image.new("RGB", image.size, (255, 255, 255))
     rgb.paste(image, mask=image)
-    return _replaced(image, rgb)
+    return _replace(image, rgb)
 
 
-def _from_16_bits(image: Image.Image) -> Image.Image:
+def _convert_16_bits(image: Image.Image) -> Image.Image:
     """Scale grey values 0 … 65 535 to 0 … 255 with rounding, and convert to RGB; `Image.convert` would clip them."""
     grey = np.empty((image.height, image.width), dtype=np.uint8)
     for top in range(0, image.height, _LINES_AT_A_TIME):
         bottom = min(top + _LINES_AT_A_TIME, image.height)
         values = np.asarray(image.crop((0, top, image.width, bottom))).astype(np.int64).clip(0, 65_535)
         grey[top:bottom] = (values * 255 + 32_767) // 65_535
-    return _replaced(image, Image.fromarray(grey).convert("RGB"))
+    return _replace(image, Image.fromarray(grey).convert("RGB"))
 
 
-def _replaced(image: Image.Image, replacement: Image.Image) -> Image.Image:
+def _replace(image: Image.Image, replacement: Image.Image) -> Image.Image:
     """Release the image's memory, even if references to it remain, and return the replacement."""
     image.close()
     return replacement
 
 
-def _corrupt(error: Exception) -> ImageError:
+def _report_corrupt(error: Exception) -> ImageError:
     return ImageError(ImageProblemKind.CORRUPT_IMAGE, str(error) or type(error).__name__)

@@ -91,9 +91,7 @@ def index_archive(
             num_images += 1
 
     table = pa.table(columns, schema=INDEX_SCHEMA)
-    filesystem, path = resolve(index)
-    with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    _write_table(index, table)
     shard = ImageShard(
         file=index.rsplit("/", 1)[-1],
         archive=archive.path,
@@ -108,6 +106,12 @@ def index_archive(
         dropped=[],
     )
     return asdict(shard) | {"lost": lost, "num_bytes_read": num_bytes_read}
+
+
+def _write_table(uri: str, table: pa.Table) -> None:
+    filesystem, path = resolve(uri)
+    with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
 
 
 def assemble(
@@ -139,29 +143,27 @@ def assemble(
     shards = [ImageShard(**{name: value for name, value in entry.items() if name in fields}) for entry in entries]
     with Losses(losses_name(f"{directory}/{ASSEMBLY}")) as losses:
         if captions is None:
-            shards = _with_unread(shards, [entry["num_bytes_read"] for entry in entries], losses)
-        tables = [_image_rows(open_index(directory, shard.file)) for shard in shards]
-        is_first, distinct = _first_occurrences(pa.concat_tables(tables).column("key"))
+            shards = _add_unread(shards, [entry["num_bytes_read"] for entry in entries], losses)
+        tables = [_list_images(open_index(directory, shard.file)) for shard in shards]
+        is_first, distinct = _find_first_occurrences(pa.concat_tables(tables).column("key"))
         bounds = np.cumsum([0, *(table.num_rows for table in tables)])
-        kept = [
-            _without(shard, table, np.flatnonzero(~is_first[start:stop]), losses)
+        distinct_shards = [
+            _drop_repeated(shard, table, np.flatnonzero(~is_first[start:stop]), losses)
             for shard, table, start, stop in zip(shards, tables, bounds[:-1], bounds[1:], strict=True)
         ]
         reading = None
         if captions is not None:
-            reading = _absent(captions, captions_uri, lost.union(distinct.to_pylist()), losses)
+            reading = _count_absent(captions, captions_uri, lost.union(distinct.to_pylist()), losses)
     return ImageManifest(
         directory=directory,
         source=source if "://" in source else resolve(source)[1],
         max_pixels=max_pixels,
-        shards=kept,
+        shards=distinct_shards,
         captions=reading,
     )
 
 
-def _with_unread(
-    shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], losses: Losses
-) -> list[ImageShard]:
+def _add_unread(shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], losses: Losses) -> list[ImageShard]:
     """Add to each unreadable shard an estimate, from bytes, of the number of samples that could not be reached.
 
     If a tar is corrupt before its end, the number of remaining bytes is known. If it ends early, the missing bytes
@@ -173,13 +175,13 @@ def _with_unread(
         num_bytes_read: for each shard, how many bytes of a truncated or corrupt tar could be read, else None.
         losses: file of losses that receives the estimates.
     """
-    whole = [
+    intact = [
         shard
         for shard, read in zip(shards, num_bytes_read, strict=True)
         if read is None and shard.num_images and shard.num_bytes
     ]
-    median = float(np.median([shard.num_bytes for shard in whole])) if whole else 0.0
-    images_per_byte = sum(shard.num_images for shard in whole) / median / len(whole) if whole else 0.0
+    median = float(np.median([shard.num_bytes for shard in intact])) if intact else 0.0
+    images_per_byte = sum(shard.num_images for shard in intact) / median / len(intact) if intact else 0.0
     estimated = []
     for shard, read in zip(shards, num_bytes_read, strict=True):
         if read is None:
@@ -188,18 +190,18 @@ def _with_unread(
         num_bytes = shard.num_bytes or 0  # Some filesystems do not report sizes.
         if read + TAR_BLOCK_BYTES <= num_bytes:
             missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
-        elif whole:
+        elif intact:
             missing, basis = max(0, round(median) - read), f"the {median:.0f} bytes of a whole tar"
         else:
             missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
         num_unread = round(missing * (shard.num_images / read if shard.num_images else images_per_byte))
         estimated.append(
-            _with_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}", losses)
+            _add_problems(shard, SampleProblemKind.UNREAD_SAMPLE, num_unread, f"estimated from {basis}", losses)
         )
     return estimated
 
 
-def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str, losses: Losses) -> ImageShard:
+def _add_problems(shard: ImageShard, kind: SampleProblemKind, number: int, detail: str, losses: Losses) -> ImageShard:
     """Return the shard with `number` more problems of a kind, recorded as one problem of the whole archive."""
     if number == 0:
         return shard
@@ -210,25 +212,25 @@ def _with_problems(shard: ImageShard, kind: SampleProblemKind, number: int, deta
     return replace(shard, problems=dict(problems), examples=examples)
 
 
-def _image_rows(table: pa.Table) -> pa.Table:
+def _list_images(table: pa.Table) -> pa.Table:
     """Return a table with one row per image: its key and its number of pairs."""
     _, first, counts = np.unique(table.column("image").to_numpy(), return_index=True, return_counts=True)
     return pa.table({"key": table.column("key").take(pa.array(first, pa.int64())), "num_pairs": counts})
 
 
-def _first_occurrences(keys: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
+def _find_first_occurrences(keys: pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
     """Return (n,) bool, whether each key occurs for the first time, and the distinct keys."""
     encoded = pa.array(keys.combine_chunks(), pa.string()).dictionary_encode()
     codes = encoded.indices.to_numpy()  # Codes are numbered in order of first occurrence.
     return codes > np.maximum.accumulate(np.concatenate([[-1], codes]))[:-1], encoded.dictionary
 
 
-def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: Losses) -> ImageShard:
+def _drop_repeated(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: Losses) -> ImageShard:
     """Remove images with repeated keys from a shard and count them as problems.
 
     Args:
         shard: the shard to change.
-        images: its images, as from `_image_rows`.
+        images: its images, as from `_list_images`.
         repeated: row numbers in `images` of those whose key occurred before.
         losses: file of losses that receives the removed images.
     """
@@ -248,12 +250,12 @@ def _without(shard: ImageShard, images: pa.Table, repeated: np.ndarray, losses: 
     )
 
 
-def _absent(captions: CaptionFile, uri: str, found: set[str], losses: Losses) -> CaptionReading:
-    """Count as problems all images that the caption file names but that are not in `found`."""
+def _count_absent(captions: CaptionFile, uri: str, present: set[str], losses: Losses) -> CaptionReading:
+    """Count as problems all images that the caption file names but that are not in `present`."""
     problems: Counter[str] = Counter()
     examples: list[str] = []
     for name in captions.captions:
-        if name not in found:
+        if name not in present:
             detail = "named in the captions, but no archive holds it"
             problem = Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail)
             losses.add(uri, problem, problems, examples)

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from pipelines.manifest import compute_digest, read_manifest, write_manifest
+from pipelines.manifest import read_manifest, write_manifest
 from pipelines.problems import Reading
-from pipelines.storage import resolve
+from pipelines.storage import compute_digest, resolve
 
 FORMAT_VERSION = 3
 

@@ -135,7 +135,7 @@ class PairSource:
             OSError: if an archive has changed since the data set was prepared.
         """
         numbers = np.asarray(numbers, dtype=np.int64)
-        shards = number_in(numbers, self.manifest.first_images, "image")
+        shards = find_shards(numbers, self.manifest.first_images, "image")
         rows = np.empty_like(numbers)
         for shard in np.unique(shards):
             chosen = shards == shard
@@ -175,7 +175,7 @@ class PairSource:
             IndexError: if there is no pair with one of the ids.
         """
         ids = np.asarray(ids, dtype=np.int64)
-        shards = number_in(ids, self.manifest.first_pairs, "pair")
+        shards = find_shards(ids, self.manifest.first_pairs, "pair")
         return shards, ids - self.manifest.first_pairs[shards]
 
     # ---- reading ----
@@ -223,7 +223,7 @@ class PairSource:
             raise OSError(f"{self.name(shard, row)} cannot be decoded: {error}; prepare it again") from error
 
 
-def number_in(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
+def find_shards(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarray:
     """Return the shard that each number lies in.
 
     Args:

@@ -74,7 +74,7 @@ def prepare_images(
             and the archives.
     """
     archives, captions = check_source(config)
-    directory = f"{root}/{_content_name(config, archives, captions)}"
+    directory = f"{root}/{_name_content(config, archives, captions)}"
     try:
         manifest = ImageManifest.load(directory)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
     return archives, captions
 
 
-def _content_name(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
+def _name_content(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
     """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [asdict(archive) for archive in archives]
     content = json.dumps([FORMAT_VERSION, files, captions and captions.captions, config.max_pixels])
@@ -140,8 +140,8 @@ def describe(manifest: ImageManifest, seconds: float | None = None) -> str:
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.left_out.items()))
     left_out = f"; left out: {kinds}" if kinds else ""
-    took = "" if seconds is None else f" in {seconds:.0f} s"
+    duration = "" if seconds is None else f" in {seconds:.0f} s"
     return (
         f"{manifest.num_pairs} pairs of {manifest.num_images} images ({len(manifest.shards)} shards, digest "
-        f"{manifest.digest}){took}; unreadable: {lost}{left_out}"
+        f"{manifest.digest}){duration}; unreadable: {lost}{left_out}"
     )

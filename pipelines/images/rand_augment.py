@@ -23,7 +23,7 @@ Operation = Callable[[Image.Image, float], Image.Image]
 """Function of an image and a strength in [−1, 1]; the sign is the direction, for operations that have one."""
 
 
-def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+def _transform(image: Image.Image, *matrix: float) -> Image.Image:
     return image.transform(
         image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.BILINEAR, fillcolor=_GREY
     )
@@ -35,10 +35,10 @@ OPERATIONS: dict[str, Operation] = {
     "equalise": lambda image, _: ImageOps.equalize(image),
     "brightness": lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + _MAX_CHANGE * strength),
     "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + _MAX_CHANGE * strength),
-    "shear_x": lambda image, strength: _affine(image, 1, _MAX_SHEAR * strength, 0, 0, 1, 0),
-    "shear_y": lambda image, strength: _affine(image, 1, 0, 0, _MAX_SHEAR * strength, 1, 0),
-    "shift_x": lambda image, strength: _affine(image, 1, 0, _MAX_SHIFT * strength * image.width, 0, 1, 0),
-    "shift_y": lambda image, strength: _affine(image, 1, 0, 0, 0, 1, _MAX_SHIFT * strength * image.height),
+    "shear_x": lambda image, strength: _transform(image, 1, _MAX_SHEAR * strength, 0, 0, 1, 0),
+    "shear_y": lambda image, strength: _transform(image, 1, 0, 0, _MAX_SHEAR * strength, 1, 0),
+    "shift_x": lambda image, strength: _transform(image, 1, 0, _MAX_SHIFT * strength * image.width, 0, 1, 0),
+    "shift_y": lambda image, strength: _transform(image, 1, 0, 0, 0, 1, _MAX_SHIFT * strength * image.height),
     "rotate": lambda image, strength: image.rotate(
         _MAX_DEGREES * strength, resample=Image.Resampling.BILINEAR, fillcolor=_GREY
     ),

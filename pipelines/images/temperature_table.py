@@ -61,13 +61,13 @@ def read_temperatures(directory: str, manifest: ImageManifest) -> np.ndarray:
         ValueError: if it is another kind of table, or lacks pairs of the data set; the message says how many.
     """
     table = read_table(directory, ["key", "caption", *_TAU])
-    wanted = pa.concat_tables(
+    pairs = pa.concat_tables(
         read_index(manifest, number).select(["key", "caption"]) for number in range(len(manifest.shards))
     )
-    places = pc.index_in(_names(wanted), value_set=_names(table))
+    places = pc.index_in(_name_rows(pairs), value_set=_name_rows(table))
     if places.null_count:
-        lacking = wanted.filter(pc.is_null(places)).slice(0, _NUM_EXAMPLES).to_pylist()
-        examples = ", ".join(f"{row['key']!r} ({row['caption']!r})" for row in lacking)
+        missing = pairs.filter(pc.is_null(places)).slice(0, _NUM_EXAMPLES).to_pylist()
+        examples = ", ".join(f"{row['key']!r} ({row['caption']!r})" for row in missing)
         raise ValueError(
             f"{directory} lacks {places.null_count} of the {manifest.num_pairs} pairs of {manifest.source}, for example "
             f"{examples}: predict the temperatures of exactly this data set, to the end"
@@ -91,15 +91,15 @@ def read_table(directory: str, columns: list[str]) -> pa.Table:
     if not parts:
         raise FileNotFoundError(f"{directory} holds no table of temperatures: there is no part-*.parquet in it")
     names = pq.read_schema(parts[0], filesystem=filesystem).names
-    if lacking := [name for name in columns if name not in names]:
+    if missing := [name for name in columns if name not in names]:
         raise ValueError(
             f"{directory} is no table of temperatures of image-text pairs: it has the columns {', '.join(names)}, and not "
-            f"{', '.join(lacking)}"
+            f"{', '.join(missing)}"
         )
     return pa.concat_tables(pq.read_table(part, columns=columns, filesystem=filesystem) for part in parts)
 
 
-def _names(table: pa.Table) -> pa.Array:
+def _name_rows(table: pa.Table) -> pa.Array:
     """Return (rows,) key and caption joined by a line break, which is unambiguous because no key contains one."""
     columns = (table[name].combine_chunks().cast(pa.large_string()) for name in ("key", "caption"))
     return pc.binary_join_element_wise(*columns, pa.scalar("\n", pa.large_string()))

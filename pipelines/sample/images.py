@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipelines.sample.drawing import render
-from pipelines.sample.scene_captions import captions
+from pipelines.sample.scene_captions import generate_captions
 from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
 
 NUM_IMAGES_DEFAULT = 20_000
@@ -121,28 +121,14 @@ def write_images(
         for split, number in numbers.items()
     }
     concepts["zero_shot"] = [concept for concept in range(num_classes) for _ in range(num_images_per_class)]
-    frequencies = {split: _frequencies(drawn) for split, drawn in concepts.items()}
+    frequencies = {split: _count_concepts(drawn) for split, drawn in concepts.items()}
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
         # The data are written to a subdirectory, because the temporary directory itself is readable by its owner only.
         staging = Path(temporary, "images")
-        archives = []
-        for split, drawn in concepts.items():
+        for split in concepts:
             (staging / split).mkdir(parents=True)
-            step = len(drawn) if split == "zero_shot" else NUM_PAIRS_PER_SHARD
-            for number, first in enumerate(range(0, len(drawn), step)):
-                archives.append(
-                    _Archive(
-                        path=staging / split / ("test.tar" if split == "zero_shot" else f"{number:05d}.tar"),
-                        split=split,
-                        number=number,
-                        first=first,
-                        concepts=tuple(drawn[first : first + step]),
-                        frequencies=frequencies["train"],
-                        image_size=image_size,
-                        seed=seed,
-                    )
-                )
+        archives = _list_archives(staging, concepts, frequencies["train"], image_size, seed)
         # Processes are forked, because a new interpreter would spend seconds on importing what the caller has imported.
         with multiprocessing.get_context("fork").Pool(num_processes or os.cpu_count()) as pool:
             pool.map(_write_archive, archives, chunksize=1)
@@ -152,7 +138,7 @@ def write_images(
             pool.close()
             pool.join()
         (staging / "zero_shot" / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
-        (staging / "concepts.json").write_text(json.dumps(_concept_table(frequencies), indent=1) + "\n")
+        (staging / "concepts.json").write_text(json.dumps(_make_concept_table(frequencies), indent=1) + "\n")
         num_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
         staging.rename(directory)
     return ImagesSummary(
@@ -165,6 +151,36 @@ def write_images(
     )
 
 
+def _list_archives(
+    directory: Path, concepts: dict[str, list[int]], frequencies: tuple[int, ...], image_size: int, seed: int
+) -> list[_Archive]:
+    """Divide the images of all splits among tars.
+
+    Args:
+        directory: directory of the splits.
+        concepts: index of the concept of every image, by split.
+        frequencies: number of pairs in `train` of every concept.
+        image_size, seed: arguments of :func:`write_images`.
+    """
+    archives = []
+    for split, drawn in concepts.items():
+        step = len(drawn) if split == "zero_shot" else NUM_PAIRS_PER_SHARD
+        for number, first in enumerate(range(0, len(drawn), step)):
+            archives.append(
+                _Archive(
+                    path=directory / split / ("test.tar" if split == "zero_shot" else f"{number:05d}.tar"),
+                    split=split,
+                    number=number,
+                    first=first,
+                    concepts=tuple(drawn[first : first + step]),
+                    frequencies=frequencies,
+                    image_size=image_size,
+                    seed=seed,
+                )
+            )
+    return archives
+
+
 def read_captions(directory: Path) -> Iterator[str]:
     """Yield the captions of a split in img2dataset's layout, in order; only the first of several of an image."""
     for path in sorted(directory.glob("*.tar")):
@@ -174,11 +190,11 @@ def read_captions(directory: Path) -> Iterator[str]:
                     yield file.read().decode()
 
 
-def _frequencies(drawn: list[int]) -> tuple[int, ...]:
+def _count_concepts(drawn: list[int]) -> tuple[int, ...]:
     return tuple(drawn.count(concept) for concept in range(len(CONCEPTS)))
 
 
-def _concept_table(frequencies: dict[str, tuple[int, ...]]) -> dict[str, object]:
+def _make_concept_table(frequencies: dict[str, tuple[int, ...]]) -> dict[str, object]:
     probabilities = zipf_probabilities(ZIPF_EXPONENT)
     return {
         "law": "P(rank r) = r^-exponent / sum over q of q^-exponent, in train, validation and test; zero_shot is balanced",
@@ -200,7 +216,7 @@ def _write_archive(archive: _Archive) -> None:
     keys = random.Random(f"{archive.seed}:{archive.split}:keys:{archive.number}").sample(
         range(size + _NUM_GAPS_PER_SHARD), size
     )
-    in_class: dict[int, int] = {}
+    numbers_in_class: dict[int, int] = {}
     with tarfile.open(archive.path, mode="w") as tar:
         for offset, (key, concept) in enumerate(zip(sorted(keys), archive.concepts, strict=True)):
             generator = random.Random(f"{archive.seed}:{archive.split}:{archive.first + offset}")
@@ -208,10 +224,10 @@ def _write_archive(archive: _Archive) -> None:
             image = io.BytesIO()
             render(scene, archive.image_size, generator).save(image, "JPEG", quality=_JPEG_QUALITY)
             if archive.split == "zero_shot":
-                number = in_class[concept] = in_class.get(concept, -1) + 1
-                _add(tar, f"{CONCEPTS[concept].name}/{number:04d}.jpg", image.getvalue())
+                number = numbers_in_class[concept] = numbers_in_class.get(concept, -1) + 1
+                _add_file(tar, f"{CONCEPTS[concept].name}/{number:04d}.jpg", image.getvalue())
                 continue
-            texts = captions(scene, 1 if archive.split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
+            texts = generate_captions(scene, 1 if archive.split == "train" else NUM_RETRIEVAL_CAPTIONS, generator)
             name = f"{archive.number * _NUM_KEYS_PER_SHARD + key:09d}"
             record = {
                 "caption": texts[0],
@@ -227,12 +243,12 @@ def _write_archive(archive: _Archive) -> None:
                 "concept_share": archive.frequencies[concept] / sum(archive.frequencies),
                 "scene": asdict(scene),
             }
-            _add(tar, f"{name}.jpg", image.getvalue())
-            _add(tar, f"{name}.txt", texts[0].encode())
-            _add(tar, f"{name}.json", json.dumps(record).encode())
+            _add_file(tar, f"{name}.jpg", image.getvalue())
+            _add_file(tar, f"{name}.txt", texts[0].encode())
+            _add_file(tar, f"{name}.json", json.dumps(record).encode())
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)  # Its time stamp and owner are 0, so that equal data give equal files.
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pipelines.sample.scenes import Group, Scene, gap
+from pipelines.sample.scenes import Group, Scene, measure_gap
 
 SHAPE_NOUNS = {
     "circle": ("circle", "disc"), "square": ("square", "box"), "triangle": ("triangle",), "star": ("star",),
@@ -73,17 +73,17 @@ _SAY_RELATION = 0.6
 _SAY_BACKGROUND = 0.4
 
 
-def caption(scene: Scene, generator: random.Random) -> str:
+def generate_caption(scene: Scene, generator: random.Random) -> str:
     """Generate one true caption, in lower case and without a full stop."""
     main, *rest = scene.groups
     others = [group for group in rest if generator.random() < _SAY_OTHER]
     generator.shuffle(others)
-    words = _place(_noun_phrase(main, generator), main, generator)
+    words = _add_place(_generate_noun_phrase(main, generator), main, generator)
     first = main
     if others:
         other, *others = others
-        phrase = _place(_noun_phrase(other, generator), other, generator)
-        possible = relations(main, other)
+        phrase = _add_place(_generate_noun_phrase(other, generator), other, generator)
+        possible = find_relations(main, other)
         if possible and generator.random() < _SAY_RELATION:
             relation = generator.choice(possible)
             if generator.random() < 0.3:
@@ -96,67 +96,69 @@ def caption(scene: Scene, generator: random.Random) -> str:
         else:
             words = f"{words} {generator.choice(('with', 'and'))} {phrase}"
     for other in others:
-        words += (
-            f" {generator.choice(('and', 'along with'))} {_place(_noun_phrase(other, generator), other, generator)}"
-        )
+        conjunction = generator.choice(("and", "along with"))
+        words += f" {conjunction} {_add_place(_generate_noun_phrase(other, generator), other, generator)}"
     chance = generator.random()
     if chance < 0.3:
         words = f"{generator.choice(_OPENINGS)} {words}"
     elif chance < 0.45:
         words = f"there {'is' if len(first.figures) == 1 else 'are'} {words}"
     elif chance < 0.55:
-        return f"{_background(scene, generator)}, {words}"
-    return f"{words} {_background(scene, generator)}" if generator.random() < _SAY_BACKGROUND else words
+        return f"{_generate_background(scene, generator)}, {words}"
+    return f"{words} {_generate_background(scene, generator)}" if generator.random() < _SAY_BACKGROUND else words
 
 
-def captions(scene: Scene, number: int, generator: random.Random) -> list[str]:
+def generate_captions(scene: Scene, number: int, generator: random.Random) -> list[str]:
     """Generate `number` distinct captions; apart from that, each is drawn independently of the others."""
-    found: dict[str, None] = {}
-    while len(found) < number:
-        found[caption(scene, generator)] = None
-    return list(found)
+    distinct: dict[str, None] = {}
+    while len(distinct) < number:
+        distinct[generate_caption(scene, generator)] = None
+    return list(distinct)
 
 
-def relations(one: Group, other: Group) -> list[str]:
+def find_relations(group: Group, other: Group) -> list[str]:
     """Return the keys of RELATIONS that hold for the first group relative to the second."""
-    found = []
+    names = []
     for low, high, axis in (("left", "right", "x"), ("above", "below", "y")):
-        first = [getattr(figure, axis) for figure in one.figures]
+        first = [getattr(figure, axis) for figure in group.figures]
         second = [getattr(figure, axis) for figure in other.figures]
         if max(first) + _MIN_OFFSET < min(second):
-            found.append(low)
+            names.append(low)
         elif max(second) + _MIN_OFFSET < min(first):
-            found.append(high)
-    if len(one.figures) == len(other.figures) == 1 and gap(one.figures[0], other.figures[0]) < _MAX_GAP_BESIDE:
-        found.append("beside")
-    return found
+            names.append(high)
+    if (
+        len(group.figures) == len(other.figures) == 1
+        and measure_gap(group.figures[0], other.figures[0]) < _MAX_GAP_BESIDE
+    ):
+        names.append("beside")
+    return names
 
 
-def plural(noun: str) -> str:
+def pluralize(noun: str) -> str:
     """Return the plural of one of the nouns above: boxes, crosses, rhombuses, fish."""
     if noun == "fish":
         return noun
     return noun + ("es" if noun.endswith(("s", "x")) else "s")
 
 
-def _noun_phrase(group: Group, generator: random.Random) -> str:
+def _generate_noun_phrase(group: Group, generator: random.Random) -> str:
     """Generate a noun phrase for a group, such as `a large striped red circle` or `two little crimson discs`."""
     words = []
     if generator.random() < _SAY_SIZE:
         words.append(generator.choice(SIZE_ADJECTIVES[group.size]))
     if generator.random() < _SAY_PATTERN[group.pattern == "plain"]:
         words.append(generator.choice(PATTERN_ADJECTIVES[group.pattern]))
-    words.append(_usual(COLOUR_ADJECTIVES[group.colour], generator))
-    noun = _usual(SHAPE_NOUNS[group.shape], generator)
+    words.append(_draw_usual(COLOUR_ADJECTIVES[group.colour], generator))
+    noun = _draw_usual(SHAPE_NOUNS[group.shape], generator)
     count = len(group.figures)
-    words.append(noun if count == 1 else plural(noun))
+    words.append(noun if count == 1 else pluralize(noun))
     determiner = generator.choice(COUNT_WORDS[count])
     if determiner == "a" and words[0][0] in "aeiou":
         determiner = "an"
     return " ".join([determiner, *words])
 
 
-def _place(phrase: str, group: Group, generator: random.Random) -> str:
+def _add_place(phrase: str, group: Group, generator: random.Random) -> str:
     """Return the phrase, sometimes followed by the place of the figure if the group has only one."""
     if len(group.figures) > 1 or generator.random() >= _SAY_PLACE:
         return phrase
@@ -164,7 +166,7 @@ def _place(phrase: str, group: Group, generator: random.Random) -> str:
     return f"{phrase} {generator.choice(PLACES[int(3 * figure.x), int(3 * figure.y)])}"
 
 
-def _background(scene: Scene, generator: random.Random) -> str:
+def _generate_background(scene: Scene, generator: random.Random) -> str:
     words = [generator.choice(("on", "against", "over")), "a"]
     if scene.background_texture != "plain" and generator.random() < 0.6:
         words.append(generator.choice(TEXTURE_ADJECTIVES[scene.background_texture]))
@@ -173,6 +175,6 @@ def _background(scene: Scene, generator: random.Random) -> str:
     return " ".join(words)
 
 
-def _usual(choices: Sequence[str], generator: random.Random) -> str:
+def _draw_usual(choices: Sequence[str], generator: random.Random) -> str:
     """Draw one of the choices: the first has the same probability as all others together."""
     return choices[0] if len(choices) == 1 or generator.random() < 0.5 else generator.choice(choices[1:])

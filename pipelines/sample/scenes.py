@@ -113,11 +113,11 @@ def draw_scene(concept: Concept, generator: random.Random) -> Scene:
     The scene has at least two figures, unless there is no room for a second one.
     """
     taken: list[Figure] = []
-    count = _weighted(generator, _MAIN_COUNTS)
+    count = _draw_weighted(generator, _MAIN_COUNTS)
     size = generator.choice(_MAIN_SIZES[count])
     groups = [_draw_group(concept, size, count, taken, generator)]
-    for _ in range(_weighted(generator, _NUM_OTHERS)):
-        count = min(_weighted(generator, _OTHER_COUNTS), MAX_FIGURES - len(taken))
+    for _ in range(_draw_weighted(generator, _NUM_OTHERS)):
+        count = min(_draw_weighted(generator, _OTHER_COUNTS), MAX_FIGURES - len(taken))
         other = Concept(shape=generator.choice(SHAPES), colour=generator.choice(COLOURS))
         if count and all((group.shape, group.colour) != (other.shape, other.colour) for group in groups):
             group = _draw_group(other, generator.choice(_OTHER_SIZES[count]), count, taken, generator)
@@ -146,7 +146,7 @@ def _draw_group(concept: Concept, size: str, count: int, taken: list[Figure], ge
             radius=round(radius, 4),
             angle=round(generator.uniform(-0.3, 0.3), 4),
         )
-        if len(figures) < count and all(gap(figure, other) > _MARGIN for other in taken):
+        if len(figures) < count and all(measure_gap(figure, other) > _MARGIN for other in taken):
             figures.append(figure)
             taken.append(figure)
     return Group(
@@ -158,10 +158,10 @@ def _draw_group(concept: Concept, size: str, count: int, taken: list[Figure], ge
     )
 
 
-def gap(one: Figure, other: Figure) -> float:
+def measure_gap(first: Figure, other: Figure) -> float:
     """Return the distance between the circles around two figures; it is negative if they overlap."""
-    return math.hypot(one.x - other.x, one.y - other.y) - one.radius - other.radius
+    return math.hypot(first.x - other.x, first.y - other.y) - first.radius - other.radius
 
 
-def _weighted(generator: random.Random, table: tuple[Sequence[int], Sequence[int]]) -> int:
+def _draw_weighted(generator: random.Random, table: tuple[Sequence[int], Sequence[int]]) -> int:
     return generator.choices(table[0], weights=table[1])[0]

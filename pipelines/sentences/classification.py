@@ -48,8 +48,8 @@ class LabelledSource:
         """
         pairs = [examples.first] if examples.second is None else [examples.first, examples.second]
         whole = tokenizer(*pairs, verbose=False)
-        found = tokenizer(*pairs, truncation=True, max_length=num_tokens, return_token_type_ids=True)
-        rows, types = found["input_ids"], found["token_type_ids"]
+        encoded = tokenizer(*pairs, truncation=True, max_length=num_tokens, return_token_type_ids=True)
+        rows, types = encoded["input_ids"], encoded["token_type_ids"]
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         token_ids = np.full((len(rows), lengths.max()), tokenizer.pad_token_id, dtype=np.int32)
         has_types = "token_type_ids" in tokenizer.model_input_names

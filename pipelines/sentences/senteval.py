@@ -1,15 +1,9 @@
 """Read labelled sentences in the file formats of SentEval (arXiv 1803.05449), and similarity judgements.
 
-Three kinds of files are read completely into memory. The first kind is SentEval's small classification tasks:
-
-    MR, CR, SUBJ, MPQA   two files, one per class, with one sentence per line                   10-fold cross-validation
-    SST2                 SST/binary/sentiment-{train,dev,test}: sentence, tab, label            the given split
-    TREC                 train_5500.label, TREC_10.label: `LABEL:detail question`                the given split
-    MRPC                 msr_paraphrase_{train,test}.txt: a header, then label, two numbers, two sentences, by tabs
-
-The second kind is similarity judgements, with a score and two sentences per line, separated by tabs. The third kind
-is the user's own classification data, with a label, a sentence and optionally a second sentence per line, separated
-by tabs.
+Three kinds of files are read completely into memory. The first kind is SentEval's small classification tasks
+(`pipelines.sentences.senteval_files`). The second kind is similarity judgements, with a score and two sentences per
+line, separated by tabs. The third kind is the user's own classification data, with a label, a sentence and optionally
+a second sentence per line, separated by tabs.
 
 Files are decoded as UTF-8 or, if they are not valid UTF-8, as latin-1, which some of SentEval's files need. A line
 that is not a valid record is skipped and counted.
@@ -17,10 +11,8 @@ that is not a valid record is skipped and counted.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.problems import Problem, note
+from pipelines.sentences.senteval_files import TASK_FILES, Parser, Record
+from pipelines.storage import compute_digest
 
 
 class LineProblemKind(StrEnum):
@@ -71,7 +65,7 @@ class SentenceTask:
     @property
     def digest(self) -> str:
         """Hash of all sentences and labels as 16 hex digits."""
-        return _digest(
+        return compute_digest(
             [[name, part.first, part.second, part.labels.tolist()] for name, part in sorted(self.parts.items())]
         )
 
@@ -106,7 +100,7 @@ class Judgements:
     @property
     def digest(self) -> str:
         """Hash of all sentences and scores as 16 hex digits."""
-        return _digest([self.first, self.second, self.scores.tolist()])
+        return compute_digest([self.first, self.second, self.scores.tolist()])
 
     @property
     def num_lines(self) -> int:
@@ -114,82 +108,7 @@ class Judgements:
         return len(self.first) + sum(self.problems.values())
 
 
-Record = tuple[str, str, str | None]  # The name of the class, the sentence, and the second sentence of a pair.
-Parser = Callable[[str], Record]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """File layout of one of SentEval's tasks."""
-
-    files: Mapping[str, tuple[str, ...]]
-    """Files of each part of the task (`train`, `dev`, `test` or `all`)."""
-    parse: tuple[Parser, ...]
-    """One parser for each file of a part, in the order of the files."""
-    class_names: tuple[str, ...]
-    """Names of the classes."""
-    num_header_lines: int = 0
-    """Number of lines to skip at the start of each file."""
-
-
-def _of_class(name: str) -> Parser:
-    return lambda line: (name, line, None)
-
-
-def _two_files(negative: str, positive: str, class_names: tuple[str, str]) -> _Layout:
-    return _Layout({"all": (negative, positive)}, tuple(map(_of_class, class_names)), class_names)
-
-
-def _sentence_tab_label(line: str) -> Record:
-    sentence, _, label = line.rpartition("\t")
-    return label.strip(), sentence, None
-
-
-def _label_colon_detail(line: str) -> Record:
-    label, _, sentence = line.partition(" ")
-    return label.partition(":")[0], sentence, None
-
-
-def _paraphrase(line: str) -> Record:
-    label, _, _, first, second = line.split("\t")
-    return label, first, second
-
-
-def _label_and_sentences(num_columns: int) -> Parser:
-    def parse(line: str) -> Record:
-        label, *sentences = line.split("\t")
-        if len(sentences) != num_columns - 1:
-            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
-        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
-
-    return parse
-
-
-_POLARITY = ("negative", "positive")
-_LAYOUTS: dict[str, _Layout] = {
-    "MR": _two_files("MR/rt-polarity.neg", "MR/rt-polarity.pos", _POLARITY),
-    "CR": _two_files("CR/custrev.neg", "CR/custrev.pos", _POLARITY),
-    "SUBJ": _two_files("SUBJ/subj.objective", "SUBJ/subj.subjective", ("objective", "subjective")),
-    "MPQA": _two_files("MPQA/mpqa.neg", "MPQA/mpqa.pos", _POLARITY),
-    "SST2": _Layout(
-        {part: (f"SST/binary/sentiment-{part}",) for part in ("train", "dev", "test")},
-        (_sentence_tab_label,),
-        ("0", "1"),
-    ),
-    "TREC": _Layout(
-        {"train": ("TREC/train_5500.label",), "test": ("TREC/TREC_10.label",)},
-        (_label_colon_detail,),
-        ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"),
-    ),
-    "MRPC": _Layout(
-        {part: (f"MRPC/msr_paraphrase_{part}.txt",) for part in ("train", "test")},
-        (_paraphrase,),
-        ("0", "1"),
-        num_header_lines=1,
-    ),
-}
-
-TASK_NAMES = tuple(_LAYOUTS)
+TASK_NAMES = tuple(TASK_FILES)
 
 
 def present_tasks(directory: str | Path) -> tuple[str, ...]:
@@ -200,10 +119,10 @@ def present_tasks(directory: str | Path) -> tuple[str, ...]:
     """
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{str(directory)!r} is no directory")
-    found = tuple(name for name in TASK_NAMES if Path(directory, {"SST2": "SST"}.get(name, name)).is_dir())
-    if not found:
+    names = tuple(name for name in TASK_NAMES if Path(directory, {"SST2": "SST"}.get(name, name)).is_dir())
+    if not names:
         raise FileNotFoundError(f"{str(directory)!r} holds no folder of {', '.join(TASK_NAMES)}")
-    return found
+    return names
 
 
 def read_task(directory: str | Path, name: str) -> SentenceTask:
@@ -217,21 +136,21 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
         ValueError: if the name is unknown, or a class has no sentence at all.
         FileNotFoundError: if a file is missing; the message names it.
     """
-    if name not in _LAYOUTS:
+    if name not in TASK_FILES:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
-    layout, problems, examples = _LAYOUTS[name], Counter[str](), list[str]()
+    task_files, problems, examples = TASK_FILES[name], Counter[str](), list[str]()
     parts = {}
-    for part, files in layout.files.items():
+    for part, files in task_files.files.items():
         records = [
             record
-            for file, parse in zip(files, layout.parse, strict=True)
-            for record in _records(
-                Path(directory), file, parse, layout.class_names, problems, examples, layout.num_header_lines
+            for file, parse in zip(files, task_files.parse, strict=True)
+            for record in _read_records(
+                Path(directory), file, parse, task_files.class_names, problems, examples, task_files.num_header_lines
             )
         ]
-        parts[part] = _examples(records, layout.class_names, f"{name}, {' and '.join(files)}")
+        parts[part] = _collect_examples(records, task_files.class_names, f"{name}, {' and '.join(files)}")
     return SentenceTask(
-        name=name, class_names=layout.class_names, parts=parts, problems=dict(problems), examples=examples
+        name=name, class_names=task_files.class_names, parts=parts, problems=dict(problems), examples=examples
     )
 
 
@@ -252,20 +171,20 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
     """
     path = Path(path)
     problems, examples = Counter[str](), list[str]()
-    num_columns = len(next(_lines(path), (0, ""))[1].split("\t"))
+    num_columns = len(next(_read_lines(path), (0, ""))[1].split("\t"))
     if num_columns not in (2, 3):
         raise ValueError(
-            f"{path}: the first line has {num_columns} columns: label, sentence and perhaps a second one needed"
+            f"{path}: the first line has {num_columns} columns; expected a label, a sentence and optionally a second sentence"
         )
-    parse = _label_and_sentences(num_columns)
-    records = list(_records(path.parent, path.name, parse, class_names, problems, examples))
+    parse = _make_column_parser(num_columns)
+    records = list(_read_records(path.parent, path.name, parse, class_names, problems, examples))
     names = tuple(class_names) or tuple(sorted({label for label, _, _ in records}))
     if len(names) < 2:
         raise ValueError(f"{path} holds {len(names)} class ({', '.join(names)}): a classifier needs two or more")
     return SentenceTask(
         name=path.stem,
         class_names=names,
-        parts={"all": _examples(records, names, str(path))},
+        parts={"all": _collect_examples(records, names, str(path))},
         problems=dict(problems),
         examples=examples,
     )
@@ -283,22 +202,22 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
     """
     problems, examples = Counter[str](), list[str]()
     first, second, scores = [], [], []
-    for number, line in _lines(Path(path)):
+    for number, line in _read_lines(Path(path)):
         entries = line.split("\t")
         score, *sentences = entries[4:7] if len(entries) >= 7 else entries
         if len(entries) >= 3 and not score.strip():
             continue
         try:
-            one, other = sentences
+            sentence, second_sentence = sentences
             value = float(score)
         except ValueError as error:
-            note(_problem(LineProblemKind.MISSING_FIELD, str(path), number, str(error)), problems, examples)
+            note(_make_problem(LineProblemKind.MISSING_FIELD, str(path), number, str(error)), problems, examples)
             continue
-        if not (one.strip() and other.strip()):
-            note(_problem(LineProblemKind.EMPTY_SENTENCE, str(path), number, repr(line[:40])), problems, examples)
+        if not (sentence.strip() and second_sentence.strip()):
+            note(_make_problem(LineProblemKind.EMPTY_SENTENCE, str(path), number, repr(line[:40])), problems, examples)
             continue
-        first.append(one.strip())
-        second.append(other.strip())
+        first.append(sentence.strip())
+        second.append(second_sentence.strip())
         scores.append(value)
     if len(first) < 3:
         raise ValueError(f"{path} holds {len(first)} pairs of sentences with a score: a correlation needs 3 or more")
@@ -307,19 +226,25 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _make_column_parser(num_columns: int) -> Parser:
+    def parse(line: str) -> Record:
+        label, *sentences = line.split("\t")
+        if len(sentences) != num_columns - 1:
+            raise ValueError(f"{len(sentences) + 1} columns where the first line has {num_columns}")
+        return label.strip(), sentences[0], sentences[1] if num_columns == 3 else None
+
+    return parse
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file and their numbers, from 1; text after the last line break counts unless it is empty."""
-    lines = _decoded(path.read_bytes()).split("\n")
+    lines = _decode(path.read_bytes()).split("\n")
     for number, line in enumerate(lines, start=1):
         if line or number < len(lines):
             yield number, line.rstrip("\r")
 
 
-def _digest(content: object) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-
-
-def _examples(records: Sequence[Record], class_names: Sequence[str], where: str) -> Examples:
+def _collect_examples(records: Sequence[Record], class_names: Sequence[str], where: str) -> Examples:
     labels = np.array([class_names.index(label) for label, _, _ in records], dtype=np.int64)
     if empty := [name for number, name in enumerate(class_names) if number not in labels]:
         raise ValueError(f"{where}: no sentence of the class {', '.join(sorted(empty))}")
@@ -327,7 +252,7 @@ def _examples(records: Sequence[Record], class_names: Sequence[str], where: str)
     return Examples([first for _, first, _ in records], seconds or None, labels)
 
 
-def _records(
+def _read_records(
     directory: Path,
     file: str,
     parse: Parser,
@@ -336,27 +261,27 @@ def _records(
     examples: list[str],
     num_header_lines: int = 0,
 ) -> Iterator[Record]:
-    for number, line in _lines(directory / file):
+    for number, line in _read_lines(directory / file):
         if number <= num_header_lines:
             continue
         try:
             label, first, second = parse(line)
         except ValueError as error:
-            note(_problem(LineProblemKind.MISSING_FIELD, file, number, str(error)), problems, examples)
+            note(_make_problem(LineProblemKind.MISSING_FIELD, file, number, str(error)), problems, examples)
             continue
         if not first.strip() or (second is not None and not second.strip()):
-            note(_problem(LineProblemKind.EMPTY_SENTENCE, file, number, repr(line[:40])), problems, examples)
+            note(_make_problem(LineProblemKind.EMPTY_SENTENCE, file, number, repr(line[:40])), problems, examples)
         elif not label or (class_names and label not in class_names):
-            note(_problem(LineProblemKind.UNKNOWN_LABEL, file, number, repr(label)), problems, examples)
+            note(_make_problem(LineProblemKind.UNKNOWN_LABEL, file, number, repr(label)), problems, examples)
         else:
             yield label, first.strip(), None if second is None else second.strip()
 
 
-def _problem(kind: LineProblemKind, file: str, number: int, detail: str) -> Problem:
+def _make_problem(kind: LineProblemKind, file: str, number: int, detail: str) -> Problem:
     return Problem(kind=kind, where=f"{file}:{number}", detail=detail)
 
 
-def _decoded(data: bytes) -> str:
+def _decode(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

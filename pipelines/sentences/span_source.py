@@ -53,8 +53,8 @@ class SpanSource:
         assert isinstance(layout, DocumentConfig)
         if layout.least_num_tokens < self.spans.least_num_tokens:
             raise ValueError(
-                f"{self.manifest.directory} holds documents from {layout.least_num_tokens} tokens on, and the spans need "
-                f"{self.spans.least_num_tokens}: prepare it again"
+                f"{self.manifest.directory} holds documents of {layout.least_num_tokens} tokens or more, but the spans "
+                f"need {self.spans.least_num_tokens}: prepare it again"
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -100,8 +100,8 @@ class SpanSource:
                 rng = np.random.default_rng([self.seed, _MASK_STREAM, epoch, int(document)])
                 anchors[place], labels[place] = self._masked(anchors[place], anchor_lengths[place], rng)
         digest = [
-            int.from_bytes(hashlib.blake2b(one.tobytes() + many.tobytes(), digest_size=6).digest(), "little")
-            for one, many in zip(anchors, positives, strict=True)
+            int.from_bytes(hashlib.blake2b(anchor.tobytes() + positive.tobytes(), digest_size=6).digest(), "little")
+            for anchor, positive in zip(anchors, positives, strict=True)
         ]
         return {
             "anchor_ids": anchors,
@@ -133,14 +133,14 @@ class SpanSource:
     def _rows(self, tokens: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return spans surrounded by special tokens and padded to t, (…, t) int32, and their lengths, (…)."""
         special = self.special_tokens
-        found, is_token = gather_spans(tokens, start, length, pad_id=special.pad_id)
-        result = np.full((len(found), self.width), special.pad_id, dtype=np.int32)
+        spans, is_token = gather_spans(tokens, start, length, pad_id=special.pad_id)
+        result = np.full((len(spans), self.width), special.pad_id, dtype=np.int32)
         opening, closing = len(special.opening), len(special.closing)
         result[:, :opening] = special.opening
-        result[:, opening : opening + found.shape[1]][is_token == 1] = found[is_token == 1]
+        result[:, opening : opening + spans.shape[1]][is_token == 1] = spans[is_token == 1]
         flat = length.reshape(-1)
         for place, token in enumerate(special.closing):
-            result[np.arange(len(found)), opening + flat + place] = token
+            result[np.arange(len(spans)), opening + flat + place] = token
         return result.reshape(*length.shape, self.width), length + opening + closing
 
     def _masked(self, rows: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

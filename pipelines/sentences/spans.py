@@ -117,31 +117,31 @@ def sample_spans(num_tokens: np.ndarray, keys: np.ndarray, *, seed: int, epoch: 
             f"document {int(keys[short])} has {int(num_tokens[short])} tokens, and spans need {config.least_num_tokens}"
         )
     anchors, positives = config.num_anchors, config.num_positives
-    draws = _uniform(np.asarray(keys), seed, epoch, anchors * (1 + positives) * _NUM_DRAWS)
+    draws = _draw_uniform(np.asarray(keys), seed, epoch, anchors * (1 + positives) * _NUM_DRAWS)
     draws = draws.reshape(len(num_tokens), anchors, 1 + positives, _NUM_DRAWS)
 
-    length = _lengths(draws[:, :, 0], _RANK_ANCHOR, config)
+    length = _draw_lengths(draws[:, :, 0], _RANK_ANCHOR, config)
     wide = 2 * config.max_length
     room = num_tokens - length[:, -1]
     is_crowded = room < (anchors - 1) * wide
     gap = np.where(is_crowded, config.max_length, wide)
     slack = room - (anchors - 1) * gap
-    start = _sorted_multisets(draws[:, :, 0, -1], slack) + gap[:, None] * np.arange(anchors)
+    start = _draw_multisets(draws[:, :, 0, -1], slack) + gap[:, None] * np.arange(anchors)
 
-    positive_length = _lengths(draws[:, :, 1:], _RANK_POSITIVE, config)
-    place = draws[:, :, 1:, -1]
+    positive_length = _draw_lengths(draws[:, :, 1:], _RANK_POSITIVE, config)
+    draw = draws[:, :, 1:, -1]
     first, end, last = start[..., None], (start + length)[..., None], num_tokens[:, None, None]
     if config.strategy == "subsuming":
         positive_length = np.minimum(positive_length, length[..., None])
-        positive_start = _between(place, first, end - positive_length)
+        positive_start = _scale_to_range(draw, first, end - positive_length)
     elif config.strategy == "adjacent":
         positive_length = np.minimum(positive_length, np.maximum(first, last - end))
         fits_before, fits_behind = first >= positive_length, last - end >= positive_length
-        is_before = np.where(fits_before & fits_behind, place < 0.5, fits_before)
+        is_before = np.where(fits_before & fits_behind, draw < 0.5, fits_before)
         positive_start = np.where(is_before, first - positive_length, end)
     else:
         low, high = np.maximum(first - positive_length, 0), np.minimum(end, last - positive_length)
-        positive_start = _between(place, low, high)
+        positive_start = _scale_to_range(draw, low, high)
     return Spans(
         anchor_start=start,
         anchor_length=length,
@@ -174,17 +174,17 @@ def gather_spans(
     return rows, is_token.astype(np.int64)
 
 
-def _lengths(draws: np.ndarray, rank: int, config: SpanConfig) -> np.ndarray:
+def _draw_lengths(draws: np.ndarray, rank: int, config: SpanConfig) -> np.ndarray:
     beta = np.sort(draws[..., :_NUM_FOR_LENGTH], axis=-1)[..., rank]
     return (beta * (config.max_length - config.min_length) + config.min_length).astype(np.int64)
 
 
-def _between(draws: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _scale_to_range(draws: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Map uniform numbers in [0, 1) to uniform integers in [low, high]."""
     return low + (draws * (high - low + 1)).astype(np.int64)
 
 
-def _sorted_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
+def _draw_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
     """Draw, for each of n documents, A ascending integers in [0, slack] such that every multiset is equally probable.
 
     Subtracting its rank (0 … A−1) from each element of an A-subset of slack + A numbers gives a multiset, and this is a
@@ -208,11 +208,11 @@ def _sorted_multisets(draws: np.ndarray, slack: np.ndarray) -> np.ndarray:
     return chosen - np.arange(size)
 
 
-def _uniform(keys: np.ndarray, seed: int, epoch: int, num_draws: int) -> np.ndarray:
+def _draw_uniform(keys: np.ndarray, seed: int, epoch: int, num_draws: int) -> np.ndarray:
     """Return (n, num_draws) uniform numbers in [0, 1) with 53 bits: hashes of (seed, epoch, key, index of the draw)."""
     stream = _mix(_mix(np.array([seed], dtype=np.int64).astype(np.uint64)) ^ np.uint64(epoch))
-    place = np.arange(num_draws, dtype=np.uint64)
-    hashed = _mix(_mix(keys.astype(np.int64).astype(np.uint64) ^ stream)[:, None] + place * _GOLDEN)
+    draw = np.arange(num_draws, dtype=np.uint64)
+    hashed = _mix(_mix(keys.astype(np.int64).astype(np.uint64) ^ stream)[:, None] + draw * _GOLDEN)
     return (hashed >> np.uint64(11)) * 2.0**-53
 
 

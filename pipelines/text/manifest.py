@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.manifest import compute_digest, read_manifest, write_manifest
-from pipelines.storage import resolve
+from pipelines.manifest import read_manifest, write_manifest
+from pipelines.storage import compute_digest, resolve
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 

@@ -85,7 +85,7 @@ def prepare_text(
     # Only the backend is sent to the tasks, because a Transformers tokenizer would make each of them import torch.
     backend = tokenizer.backend_tokenizer
     archives = list_archives(config.source)
-    directory = f"{root}/{_content_name(config, layout, tokenizer_digest(tokenizer), archives)}"
+    directory = f"{root}/{_name_content(config, layout, tokenizer_digest(tokenizer), archives)}"
     try:
         manifest = Manifest.load(directory)
     except FileNotFoundError:
@@ -101,12 +101,12 @@ def prepare_text(
         )
         manifest.save()
     if losses:
-        list_losses(directory, [losses_name(_shards(number)) for number in range(len(archives))], losses)
+        list_losses(directory, [losses_name(_shard_prefix(number)) for number in range(len(archives))], losses)
     check_problems(config.source, manifest.archives, config.max_bad_share, field=max_bad_share_field)
     return manifest
 
 
-def _content_name(config: PrepareConfig, layout: Layout, tokenizer: str, archives: list[Archive]) -> str:
+def _name_content(config: PrepareConfig, layout: Layout, tokenizer: str, archives: list[Archive]) -> str:
     """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [(archive.path, archive.num_bytes) for archive in archives]
     content = json.dumps([FORMAT_VERSION, files, config.text_field, layout.kind, asdict(layout), tokenizer])
@@ -125,10 +125,10 @@ def _prepare_archive(
 
     def documents() -> Iterator[np.ndarray]:
         nonlocal num_documents
-        with Losses(losses_name(f"{directory}/{_shards(number)}")) as losses:
+        with Losses(losses_name(f"{directory}/{_shard_prefix(number)}")) as losses:
             add = partial(losses.add, archive.path)
             readable = readable_documents(config.source, archive, config.text_field, problems, examples, add)
-            for chunk in _chunks(readable):
+            for chunk in _group_texts(readable):
                 num_documents += len(chunk)
                 for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                     yield np.asarray(encoding.ids, dtype=np.int64)
@@ -136,7 +136,7 @@ def _prepare_archive(
     shards: list[ShardEntry] = []
     batches = layout.rows(documents())
     while chunk := list(itertools.islice(batches, NUM_BATCHES_PER_SHARD)):
-        file = f"{_shards(number)}-{len(shards):05d}.arrow"
+        file = f"{_shard_prefix(number)}-{len(shards):05d}.arrow"
         filesystem, path = resolve(f"{directory}/{file}")
         with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, layout.schema) as writer:
             for batch in chunk:
@@ -164,12 +164,12 @@ def _prepare_archive(
     )
 
 
-def _shards(number: int) -> str:
+def _shard_prefix(number: int) -> str:
     """Return the common prefix of the names of an archive's files."""
     return f"shard-{number:05d}"
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[str]]:
+def _group_texts(documents: Iterable[Document]) -> Iterator[list[str]]:
     """Group texts for tokenisation; a group ends when it has a certain number of documents or of characters."""
     chunk: list[str] = []
     num_characters = 0
@@ -210,9 +210,9 @@ def readable_documents(
 def describe(manifest: Manifest, seconds: float | None = None) -> str:
     """Summarise the counts of a prepared data set in one line, for a human reader."""
     lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
-    took = "" if seconds is None else f" in {seconds:.0f} s"
+    duration = "" if seconds is None else f" in {seconds:.0f} s"
     return (
         f"{manifest.num_documents} documents, {manifest.layout.describe(manifest.num_rows, manifest.num_documents)}, "
-        f"{manifest.num_tokens} tokens ({len(manifest.shards)} shards, digest {manifest.digest}){took}; "
+        f"{manifest.num_tokens} tokens ({len(manifest.shards)} shards, digest {manifest.digest}){duration}; "
         f"unreadable: {lost}"
     )

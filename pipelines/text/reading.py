@@ -23,8 +23,8 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, format_of, seen
-from pipelines.decompression import DamagedError, Readable, decoded
+from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of
+from pipelines.decompression import DamagedError, Readable, decompress
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
@@ -127,9 +127,9 @@ def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Docum
 # ---- from a record to a document -------------------------------------------------------------------------------------
 
 
-def _document_of_line(line: bytes | None, where: str, text_field: str) -> Document | Problem:
+def _parse_line(line: bytes | None, where: str, text_field: str) -> Document | Problem:
     if line is None:
-        return _oversized(where)
+        return _report_oversized(where)
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -137,17 +137,17 @@ def _document_of_line(line: bytes | None, where: str, text_field: str) -> Docume
     except (ValueError, RecursionError) as error:  # RecursionError means that brackets are nested too deeply.
         return Problem(kind=ProblemKind.INVALID_JSON, where=where, detail=str(error))
     if isinstance(record, str):
-        return _document_of_value(record, where, "the record")
+        return _check_text(record, where, "the record")
     if not isinstance(record, dict):
         detail = f"the record is a {type(record).__name__}; expected an object or a string"
         return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
     if text_field not in record:
-        detail = f"no field {text_field!r}; the record has {_some(record)}"
+        detail = f"no field {text_field!r}; the record has {_format_fields(record)}"
         return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
-    return _document_of_value(record[text_field], where, f"field {text_field!r}")
+    return _check_text(record[text_field], where, f"field {text_field!r}")
 
 
-def _document_of_value(value: object, where: str, label: str) -> Document | Problem:
+def _check_text(value: object, where: str, label: str) -> Document | Problem:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = "\n\n".join(value)
     if not isinstance(value, str):
@@ -159,16 +159,16 @@ def _document_of_value(value: object, where: str, label: str) -> Document | Prob
         num_bytes = len(value.encode("utf-8"))
     except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
-    return _oversized(where) if num_bytes > MAX_RECORD_BYTES else Document(key=where, text=value)
+    return _report_oversized(where) if num_bytes > MAX_RECORD_BYTES else Document(key=where, text=value)
 
 
-def _some(names: Collection[str]) -> str:
+def _format_fields(names: Collection[str]) -> str:
     """Format the first few field names of a record or a file for a message, truncating long names."""
     shown = ", ".join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in itertools.islice(names, _NUM_FIELDS_SHOWN))
     return f"{shown}{', …' * (len(names) > _NUM_FIELDS_SHOWN)}" if names else "no fields"
 
 
-def _oversized(where: str) -> Problem:
+def _report_oversized(where: str) -> Problem:
     detail = f"the record is longer than {MAX_RECORD_BYTES} bytes"
     return Problem(kind=ProblemKind.OVERSIZED_RECORD, where=where, detail=detail)
 
@@ -176,9 +176,9 @@ def _oversized(where: str) -> Problem:
 def _read_plain(stream: Readable, where: str) -> Document | Problem:
     data = stream.read(MAX_RECORD_BYTES + 1)
     if len(data) > MAX_RECORD_BYTES:
-        return _oversized(where)
+        return _report_oversized(where)
     try:
-        return _document_of_value(data.decode("utf-8"), where, "the file")
+        return _check_text(data.decode("utf-8"), where, "the file")
     except UnicodeDecodeError as error:
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
 
@@ -190,13 +190,13 @@ def _read_lines(
     stream: Readable, num_bytes: int, line_format: ArchiveFormat, name: str, text_field: str, indices: Iterator[int]
 ) -> Iterator[Document | Problem]:
     try:
-        for line in _lines(decoded(stream, num_bytes, line_format)):
-            yield _document_of_line(line, f"{name}:{next(indices)}", text_field)
+        for line in _split_lines(decompress(stream, num_bytes, line_format)):
+            yield _parse_line(line, f"{name}:{next(indices)}", text_field)
     except DamagedError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=str(error))
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
     """Split chunks of bytes into lines; yield each line that is not blank, or None for an oversized line.
 
     Lines stay bytes, so that an invalid byte affects only its own line.
@@ -246,7 +246,7 @@ def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:
         if not indices:
-            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {seen(others, num_others)}"
+            detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {describe_names(others, num_others)}"
             yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
 
 
@@ -262,7 +262,7 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[D
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
         return
     if text_field not in columns:
-        detail = f"no column {text_field!r}; the file has {_some(columns)}"
+        detail = f"no column {text_field!r}; the file has {_format_fields(columns)}"
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
         return
     indices = itertools.count()
@@ -277,6 +277,6 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[D
                 except UnicodeDecodeError as error:
                     yield Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
                 else:
-                    yield _document_of_value(text, where, f"column {text_field!r}")
+                    yield _check_text(text, where, f"column {text_field!r}")
     except PARQUET_ERRORS as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")

@@ -46,11 +46,11 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
         else:
             loaded = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
             if not isinstance(loaded, PreTrainedTokenizerFast):
-                raise ValueError("it is no fast tokenizer (it has no tokenizer.json)")
+                raise ValueError("it is not a fast tokenizer (it has no tokenizer.json)")
             tokenizer = loaded
         # If the tokenizer's files are missing, Transformers creates an empty tokenizer from the model's configuration.
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-            raise ValueError("it knows no word")
+            raise ValueError("its vocabulary is empty")
     except Exception as error:  # Transformers and tokenizers raise exceptions of many types.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -101,13 +101,15 @@ class SpecialTokens:
         for name in ("pad_token", "mask_token"):
             if getattr(tokenizer, f"{name}_id") is None:
                 raise ValueError(
-                    f"tokenizer {tokenizer.name_or_path!r} has no {name}: that of a masked language model is needed"
+                    f"tokenizer {tokenizer.name_or_path!r} has no {name}: use the tokenizer of a masked language model"
                 )
         plain = tokenizer.encode("a", add_special_tokens=False)
         whole = tokenizer.encode("a")
         at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
         if at is None:
-            raise ValueError(f"tokenizer {tokenizer.name_or_path!r} changes a text by its special tokens")
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} splits a text differently when it adds special tokens"
+            )
         return cls(
             opening=tuple(whole[:at]),
             closing=tuple(whole[at + len(plain) :]),

@@ -68,8 +68,8 @@ class Repeats:
         Returns:
             (2, B); 0 for an id none of whose entries is included.
         """
-        sums = self._sums(torch.where(counts, values, 0.0))
-        return (sums / self._sums(counts.to(values.dtype).expand_as(values)).clamp(min=1.0))[:, self.inverse]
+        sums = self._sum_by_id(torch.where(counts, values, 0.0))
+        return (sums / self._sum_by_id(counts.to(values.dtype).expand_as(values)).clamp(min=1.0))[:, self.inverse]
 
     def log_mean_exp(self, values: Tensor, counts: Tensor) -> Tensor:
         """Replace each value by log(mean(exp(values))) over all entries of its id; included values must be finite.
@@ -81,14 +81,14 @@ class Repeats:
         top = lowest.scatter_reduce(1, index, torch.where(counts, values, -torch.inf), "amax")[:, self.inverse]
         return top + self.mean((values - top).exp(), counts).log()
 
-    def _sums(self, values: Tensor) -> Tensor:
+    def _sum_by_id(self, values: Tensor) -> Tensor:
         return values.new_zeros(len(values), self.num_unique).index_add_(1, self.inverse, values)
 
 
 def in_batch(log_sums: Tensor, tau: Tensor, has_negatives: Tensor) -> Normalised:
     """Normalise in batch, from ℓ and τ, (2, B) each, and which anchors have a negative, (B,) bool."""
     losses = torch.logaddexp(log_sums, torch.zeros_like(log_sums))
-    return _only(has_negatives, losses, losses + tau.log(), torch.zeros_like(losses))
+    return _mask_normalised(has_negatives, losses, losses + tau.log(), torch.zeros_like(losses))
 
 
 def moving_average(
@@ -119,10 +119,10 @@ def moving_average(
     averaged = torch.logaddexp(log_keep + log_u, math.log(gamma) + log_g)
     new = torch.where(torch.isneginf(log_u), log_g, averaged)
     slope = new + rho
-    return _only(has_negatives, tau * slope, log_num + new, slope, torch.where(has_negatives, new, log_u))
+    return _mask_normalised(has_negatives, tau * slope, log_num + new, slope, torch.where(has_negatives, new, log_u))
 
 
-def _only(
+def _mask_normalised(
     has_negatives: Tensor, losses: Tensor, log_scale: Tensor, tau_slope: Tensor, log_u: Tensor | None = None
 ) -> Normalised:
     return Normalised(

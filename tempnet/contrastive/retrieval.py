@@ -42,7 +42,7 @@ def recall(
         ValueError: if shapes are empty or do not fit together, or an image number does not exist.
     """
     _check(image, text, image_of_text)
-    image_ranks, text_ranks = _ranks(
+    image_ranks, text_ranks = _compute_ranks(
         on_grid(image), on_grid(text), image_of_text.to(image.device, torch.int64), tile_size
     )
     figures = {f"text_recall@{k}": hits(image_ranks, k) for k in ks}
@@ -107,11 +107,11 @@ def cross_entropy(
 def _check(image: Tensor, text: Tensor, image_of_text: Tensor) -> None:
     check_embeddings(image=image, text=text)
     if image_of_text.shape != (len(text),):
-        raise ValueError(f"image_of_text has shape {tuple(image_of_text.shape)}: expected ({len(text)},), one a text")
+        raise ValueError(f"image_of_text has shape {tuple(image_of_text.shape)}: expected ({len(text)},), one per text")
     check_ids("image_of_text", image_of_text, len(image), "images")
 
 
-def _ranks(image: Tensor, text: Tensor, image_of_text: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
+def _compute_ranks(image: Tensor, text: Tensor, image_of_text: Tensor, tile_size: int) -> tuple[Tensor, Tensor]:
     """Return the ranks, from 1, of every image's best matching text (≤ n,) and of every text's image (m,).
 
     Images without a text are omitted. The embeddings must be on the grid (`on_grid`).

@@ -72,7 +72,7 @@ class SampleState:
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the values (2, B) of every column for ids (B,), which must be the same on every rank."""
-        is_owned, slots = self._owned(ids)
+        is_owned, slots = self._find_owned(ids)
         values = torch.zeros(len(self.columns), NUM_MODALITIES, len(ids), device=ids.device)
         for row, column in zip(values, self.columns.values(), strict=True):
             row[:, is_owned] = column[:, slots]
@@ -80,7 +80,7 @@ class SampleState:
 
     def update(self, ids: Tensor, values: dict[str, Tensor]) -> None:
         """Store values (2, B) of some columns for ids (B,); all occurrences of an id must have the same values."""
-        is_owned, slots = self._owned(ids)
+        is_owned, slots = self._find_owned(ids)
         for name, value in values.items():
             column = self.columns[name]
             column[:, slots] = value[:, is_owned].to(column.dtype)
@@ -122,7 +122,7 @@ class SampleState:
         for rank, path in enumerate(_files(Path(directory), num_writers)):
             # Determine which of the samples in this file, in order, belong to this rank, and their slots.
             ids = torch.arange(rank, self.num_samples, num_writers)
-            is_owned, slots = self._owned(ids)
+            is_owned, slots = self._find_owned(ids)
             if not is_owned.any():
                 continue
             with safe_open(path, "pt") as file:
@@ -134,7 +134,7 @@ class SampleState:
                 for name, column in self.columns.items():
                     column[:, slots] = file.get_tensor(name)[:, is_owned].to(column.device)
 
-    def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of the ids (B,) this rank owns, (B,) bool, and the slots of those."""
         is_owned = ids % self.world.size == self.world.rank
         return is_owned, ids[is_owned] // self.world.size

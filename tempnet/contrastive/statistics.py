@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput
-from tempnet.statistics import BOUND_SHARE, histogram_of, histogram_quantile
+from tempnet.statistics import BOUND_SHARE, histogram_of, tau_quantiles
 
 _SCALARS = (
     "num_pairs",
@@ -78,10 +78,13 @@ class PairStatistics:
         """
         raw = dict(zip(_SCALARS, self.sums.tolist(), strict=False))
         # A loss without a temperature reports τ = 1, which has no meaning.
-        summary = {} if self.config.kind.temperature == "free" else self._of_tau(raw)
+        summary = {} if self.config.kind.temperature == "free" else self._summarise_tau(raw)
         if num_estimates := raw["num_estimates"]:
             mean = raw["log_u"] / num_estimates
-            summary |= {"log_u_mean": mean, "log_u_std": _deviation(raw["log_u_squared"] / num_estimates, mean)}
+            summary |= {
+                "log_u_mean": mean,
+                "log_u_std": _standard_deviation(raw["log_u_squared"] / num_estimates, mean),
+            }
         if num_gradients := raw["num_gradients"]:
             summary |= {
                 "dual_gradient_mean": raw["dual_gradient"] / num_gradients,
@@ -89,22 +92,20 @@ class PairStatistics:
             }
         return summary
 
-    def _of_tau(self, raw: Mapping[str, float]) -> dict[str, float]:
+    def _summarise_tau(self, raw: Mapping[str, float]) -> dict[str, float]:
         tau_min, tau_max, histogram = self.config.tau_min, self.config.tau_max, self.sums[len(_SCALARS) :]
         count = 2 * raw["num_pairs"]
         mean = (raw["tau_first"] + raw["tau_second"]) / count
         return {
             "tau_mean": mean,
-            "tau_std": _deviation(raw["tau_squared"] / count, mean),
+            "tau_std": _standard_deviation(raw["tau_squared"] / count, mean),
             f"tau_mean_{self.members[0]}": raw["tau_first"] / raw["num_pairs"],
             f"tau_mean_{self.members[1]}": raw["tau_second"] / raw["num_pairs"],
             "tau_share_lower_bound": raw["num_at_lower_bound"] / count,
             "tau_share_upper_bound": raw["num_at_upper_bound"] / count,
-            "tau_q05": histogram_quantile(histogram, 0.05, tau_min, tau_max),
-            "tau_q50": histogram_quantile(histogram, 0.50, tau_min, tau_max),
-            "tau_q95": histogram_quantile(histogram, 0.95, tau_min, tau_max),
+            **tau_quantiles(histogram, tau_min, tau_max),
         }
 
 
-def _deviation(mean_square: float, mean: float) -> float:
+def _standard_deviation(mean_square: float, mean: float) -> float:
     return math.sqrt(max(mean_square - mean**2, 0.0))

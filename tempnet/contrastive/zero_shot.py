@@ -49,7 +49,7 @@ def accuracy(
     check_embeddings(image=image, classes=classes)
     if class_of_image.shape != (len(image),):
         raise ValueError(
-            f"class_of_image has shape {tuple(class_of_image.shape)}: expected ({len(image)},), one an image"
+            f"class_of_image has shape {tuple(class_of_image.shape)}: expected ({len(image)},), one per image"
         )
     check_ids("class_of_image", class_of_image, len(classes), "classes")
     classes, ranks = on_grid(classes), []

@@ -23,17 +23,17 @@ def last_hidden_states(
         model: a model with a head on a body (`base_model`).
         narrow: function that selects the part of the hidden states that the head receives; by default all of them.
     """
-    seen: list[Tensor] = []
+    states: list[Tensor] = []
 
     def pass_on(_module: nn.Module, _inputs: object, output: object) -> object:
         hidden: Tensor = output["last_hidden_state"]  # type: ignore[index]
-        seen.append(hidden)
+        states.append(hidden)
         if narrow is not None:
             output["last_hidden_state"] = narrow(hidden)  # type: ignore[index]
         return output
 
     handle = model.base_model.register_forward_hook(pass_on)
     try:
-        yield seen
+        yield states
     finally:
         handle.remove()

@@ -173,9 +173,9 @@ class TemperatureCausalLM(nn.Module):
             "logits": None,
         }
         if values is not None:
-            few = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
+            oracle_rows = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
             with torch.no_grad():
-                few_logits = self.context_logits((logits if self.head is None else hidden)[few])
+                oracle_logits = self.context_logits((logits if self.head is None else hidden)[oracle_rows])
             config = self.loss_config
             output["statistics"] = token_statistics(
                 values,
@@ -185,10 +185,10 @@ class TemperatureCausalLM(nn.Module):
                 rho=config.rho,
                 tau_min=config.tau_min,
                 tau_max=config.tau_max,
-                oracle_logits=few_logits,
+                oracle_logits=oracle_logits,
             ).sums
             output["entropy"] = values.entropy.view_as(targets)
-            output["logits"] = few_logits
+            output["logits"] = oracle_logits
         return output
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

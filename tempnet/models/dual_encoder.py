@@ -77,8 +77,8 @@ class DualEncoder(nn.Module):
         text_size_out = text_width(text_encoder, config.num_text_tokens)
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         synchronize_batch_norm(self)
-        self.image_projection = _projection(image_encoder, image_size_out, config)
-        self.text_projection = _projection(text_encoder, text_size_out, config)
+        self.image_projection = _make_projection(image_encoder, image_size_out, config)
+        self.text_projection = _make_projection(text_encoder, text_size_out, config)
         # Pixels are bytes, so mean and standard deviation are 255 times those of the configuration.
         self.register_buffer("image_mean", 255.0 * torch.tensor(config.image_mean).view(3, 1, 1), persistent=False)
         self.register_buffer("image_std", 255.0 * torch.tensor(config.image_std).view(3, 1, 1), persistent=False)
@@ -201,7 +201,7 @@ def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:
     )
 
 
-def _projection(encoder: nn.Module, width: int, config: DualEncoderConfig) -> nn.Module:
+def _make_projection(encoder: nn.Module, width: int, config: DualEncoderConfig) -> nn.Module:
     if not projects_itself(encoder):
         return nn.Linear(width, config.embedding_size)
     if width != config.embedding_size:

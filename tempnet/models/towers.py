@@ -148,7 +148,7 @@ def image_width(tower: PreTrainedModel, image_size: int) -> int:
         ValueError: if the tower does not accept images of this size.
     """
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=tower.dtype, device=tower.device)
-    with _evaluating(tower):
+    with _eval_mode(tower):
         try:
             return image_features(tower, pixels).shape[-1]
         except (ValueError, RuntimeError) as error:
@@ -167,7 +167,7 @@ def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
     """
     ids = torch.zeros(2, num_tokens, dtype=torch.int64, device=tower.device)
     ids[1, -1] = 1
-    with _evaluating(tower):
+    with _eval_mode(tower):
         try:
             features = text_features(tower, ids, torch.ones_like(ids))
         except (ValueError, RuntimeError, IndexError) as error:
@@ -182,7 +182,7 @@ def text_width(tower: PreTrainedModel, num_tokens: int) -> int:
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _eval_mode(module: nn.Module) -> Iterator[None]:
     was_training = module.training
     module.eval()
     try:

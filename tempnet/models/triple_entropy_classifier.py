@@ -61,10 +61,10 @@ class TripleEntropyClassifier(nn.Module):
     ) -> None:
         super().__init__()
         if soft_triple is not None:
-            wanted, found = (model.config.num_labels, model.config.hidden_size), soft_triple.centers.shape[::2]
-            if wanted != tuple(found):
+            expected, shape = (model.config.num_labels, model.config.hidden_size), soft_triple.centers.shape[::2]
+            if expected != tuple(shape):
                 raise ValueError(
-                    f"the centres are for {found[0]} classes of width {found[1]}, the model's are {wanted}"
+                    f"the centres are for {shape[0]} classes of width {shape[1]}, the model's are {expected}"
                 )
         self.model, self.soft_triple, self.with_padding = model, soft_triple, with_padding
         self.world, self.autocast_dtype = world or World.alone(), autocast_dtype
@@ -74,8 +74,8 @@ class TripleEntropyClassifier(nn.Module):
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         autocast = self.autocast_dtype
         with torch.autocast(input_ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-            found: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)["logits"]
-        return found.float()
+            logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **types)["logits"]
+        return logits.float()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, token_type_ids: Tensor | None = None

@@ -55,19 +55,19 @@ class FoldCache:
             matmul_dtype: dtype of the product. By default it is float32, or float64 for float64 weights.
         """
         if self._first is None:
-            first_weight = _exact(first_weight)
+            first_weight = _widen(first_weight)
             first_weight = first_weight - first_weight.mean(-1, keepdim=True) if centred else first_weight
-            self._first = _product(first_weight, weight, matmul_dtype)
+            self._first = _multiply(first_weight, weight, matmul_dtype)
         return self._first
 
     def gram(self, weight: Tensor, *, centred: bool) -> Tensor:
         """Return WᵀW (d, d) from W (V, d), or WᵀC·W if `centred`, in float32 at least."""
         if self._gram is None:
-            weight = _exact(weight)
+            weight = _widen(weight)
             # W is centred before the product, because subtracting the mean's contribution from WᵀW would suffer from
             # cancellation if all logits have a large common mean.
             weight = weight - weight.mean(0) if centred else weight
-            self._gram = _product(weight.T, weight)
+            self._gram = _multiply(weight.T, weight)
         return self._gram
 
     def clear(self, *, keep_gram: bool = False) -> None:
@@ -100,17 +100,17 @@ def fold_pays(
     return folded < directions * num_tokens * vocab_size * num_first
 
 
-def folds(tempnet: TempNet) -> bool:
+def can_fold_network(tempnet: TempNet) -> bool:
     """Return whether a network can be folded: its input, apart from its norm, must be linear in the hidden state."""
     return tempnet.transform is not None and tempnet.config.input_shift != "max"
 
 
-def _exact(matrix: Tensor) -> Tensor:
+def _widen(matrix: Tensor) -> Tensor:
     return matrix.detach().to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
 
 
 @torch.no_grad()
-def _product(left: Tensor, right: Tensor, matmul_dtype: torch.dtype | None = None) -> Tensor:
+def _multiply(left: Tensor, right: Tensor, matmul_dtype: torch.dtype | None = None) -> Tensor:
     dtype = matmul_dtype or left.dtype
     with torch.autocast(left.device.type, enabled=False):
         return (left.to(dtype) @ right.to(dtype)).to(left.dtype)

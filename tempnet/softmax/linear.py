@@ -24,7 +24,7 @@ from torch import Tensor
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import add_tokens_in_chunks
-from tempnet.softmax.fold import FoldCache, fold_pays, folds
+from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
 from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
 from tempnet.softmax.gradients import allocate_gradients, finish_gradients
 from tempnet.softmax.objectives import TokenResults
@@ -119,7 +119,7 @@ def linear_language_model_loss(
         parameters = network_parameters(tempnet)
     else:
         tempnet = None
-    breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not folds(tempnet))
+    breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not can_fold_network(tempnet))
     if fold and breaks_fold:
         raise ValueError(
             "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
@@ -231,7 +231,7 @@ class _LossSum(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(
                 "the loss was differentiated before, and its gradients are gone: compute it again, or use reduction='none', "
-                "which can be differentiated as often as one likes"
+                "which can be differentiated any number of times"
             )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:

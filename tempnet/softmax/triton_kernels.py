@@ -20,7 +20,7 @@ FLOOR = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _grouped(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tuple:
+def _group_programs(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tuple:
     """Return the (row, column) of a program; programs visit GROUP rows at a time, column by column."""
     first_row = program // (GROUP * num_columns) * GROUP
     num_rows_here = tl.minimum(num_rows - first_row, GROUP)
@@ -100,7 +100,7 @@ def statistics_kernel(
     large L.
     """
     num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
-    row_block, split = _grouped(tl.program_id(0), num_row_blocks, num_splits, GROUP)
+    row_block, split = _group_programs(tl.program_id(0), num_row_blocks, num_splits, GROUP)
     rows = row_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     in_rows = rows < num_tokens
     target = tl.load(targets + rows, mask=in_rows, other=-1)
@@ -190,7 +190,7 @@ def logits_gradient_kernel(
     """
     num_row_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
     num_tiles = tl.cdiv(vocab_size, BLOCK_VOCAB)
-    row_block, tile = _grouped(tl.program_id(0), num_row_blocks, num_tiles, GROUP)
+    row_block, tile = _group_programs(tl.program_id(0), num_row_blocks, num_tiles, GROUP)
     rows = row_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
     logits = _logits_tile(

@@ -13,7 +13,7 @@ from pipelines.images.decoding import MAX_PIXELS
 from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
 from pipelines.losses import list_losses, losses_name
 from pipelines.text.packing import PackingConfig
-from pipelines.text.prepare import PrepareConfig, _prepare_archive, _shards
+from pipelines.text.prepare import PrepareConfig, _prepare_archive, _shard_prefix
 from pipelines.text.tokenization import train_bpe
 
 BAD = [b"<html>", b'{"body": 1}', b'{"text": "caf\xe9"}', b'{"text": ""}']
@@ -37,7 +37,7 @@ def test_every_lost_document_is_listed(tmp_path: Path) -> None:
         _prepare_archive(config, layout, tokenizer.backend_tokenizer, archives[number], number, str(tmp_path))
         for number in (1, 0)  # the order of the tasks does not matter
     ]
-    list_losses(str(tmp_path), [losses_name(_shards(number)) for number in (0, 1)], str(tmp_path / "all.jsonl"))
+    list_losses(str(tmp_path), [losses_name(_shard_prefix(number)) for number in (0, 1)], str(tmp_path / "all.jsonl"))
     losses = read(tmp_path / "all.jsonl")
     expected = [(kind, f"{name}.jsonl:{1 + place}") for name in ("a", "b") for place, kind in enumerate(KINDS * 10)]
     assert [(loss["kind"], loss["where"]) for loss in losses] == expected

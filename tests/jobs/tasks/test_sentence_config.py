@@ -135,7 +135,9 @@ def test_what_does_not_fit_together_is_refused_before_ray(data: Path, tmp_path: 
     config = small(data)
     with pytest.raises(FileNotFoundError, match=r"data\.train"):
         make_plan(replace(config, data=replace(config.data, train=str(data / "nothing"))))
-    with pytest.raises(ValueError, match=r"data\.tokenizer .* has no pad_token: that of a masked language model"):
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer .* has no pad_token: use the tokenizer of a masked language model"
+    ):
         make_plan(replace(config, data=replace(config.data, tokenizer=str(data / "bpe"))))
     settings = {
         "vocab_size": 500,

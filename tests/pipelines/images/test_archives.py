@@ -181,7 +181,7 @@ def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tm
 
 
 def read_all(path: Path, members: Members) -> tuple[dict[str, str], list[str], list[str]]:
-    """Key → caption, the kinds of the problems, and the kinds of what is left out."""
+    """Return captions by key, the kinds of the problems, and the kinds of what is left out."""
     path.write_bytes(tar(members))
     (archive,) = list_image_archives(str(path))
     items = list(read_samples(str(path), archive))
@@ -280,7 +280,7 @@ def test_both_forms_of_captions_are_read_and_a_split_is_selected(tmp_path: Path)
     everything = {"val/1.jpg": ("a", "b"), "val/2.jpg": ("c",), "3.jpg": ("d",)}
     assert captions(tmp_path, content).captions == captions(tmp_path, content, "").captions == everything
     assert captions(tmp_path, content, "val", "test").captions == everything
-    with pytest.raises(ValueError, match=r"'training' is not in .* there are test, val"):
+    with pytest.raises(ValueError, match=r"'training' is not in .* it has test, val"):
         captions(tmp_path, content, "test", "training")
     listed = [{"image": "i/1.jpg", "caption": "a"}, {"image": "2.jpg", "caption": ["b", "c"]}]
     assert captions(tmp_path, [*listed, {"image": "i/1.jpg", "caption": "d"}]).captions == {

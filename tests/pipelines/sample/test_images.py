@@ -28,9 +28,9 @@ from pipelines.sample.scene_captions import (
     SHAPE_NOUNS,
     SIZE_ADJECTIVES,
     TEXTURE_ADJECTIVES,
-    caption,
-    captions,
-    plural,
+    generate_caption,
+    generate_captions,
+    pluralize,
 )
 from pipelines.sample.scenes import (
     COLOURS,
@@ -41,7 +41,7 @@ from pipelines.sample.scenes import (
     Scene,
     draw_concepts,
     draw_scene,
-    gap,
+    measure_gap,
     zipf_probabilities,
 )
 from pipelines.text.tokenization import train_wordpiece
@@ -70,7 +70,7 @@ def write(directory: Path, *, num_processes: int, seed: int = 0) -> None:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """The json of every pair, read by webdataset."""
+    """Return the JSON record of every pair, read by webdataset."""
     shards = [str(path) for path in sorted(directory.glob("*.tar"))]
     return [json.loads(sample["json"]) for sample in webdataset.WebDataset(shards, shardshuffle=False)]
 
@@ -189,7 +189,7 @@ def test_scenes_are_made_of_separate_figures_of_the_stated_size() -> None:
         figures = [figure for group in scene.groups for figure in group.figures]
         assert 1 <= len(figures) <= MAX_FIGURES
         assert len({(group.shape, group.colour) for group in scene.groups}) == len(scene.groups)
-        assert all(gap(one, other) > 0 for one, other in itertools.combinations(figures, 2))
+        assert all(measure_gap(one, other) > 0 for one, other in itertools.combinations(figures, 2))
         for group in scene.groups:
             assert 1 <= len(group.figures) <= 3
             for figure in group.figures:
@@ -210,7 +210,7 @@ def test_the_main_group_is_the_most_to_be_seen() -> None:
 
 @pytest.mark.parametrize("image_size", [48, 64])
 def test_figures_are_drawn_where_and_in_the_colour_that_the_scene_says(image_size: int) -> None:
-    """Of the shapes that have no hole in their middle and no pattern: the centre has the palette's colour."""
+    """The centre of a shape without a hole or pattern has the palette's colour."""
     tolerance = COLOUR_JITTER + 0.04 * 255 + 1
     generator = random.Random(3)
     num_checked = 0
@@ -232,7 +232,7 @@ def test_figures_are_drawn_where_and_in_the_colour_that_the_scene_says(image_siz
 
 
 def alternatives(words: dict[Any, tuple[str, ...]]) -> dict[str, set[Any]]:
-    """Word -> everything that it may mean."""
+    """Return everything that each word may mean."""
     found: dict[str, set[Any]] = {}
     for meaning, texts in words.items():
         for text in texts:
@@ -246,7 +246,7 @@ def pattern(name: str, words: Any) -> str:
 
 COUNTS = {"a": 1, "an": 1, "one": 1, "a single": 1, "two": 2, "a pair of": 2, "three": 3, "a trio of": 3}
 NOUNS = {
-    noun if number == 1 else plural(noun): (shape, number)
+    noun if number == 1 else pluralize(noun): (shape, number)
     for shape, nouns in SHAPE_NOUNS.items()
     for noun in nouns
     for number in (1, 2)
@@ -307,7 +307,7 @@ def check_caption(text: str, scene: Scene) -> Counter[str]:
                 "right": all(a.x > b.x for a, b in pairs),
                 "above": all(a.y < b.y for a, b in pairs),
                 "below": all(a.y > b.y for a, b in pairs),
-                "beside": all(gap(a, b) < 0.15 for a, b in pairs),
+                "beside": all(measure_gap(a, b) < 0.15 for a, b in pairs),
             }
             assert holds[relation], (text, scene)
     assert scene.groups[0] in groups, f"the main concept is said in {text!r}"
@@ -322,13 +322,13 @@ def test_captions_are_true() -> None:
     generator = random.Random(7)
     said: Counter[str] = Counter()
     for scene in scenes(1500):
-        said += check_caption(caption(scene, generator), scene)
+        said += check_caption(generate_caption(scene, generator), scene)
     wanted = {"count", "size", "pattern", "colour", "noun", "place", "relation", "background"}
     assert all(said[name] > 150 for name in wanted), said
 
 
 def test_the_check_of_captions_finds_what_is_false() -> None:
-    """Words are swapped for others of the same kind: nearly all of the captions become false."""
+    """Nearly all captions become false when words are swapped for others of the same kind."""
     generator = random.Random(8)
     swaps = [
         ("a", "two"),
@@ -340,7 +340,7 @@ def test_the_check_of_captions_finds_what_is_false() -> None:
     ]
     num_changed = num_found = 0
     for scene in scenes(600):
-        text = caption(scene, generator)
+        text = generate_caption(scene, generator)
         for one, other in swaps:
             changed = re.sub(rf"\b{one}\b", other, text)
             if changed != text and not re.search(r"two (?:pair|trio|single)", changed):
@@ -357,7 +357,7 @@ def test_captions_of_a_scene_differ_and_leave_things_out() -> None:
     generator = random.Random(9)
     lengths = []
     for scene in scenes(200):
-        found = captions(scene, 5, generator)
+        found = generate_captions(scene, 5, generator)
         assert len(set(found)) == 5
         lengths += [len(text.split()) for text in found]
     assert min(lengths) <= 4

@@ -1,4 +1,4 @@
-"""Tests of pipelines.sample.text on a small made-up site: prose is found, the rest is not, twice gives the same."""
+"""Tests of pipelines.sample on a small made-up site: only prose is found, and a second run gives the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(root: Path, name: str, content: str) -> None:
 
 
 def prose(root: Path, name: str, content: str) -> list[str]:
-    """The paragraphs found in one file; LONG is added to it and left out of the answer."""
+    """Return the paragraphs found in one file; LONG is added to the file and left out of the result."""
     write(root, name, content)
     (document,) = collect_prose(roots=[root])
     assert document.source == name
@@ -208,7 +208,7 @@ def test_the_same_site_gives_the_same_bytes(site: Path, tmp_path: Path, monkeypa
 
 def test_a_failure_leaves_nothing_behind(site: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="num_bytes 600 leaves no document for"):
+    with pytest.raises(ValueError, match="num_bytes = 600 leaves no document for the"):
         write_corpus(tmp_path / "corpus", num_bytes=600, roots=[site])
     assert sorted(tmp_path.iterdir()) == before
 

@@ -21,7 +21,7 @@ SPANS = SpanConfig(num_anchors=2, num_positives=3, min_length=4, max_length=10, 
 
 
 def stored(directory: Path, documents: list[np.ndarray], *, num_shards: int = 3, vocab_size: int = 90_000) -> Manifest:
-    """A prepared data set, written without Ray."""
+    """Write a prepared data set without Ray."""
     layout = DocumentConfig(least_num_tokens=30, vocab_size=vocab_size)
     shards = []
     for number, part in enumerate(np.array_split(np.arange(len(documents)), num_shards)):
@@ -135,7 +135,7 @@ def test_masking_follows_its_shares_and_spares_special_tokens(manifest: Manifest
         num_chosen += chosen.sum()
         num_mask += (masked[chosen] == SPECIAL.mask_id).sum()
         num_kept += (masked[chosen] == ids[chosen]).sum()
-    # Four standard deviations of these binomials.
+    # The tolerance is four standard deviations of these binomials.
     for count, total, share in (
         (num_chosen, num_tokens, 0.15),
         (num_mask, num_chosen, 0.8),
@@ -145,7 +145,9 @@ def test_masking_follows_its_shares_and_spares_special_tokens(manifest: Manifest
 
 
 def test_documents_that_are_too_short_for_the_spans_are_refused(manifest: Manifest) -> None:
-    with pytest.raises(ValueError, match="holds documents from 30 tokens on, and the spans need 40: prepare it again"):
+    with pytest.raises(
+        ValueError, match="holds documents of 30 tokens or more, but the spans need 40: prepare it again"
+    ):
         SpanSource(
             manifest=manifest,
             spans=SpanConfig(num_anchors=2, min_length=4, max_length=10),
@@ -162,5 +164,5 @@ def test_special_tokens_are_what_the_tokenizer_puts_around_a_text(tmp_path: Path
     assert (special.pad_id, special.mask_id) == (tokenizer.pad_token_id, tokenizer.mask_token_id)
     assert special.num_added == 2
     train_bpe(["plain text"], 300).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no pad_token: that of a masked language model is needed"):
+    with pytest.raises(ValueError, match="has no pad_token: use the tokenizer of a masked language model"):
         SpecialTokens.of(load_tokenizer(str(tmp_path)))
