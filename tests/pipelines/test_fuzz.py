@@ -1,7 +1,7 @@
-"""Every reader on damaged files: it gives records and counted problems, or a clear error, soon and in less than a gigabyte.
+"""Tests of every reader on damaged files: it soon gives records and problems, or a clear error, in less than a gigabyte.
 
-All 10 000 mutations: `python -m pytest -m long tests/pipelines/test_fuzz.py`.
-One of them, by itself: `PYTHONPATH=. python tests/pipelines/test_fuzz.py DIRECTORY NUMBER NUMBER+1`.
+All 10 000 mutations are run by `python -m pytest -m long tests/pipelines/test_fuzz.py`.
+One of them is run by `PYTHONPATH=. python tests/pipelines/test_fuzz.py DIRECTORY NUMBER NUMBER+1`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_sst(path: Path) -> Counter[str]:
 
 
 def counted(items: object) -> Counter[str]:
-    """Kinds of the items; whatever a person is shown of them can be printed."""
+    """Count the items by kind, and check that everything that a person is shown can be printed."""
     counts: Counter[str] = Counter()
     for item in items:  # type: ignore[attr-defined]
         if isinstance(item, LeftOut):
@@ -146,7 +146,7 @@ def counted(items: object) -> Counter[str]:
 
 
 Reader = Callable[[Path], Counter[str]]
-# Name, intact content, reader; what is compressed after its damage is told by the name.
+# Name, intact content and reader; the name tells what is compressed after it is damaged.
 CASES: list[tuple[str, bytes, Reader]] = [
     ("within.jsonl.gz", LINES, read_text),
     ("within.jsonl.zst", LINES, read_text),
@@ -177,7 +177,7 @@ WORDS = np.array(
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """One to four changes: overwritten, flipped, inserted, cut, doubled bytes, a cut end, a head of another file."""
+    """Apply one to four changes: overwritten, flipped, inserted, cut or doubled bytes, a cut end, or another file’s head."""
     for _ in range(rng.integers(1, 5)):
         start = int(rng.integers(len(data) + 1))
         stop = start + int(rng.choice([1, 8, 512, max(len(data) // 3, 1)]))
@@ -212,7 +212,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def with_changed_header(data: bytes, at: int, rng: np.random.Generator) -> bytes:
-    """A block of a tar with another type, size or name, and the checksum of a header."""
+    """Give a block of a tar another type, size or name, and the correct checksum of a header."""
     block = bytearray(data[at : at + 512].ljust(512, b"\0"))
     block[156:157] = rng.choice(list(b"0\0LKxgS12567XV")).item().to_bytes()
     sizes = [

@@ -1,4 +1,4 @@
-"""Archives made to harm their reader: what each costs in records, in memory (measured in a process of its own), in time."""
+"""Tests of archives made to harm their reader: what each costs in records, in time, and in memory of its own process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(json.dumps([counts, int(peak[1]) * 1024]))
 
 
 def read_in_child(kind: str, path: Path) -> tuple[dict[str, int], int]:
-    """What was read and lost, by kind, and the peak of the process's memory in bytes."""
+    """Return what was read and lost, by kind, and the peak of the process's memory in bytes."""
     process = subprocess.run(
         [sys.executable, "-c", _READ_IN_CHILD, kind, path], capture_output=True, text=True, timeout=120, check=False
     )

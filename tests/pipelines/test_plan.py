@@ -18,7 +18,7 @@ plans = st.builds(
 
 
 def order(plan: StreamPlan, start: int, stop: int) -> list[tuple[int, int]]:
-    """(shard, row) at every place, read window by window as the stream does."""
+    """Return (shard, row) at every place, read window by window as the stream does."""
     blocks = []
     for window in plan.windows(start, stop):
         places = np.arange(max(start, window.start), min(stop, window.stop))
@@ -74,7 +74,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_the_shuffle_is_uniform_inside_a_window() -> None:
-    """Where block 0 lands over many seeds: chi-square over the places."""
+    """The places of block 0 over many seeds pass a chi-square test."""
     size, num_seeds = 20, 2000
     counts = np.zeros(size)
     for seed in range(num_seeds):

@@ -26,7 +26,7 @@ def parts(logits: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def mean_by_scipy(logits: torch.Tensor, rho: float) -> float:
-    """Mean of argmin f over [0.001, 2], each row minimised by SciPy in float64."""
+    """Return the mean of argmin f over [0.001, 2], where SciPy minimises each row in float64."""
     target = torch.zeros(1, dtype=torch.int64)
 
     def loss(row: torch.Tensor, log_tau: float) -> float:
@@ -71,7 +71,7 @@ def test_tau_max_for_given_contexts_is_exact() -> None:
 
 
 def test_the_standard_error_of_a_share_covers_the_truth() -> None:
-    """Texts of unequal length with a level of their own: about 95 % of the means lie within 1.96 standard errors."""
+    """Texts have unequal lengths and levels; about 95 % of the means lie within 1.96 standard errors."""
     generator = torch.Generator().manual_seed(1)
     num_covered = 0
     for _ in range(400):

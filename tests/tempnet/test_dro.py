@@ -23,7 +23,7 @@ TAU_MIN, TAU_MAX = 0.001, 2.0
 
 
 def formula(logits: torch.Tensor, targets: torch.Tensor, tau: torch.Tensor, rho: float) -> torch.Tensor:
-    """§1 of the method, transcribed without any care for range: for float64 and moderate logits."""
+    """Return the robust loss as the formula reads, without care for range, for float64 and moderate logits."""
     positive = logits.gather(-1, targets[:, None])
     mean = torch.exp((logits - positive) / tau[:, None]).mean(-1)
     return tau * torch.log(mean) + tau * rho
@@ -74,7 +74,7 @@ def test_loss_is_finite_and_shift_invariant_at_the_lowest_temperature(scale: flo
 
 
 def adversarial_rows(num_rows: int, num_contrasts: int, generator: torch.Generator) -> torch.Tensor:
-    """Random rows over many scales, and the shapes that break solvers: flat, one-hot, ties, huge, alternating."""
+    """Draw rows of many scales, and shapes that break solvers: flat, one-hot, ties, huge, alternating."""
     rows = torch.randn(num_rows, num_contrasts, generator=generator)
     rows *= torch.logspace(-4, 4, num_rows)[torch.randperm(num_rows, generator=generator), None]
     rows[0] = 0.0
@@ -187,7 +187,7 @@ def test_rho_and_entropy_are_inverse_and_refused_when_impossible() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
 def test_a_logit_of_minus_infinity_is_no_contrast(dtype: torch.dtype, scale: float) -> None:
-    """Everything equals that of the rows without these entries, of which every row has as many as the others."""
+    """All results equal those of the rows without the −inf entries, of which every row has equally many."""
     generator = torch.Generator().manual_seed(0)
     num_rows, num_kept, num_all, rho = 60, 31, 47, 1.2
     kept = (scale * torch.randn(num_rows, num_kept, generator=generator, dtype=torch.float64)).to(dtype)

@@ -1,4 +1,4 @@
-"""Generation at predicted temperatures: one τ for one context however it is computed, draws from softmax(L/τ), refusals."""
+"""Tests of generation: every way gives one context the same τ, tokens follow softmax(L/τ), and bad settings are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def left_padded(prompts: list[list[int]]) -> dict[str, Tensor]:
 
 
 def tau_of_training(base: PreTrainedModel, network: TempNet, tokens: Tensor, train: bool) -> Tensor:
-    """(T,) τ of every position of one sequence, by the module that is trained."""
+    """Return τ (T,) of every position of one sequence, as the module that is trained computes it."""
     module = TemperatureCausalLM(
         base, network, TemperatureLossConfig(name="dro", rho=1.5), vocab_size=VOCABULARY, freeze_base=True
     ).train(train)
@@ -132,7 +132,7 @@ def test_tau_max_eval_reaches_what_is_generated() -> None:
 
 
 class Ban(LogitsProcessor):
-    """Puts −inf into some logits and changes others, as processors do that come first."""
+    """Processor that sets some logits to −inf and changes others, as processors before ours do."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()

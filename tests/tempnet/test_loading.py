@@ -1,4 +1,4 @@
-"""Loading: our own directories, the published LLaMA-2-Chat heads in every file they may lie in, and what is refused."""
+"""Tests of loading our own directories and the published LLaMA-2-Chat heads from every kind of file, and of refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, PROTOTYPES = 32_000, 6, 5
 
 
 def published_state() -> dict[str, Tensor]:
-    """Tensors of the published names and shapes."""
+    """Return tensors with the published names and shapes."""
     torch.manual_seed(0)
     return {
         "proj.0.weight": torch.randn(WIDTH, VOCABULARY),
@@ -34,7 +34,7 @@ def published_state() -> dict[str, Tensor]:
 
 
 def published_tau(state: dict[str, Tensor], logits: Tensor, head: str = "llama2") -> Tensor:
-    """The authors' formula, in float64: τ = (τ_max − τ₀)·σ(last((softmax(u/φ) − 1/d2) ∘ u)) + τ₀."""
+    """Compute the authors' formula in float64: τ = (τ_max − τ₀)·σ(last((softmax(u/φ) − 1/d2) ∘ u)) + τ₀."""
     low, high, shifts = {"llama2": (0.01, 1.2, True), "llama1": (0.01, 2.0, False), "gpt2": (0.5, 5.0, False)}[head]
     state = {name: value.double() for name, value in state.items()}
     x = logits.double()
@@ -53,7 +53,7 @@ def prefixed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_sharded(directory: Path, extension: str) -> None:
-    """A whole model in two shards whose index also names the network, split between them."""
+    """Write a whole model in two shards, whose index also names the network, which is split between them."""
     state = prefixed(published_state())
     names = list(state)
     stem = "model" if extension == "safetensors" else "pytorch_model"
@@ -71,7 +71,7 @@ def write_sharded(directory: Path, extension: str) -> None:
 
 
 def write(directory: Path, layout: str) -> Path:
-    """Lay the network out; returns what to load it from."""
+    """Write the network in one of the layouts, and return the path to load it from."""
     state = published_state()
     model = {"lm_head.weight": torch.ones(4, 4)}
     if layout == "tempnet.safetensors":

@@ -22,7 +22,10 @@ def simulate(
     drift: float = 0.0,
     noise: list[float] | None = None,
 ) -> list[float]:
-    """log τ̄ falls by `pace` for every nat that ρ is above the neutral one, which the learning base moves, and the `drift`."""
+    """Simulate a run in which log τ̄ falls by `pace` per nat that ρ exceeds its neutral value, and by `drift`.
+
+    The neutral value moves as the base learns.
+    """
     history = []
     for step, value in enumerate(neutral):
         excess = controller.rho - value
@@ -55,7 +58,7 @@ def test_the_mean_goes_to_the_target_and_stays_while_the_base_learns(
 
 @given(**PLANTS)
 def test_it_is_damped(start: float, target: float, pace: float, final: float, drift: float) -> None:
-    """Past the target it goes hardly more than a third of what it came from."""
+    """It overshoots the target by hardly more than a third of the initial distance."""
     controller = RhoController(1.0, target=target, limit=LOG_K)
     history = simulate(controller, tau=start, pace=pace, neutral=[final] * 1000, drift=drift)
     distances = [math.log(value / target) for value in history]

@@ -20,7 +20,7 @@ BLOCKS = torch.arange(NUM_ROWS) // 10
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Logits of very different spread, in float64, and a target each."""
+    """Return float64 logits of very different spread, and a target for each row."""
     generator = torch.Generator().manual_seed(4)
     spread = 0.5 + 4 * torch.rand(NUM_ROWS, 1, generator=generator, dtype=torch.float64)
     logits = spread * torch.randn(NUM_ROWS, NUM_TOKENS, generator=generator, dtype=torch.float64)

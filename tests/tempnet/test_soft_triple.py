@@ -14,7 +14,7 @@ from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels
 
 
 def by_the_formula(x: Tensor, labels: Tensor, centers: Tensor, config: SoftTripleConfig) -> Tensor:
-    """Loops, one number at a time."""
+    """Compute the loss with loops, one number at a time."""
     num_classes, num_centers, _ = centers.shape
     unit = centers / centers.square().sum(-1, keepdim=True).sqrt()
     losses = []

@@ -1,4 +1,4 @@
-"""Tests of tempnet.weights: weights that are cut are refused in one clear line, by everything that loads a model."""
+"""Tests of tempnet.weights: everything that loads a model refuses truncated weights with one clear line."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ WORDS = [f"w{number}" for number in range(40)]
 
 
 def bert_like() -> PreTrainedTokenizerFast:
-    """Words, with [CLS] … [SEP] around them."""
+    """Create a tokenizer of words that puts [CLS] and [SEP] around them."""
     vocabulary = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

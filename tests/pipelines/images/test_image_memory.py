@@ -1,4 +1,4 @@
-"""The memory of a process that decodes images: hostile ones are refused, and the largest legal ones fit."""
+"""Tests of the memory of a process that decodes images: hostile ones are refused, the largest legal ones fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipelines.images.decoding import MAX_DECODING_BYTES, MAX_PIXELS, ImageProblemKind
 
-# Everything that reads an image, one after the other; says what came of each and the peak of the memory.
+# This program reads an image in every way, and prints the outcome of each and the peak of the memory.
 _READ = """
 import json, sys
 from pathlib import Path
@@ -44,7 +44,7 @@ _ROWS_AT_A_TIME = 64
 
 
 def read_in_a_child(path: Path, data: bytes) -> tuple[set[str], int]:
-    """The outcomes of all ways of reading, and the child's peak resident memory in bytes."""
+    """Return the outcomes of all ways of reading, and the child's peak resident memory in bytes."""
     path.write_bytes(data)
     child = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
     outcomes, peak = json.loads(child.stdout)
@@ -59,7 +59,7 @@ def deflated_zeros(num_bytes: int) -> bytes:
 
 
 def png(width: int, height: int, *, depth: int, colour: int, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
-    """All zeros, of any size and depth (bits a channel)."""
+    """Return a PNG of zeros, of any size and depth (bits per channel)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -72,7 +72,7 @@ def png(width: int, height: int, *, depth: int, colour: int, extra: Iterable[tup
 
 
 def tiff(width: int, height: int, *, tile: int = 0) -> bytes:
-    """RGBA of 16 bits, deflated, in one strip, or in tiles as wide and as long."""
+    """Return a deflated 16-bit RGBA TIFF in one strip, or in tiles of the given width and length."""
     data = deflated_zeros((tile * tile or width * height) * 8)
     bits = 8 + len(data)
     tags = [(256, width), (257, height), (259, 8), (262, 2), (277, 4), (338, 2)]
@@ -91,14 +91,14 @@ def saved(mode: str, side: int, form: str, **options: object) -> bytes:
 
 
 def gif(side: int, *, num_frames: int) -> bytes:
-    """A canvas on which every frame is one pixel."""
+    """Return a GIF with a large canvas, on which every frame is one pixel."""
     header = b"GIF89a" + struct.pack("<HHBBB", side, side, 0x80, 0, 0) + bytes(3) + b"\xff" * 3
     frame = b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
     return header + frame * num_frames + b";"
 
 
 def side(bytes_per_pixel: int) -> int:
-    """Of the largest legal square."""
+    """Return the side of the largest legal square image."""
     return int(min(MAX_PIXELS, 0.999 * MAX_DECODING_BYTES / bytes_per_pixel) ** 0.5)
 
 

@@ -47,7 +47,7 @@ def write_tar(path: Path, samples: dict[str, tuple[bytes, list[str]]] | list[tup
 
 
 def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) -> ImageManifest:
-    """What pipelines.images.prepare does, without Ray."""
+    """Do what pipelines.images.prepare does, without Ray."""
     directory.mkdir()
     entries = [
         index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
@@ -60,7 +60,7 @@ def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Three tars: 6 images with 2 captions each, none, and 5 images with one, of which two are bad."""
+    """Write three tars: 6 images with 2 captions each, no images, and 5 images with one caption, two of them bad."""
     (tmp_path / "data").mkdir()
     texts = ["one two three", "four five six"]
     write_tar(tmp_path / "data" / "0.tar", {f"a{n}": (jpeg(n), [f"{t} {n}" for t in texts]) for n in range(6)})
@@ -302,7 +302,7 @@ def test_ranges_of_a_filesystem_that_is_not_local_are_read_in_order() -> None:
     )
     with pytest.raises(FileNotFoundError):
         reader.read([ByteRange("/bucket/9", 0, 1)])
-    # As a stream they are read 64 MiB at a time: a file that is gone is not noticed before its turn.
+    # A stream reads 64 MiB at a time, so a file that is gone is not noticed before its turn.
     memory.pipe("/bucket/large", bytes(2**26))
     stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
     assert len(next(stream)) == 2**26

@@ -18,7 +18,7 @@ from pipelines.sample.images import write_images
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageManifest]:
-    """Prepared `train` (one caption an image) and `test` (five captions an image) of a few sample images."""
+    """Prepare `train` (one caption per image) and `test` (five captions per image) of a few sample images."""
     root = tmp_path_factory.mktemp("data")
     write_images(
         root / "images", num_images=30, num_retrieval_images=12, num_classes=1, num_images_per_class=1, image_size=32
@@ -38,7 +38,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageManife
 
 
 def rows_of(manifest: ImageManifest) -> pa.Table:
-    """A table of its pairs, with temperatures that tell the pair (texts) and its image (images)."""
+    """Return a table of the pairs, with temperatures that identify the pair (texts) and its image (images)."""
     index = read_index(manifest, 0)
     ids = np.arange(manifest.num_pairs)
     return pa.table(
@@ -66,7 +66,7 @@ def write(directory: Path, table: pa.Table, *, num_parts: int = 3) -> str:
 def test_temperatures_come_in_the_order_of_the_data_set(
     split: str, manifests: dict[str, ImageManifest], tmp_path: Path
 ) -> None:
-    """Whatever the order of the table, and with rows of other data in it."""
+    """The table may be in any order and contain rows of other data."""
     manifest = manifests[split]
     other = rows_of(manifests["test" if split == "train" else "train"])
     other = other.set_column(4, "tau_text", pa.array(np.full(other.num_rows, 9.0, np.float32)))

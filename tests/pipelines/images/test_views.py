@@ -27,7 +27,7 @@ def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
 
 
 def smooth(width: int, height: int) -> Image.Image:
-    """Without detail, so that every way of decoding and resizing agrees."""
+    """Return an image without detail, so that all ways of decoding and resizing agree."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([x, y, 255 - x], axis=-1).astype(np.uint8))
 
@@ -141,7 +141,7 @@ def test_broken_or_senseless_orientations_are_passed_over() -> None:
 
 
 def bomb() -> bytes:
-    """A PNG that says it has 30 000 × 30 000 pixels."""
+    """Return a PNG whose header claims 30 000 × 30 000 pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

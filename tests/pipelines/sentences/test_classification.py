@@ -1,4 +1,4 @@
-"""Labelled sentences as arrays: the tokenizer's own tokens, in the order of the plan, whoever reads them."""
+"""Tests of labelled sentences as arrays: they hold the tokenizer's own tokens, in the order of the plan, for any rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_token_types_where_the_model_knows_them(tokenizer: PreTrainedTokenizerFa
     window_size=st.integers(1, 20),
 )
 def test_ranks_read_what_the_plan_says(world_size: int, first: int, num_batches: int, window_size: int) -> None:
-    """Batches of 8 run across the ends of epochs of 13, and begin anywhere."""
+    """Batches of 8 cross the ends of epochs of 13 sentences, and may begin anywhere."""
     source = LabelledSource(
         token_ids=np.arange(26, dtype=np.int32).reshape(13, 2),
         token_types=None,
@@ -76,7 +76,7 @@ def test_ranks_read_what_the_plan_says(world_size: int, first: int, num_batches:
     plan = StreamPlan(shard_sizes=(6, 0, 7), seed=3, window_size=window_size)
 
     class Shards:
-        """The source as shards of 6, 0 and 7."""
+        """The source, divided into shards of 6, 0 and 7 sentences."""
 
         def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
             return source.read(shards, np.array([0, 6, 6])[shards] + rows, epoch)

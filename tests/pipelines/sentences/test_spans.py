@@ -97,7 +97,7 @@ def test_lengths_follow_their_beta_laws() -> None:
 
 
 def test_anchor_starts_are_uniform_over_all_placements() -> None:
-    """Brute force: every pair of starts that keeps the spacing is equally likely."""
+    """Compared with all placements, every pair of starts that keeps the spacing is equally likely."""
     config = SpanConfig(num_anchors=2, num_positives=1, min_length=3, max_length=3)
     num_documents, num_tokens = 60_000, 16
     spans = sample_spans(np.full(num_documents, num_tokens), np.arange(num_documents), seed=5, epoch=0, config=config)

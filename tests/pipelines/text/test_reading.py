@@ -30,7 +30,7 @@ def lines(texts: list[str]) -> bytes:
 
 
 def zst(data: bytes, *, num_frames: int = 1, flush_lines: bool = False) -> bytes:
-    """`num_frames` frames; with `flush_lines` a line can be decompressed as soon as its bytes are there."""
+    """Compress to `num_frames` frames; with `flush_lines`, each line can be decompressed once its bytes are there."""
     records = data.splitlines(keepends=True)
     size = max(1, -(-len(records) // num_frames))
     frames = b""

@@ -1,4 +1,4 @@
-"""Batches and pairs of equal losses, ours and the dense transcription, for the tests of this directory."""
+"""Create batches, and pairs of equal losses (ours and the dense transcription), for the tests of this directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_SAMPLES, SIZE = 40, 6
 
 @dataclass
 class Batch:
-    """Unit rows (B, d) as leaves, and their ids."""
+    """A batch of unit rows (B, d), which are leaves of autograd, and their ids."""
 
     image: Tensor
     text: Tensor
@@ -39,7 +39,10 @@ class Batch:
 
 
 def make_batch(num_pairs: int, *, seed: int = 0, repeats: bool = True, dtype: torch.dtype = torch.float64) -> Batch:
-    """Sample n shows image n // 2; with repeats, ids are drawn with replacement, without, images are all different."""
+    """Create a batch in which sample n shows image n // 2.
+
+    With repeats, ids are drawn with replacement; without, all images are different.
+    """
     generator = torch.Generator().manual_seed(seed)
     if repeats:
         ids = torch.randint(NUM_SAMPLES, (num_pairs,), generator=generator)
@@ -55,7 +58,7 @@ def make_config(name: str, **changes: Any) -> ContrastiveLossConfig:
 
 
 def make_loss(config: ContrastiveLossConfig, *, world: World | None = None, seed: int = 0) -> ContrastiveLoss:
-    """Of two modalities, in float64, with its state and networks."""
+    """Create a loss of two modalities in float64, with its state and networks."""
     torch.manual_seed(seed)
     networks: dict[str, Any] = {}
     if config.kind.temperature == "tempnet":
@@ -70,7 +73,7 @@ def make_loss(config: ContrastiveLossConfig, *, world: World | None = None, seed
 
 
 def make_unimodal_loss(config: ContrastiveLossConfig, *, world: World | None = None) -> UnimodalLoss:
-    """Of one space, likewise; its network is the bimodal loss's first."""
+    """Create a loss on one space in float64; its network is the first one of the bimodal loss."""
     bimodal = make_loss(config, world=world)
     return UnimodalLoss(config, tempnet=bimodal.image_tempnet, state=bimodal.state, world=world).double()
 
@@ -80,7 +83,7 @@ def make_table() -> Tensor:
 
 
 def make_dense(loss: ContrastiveLoss) -> Dense:
-    """The transcription, with copies of the loss's parameters as leaves of its own."""
+    """Create the transcription, with copies of the loss's parameters as leaves of its own."""
     networks = None
     if loss.image_tempnet is not None and loss.text_tempnet is not None:
         copies = TempNet(loss.image_tempnet.config), TempNet(loss.text_tempnet.config)
@@ -93,14 +96,14 @@ def make_dense(loss: ContrastiveLoss) -> Dense:
 
 
 def dense_parameters(dense: Dense) -> list[Tensor]:
-    """In the order of the loss's own."""
+    """Return the transcription's parameters in the order of the loss's own."""
     if dense.networks is not None:
         return [parameter for network in dense.networks for parameter in network.parameters()]
     return [] if dense.log_tau is None else [dense.log_tau]
 
 
 def run(loss: ContrastiveLoss | UnimodalLoss, batch: Batch, gamma: float = 0.7) -> ContrastiveOutput:
-    """Forward and backward."""
+    """Run one forward and backward pass."""
     if isinstance(loss, UnimodalLoss):
         output = loss(batch.image, batch.text, batch.ids, gamma=gamma)
     else:

@@ -1,6 +1,6 @@
-"""The losses written down a second time: whole matrices, autograd, one process. Only the formulas of the method are shared.
+"""A second transcription of the losses, with whole matrices and autograd in one process; it shares only the formulas.
 
-`Dense` also keeps the per-sample state, in plain dictionaries by id and in float32 as the real one, and moves it on.
+`Dense` also keeps the per-sample state in plain dictionaries by id, in float32 like the real one, and updates it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tempnet.contrastive.losses import ContrastiveLossConfig
 
 @dataclass
 class Dense:
-    """One loss; `networks` and `log_tau` are leaves that the caller shares with the loss under test."""
+    """A loss whose `networks` and `log_tau` are leaves that the caller shares with the loss under test."""
 
     config: ContrastiveLossConfig
     networks: tuple[TempNet, TempNet] | None = None

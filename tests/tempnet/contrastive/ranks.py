@@ -1,8 +1,8 @@
-"""Two steps of every loss on W gloo processes, each with its part of the batch; started by test_world.py.
+"""Run two steps of every loss on W gloo processes, each with its part of the batch; test_world.py starts this program.
 
     python -m tests.tempnet.contrastive.ranks <number of ranks> <directory>
 
-Every rank writes what it has found to `rank-<r>.pt`: gradients times 1/W and summed over ranks are the gradients that an
+Every rank writes its results to `rank-<r>.pt`: gradients times 1/W and summed over ranks are the gradients that an
 average over ranks, as of DDP, would give.
 """
 
@@ -34,7 +34,7 @@ ALL_NAMES = (*NAMES, *(f"unimodal {name}" for name in UNIMODAL_NAMES))
 
 
 def two_steps(name: str, world: World, directory: Path) -> dict[str, Any]:
-    """Losses, this rank's slice of the embedding gradients, parameter gradients averaged over the ranks.
+    """Return losses, this rank's embedding gradients, and parameter gradients averaged over the ranks.
 
     A name may be that of a loss, or "unimodal" and the name.
     """
@@ -81,7 +81,7 @@ def work(rank: int, size: int, directory: Path) -> None:
 
 
 def whole(name: str, parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """The findings of all ranks put together: rows in rank order, numbers that all share once."""
+    """Combine the results of all ranks: rows in the order of ranks, and numbers that all ranks share once."""
     keys = parts[0][name]
     return {
         key: parts[0][name][key]

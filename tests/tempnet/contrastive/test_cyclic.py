@@ -43,7 +43,7 @@ def test_value_and_gradients(num_pairs: int, size: int, weights: tuple[float, fl
 
 @pytest.mark.parametrize("distance", [0.0, 1e-4])
 def test_nearly_equal_modalities_lose_no_digits(distance: float) -> None:
-    """The norms of 64 agree to eight digits; in float32 their difference would be noise."""
+    """The norms of 64 pairs agree to eight digits, so that their difference would be noise in float32."""
     generator = torch.Generator().manual_seed(0)
     image, noise = torch.nn.functional.normalize(torch.randn(2, 64, 32, generator=generator), dim=-1)
     text = image + distance * noise

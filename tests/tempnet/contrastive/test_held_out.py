@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.held_out import held_out_losses
 
-# Five images with one to three captions each.
+# There are five images with one to three captions each.
 IMAGE_IDS = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4])
 RHO = 1.2
 

@@ -36,7 +36,7 @@ def errors(
     num_steps: int = 2,
     **changes: object,
 ) -> dict[str, float]:
-    """Relative errors of the last of some steps on the batch; the reference sees the same rounded inputs."""
+    """Return the relative errors of the last step on the batch; the reference sees the same rounded inputs."""
     loss = make_loss(make_config(name, **changes))
     dense = make_dense(loss)
     if dtype != torch.float64:
@@ -70,10 +70,10 @@ def errors(
 @pytest.mark.parametrize("tile_size", [1, 5, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dense_transcription_is_met(name: str, tile_size: int) -> None:
-    """12 pairs, some of them twice or of one image, and one more batch without; tiles of 5 do not divide either."""
+    """The batches have 12 pairs, with and without repeated ids and images; tiles of 5 divide neither."""
     for repeats in (True, False):
         found = errors(name, make_batch(12, seed=3, repeats=repeats), tile_size=tile_size)
-        # The state is float32, in both.
+        # The state is float32 in both implementations.
         assert all(value < (2e-7 if "state" in key else 1e-9) for key, value in found.items()), found
 
 
@@ -122,7 +122,7 @@ def test_a_batch_without_negatives_counts_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("tau", [0.001, 0.005])
 @pytest.mark.parametrize("name", ["clip_fixed", "sogclr", "isogclr"])
 def test_small_temperatures_do_not_overflow(name: str, tau: float) -> None:
-    """h/τ reaches 2000: float32 must stay finite, with state from a batch where everything was different."""
+    """h/τ reaches 2000, with state from another batch, and float32 must stay finite."""
     config = make_config(name, tau=tau, tau_min=0.001)
     loss = make_loss(config)
     batch = make_batch(16, repeats=False).to(torch.float32)
@@ -232,7 +232,7 @@ class TestMistakes:
 
     def test_an_infeasible_rho(self) -> None:
         check_negatives(make_config("tempnet", rho=4.0), 16, 64)
-        check_negatives(make_config("clip", rho=9.0), 16, 64)  # ρ has no part in it
+        check_negatives(make_config("clip", rho=9.0), 16, 64)  # This loss does not use ρ.
         with pytest.raises(
             ValueError, match=r"rho = 4.5 is not below log\(N − 1\) = 4.1431 .* below 4.1431, or more than"
         ):

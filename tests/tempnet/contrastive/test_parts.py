@@ -1,4 +1,4 @@
-"""Masks, repeated ids, and the learned scalar."""
+"""Tests of the parts of the contrastive losses: masks, repeated ids, and the learned scalar."""
 
 from __future__ import annotations
 

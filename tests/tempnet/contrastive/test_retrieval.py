@@ -23,7 +23,7 @@ def units(rng: np.random.Generator, num: int, size: int) -> Tensor:
 
 
 def best_first(scores: np.ndarray, is_own: np.ndarray) -> list[int]:
-    """Candidates from best to worst; among equals those that belong to the query come last."""
+    """Return the candidates from best to worst; among equals, those that belong to the query come last."""
     return sorted(range(len(scores)), key=lambda at: (-scores[at], is_own[at]))
 
 
@@ -45,7 +45,7 @@ def brute_force(
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Images with uneven numbers of texts, some of them none; texts in any order."""
+    """Draw images with different numbers of texts, some of them with none, and texts in any order."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     num_texts = draw(st.lists(st.integers(0, 6), min_size=1, max_size=17).filter(any))
     image_of_text = rng.permutation(np.repeat(np.arange(len(num_texts)), num_texts))
@@ -77,7 +77,7 @@ def test_equal_scores_count_against_the_query(problem: dict[str, Any], tile_size
 
 
 def test_a_collapsed_model_and_one_without_numbers_find_nothing() -> None:
-    """All rows equal, with coordinates whose products are not exact in float32: any rounding would break the ties."""
+    """All rows are equal, with products that are not exact in float32, so that any rounding would break the ties."""
     row = units(np.random.default_rng(0), 1, 256)
     of = torch.arange(500) // 5
     for image, text in (
@@ -98,7 +98,7 @@ def test_a_perfect_model_finds_everything() -> None:
 def brute_force_cross_entropy(
     image: np.ndarray, text: np.ndarray, owners: np.ndarray, tau: tuple[np.ndarray, np.ndarray] | None
 ) -> float:
-    """One text at a time, all its candidates written out."""
+    """Compute the cross-entropy one text at a time, with all its candidates written out."""
     scores = image @ text.T
     image_tau, text_tau = tau or (np.ones(len(image)), np.ones(len(text)))
     if tau is None:
@@ -129,7 +129,7 @@ def test_cross_entropy_is_that_of_brute_force(
 
 @pytest.mark.parametrize("tau", [0.001, 0.05, 1.0])
 def test_with_a_text_for_every_image_it_is_the_loss_of_clip(tau: float) -> None:
-    """Where e^{1/τ} is beyond float64 too; one temperature for all."""
+    """It also holds where e^{1/τ} exceeds the range of float64; all pairs have one temperature."""
     rng = np.random.default_rng(1)
     image, text = units(rng, 50, 8), units(rng, 50, 8)
     logits = image.double() @ text.double().T / tau
@@ -149,7 +149,7 @@ def test_the_cross_entropy_of_a_collapsed_model_is_that_of_guessing() -> None:
 
 @pytest.mark.parametrize("size", [3, 256, 1024])
 def test_scores_on_the_grid_are_exact(size: int) -> None:
-    """Whatever the order of the sum, and next to the score of the rows themselves."""
+    """The score does not depend on the order of the sum, and is close to that of the rows themselves."""
     rng = np.random.default_rng(size)
     a, b = units(rng, 20, size), units(rng, 30, size)
     scores = on_grid(a) @ on_grid(b).T

@@ -19,12 +19,12 @@ COLUMNS = {"log_u": -math.inf, "tau": 0.01}
 
 
 def shards(num_samples: int, size: int) -> list[SampleState]:
-    """The states of all ranks, which save, load and write without talking to each other."""
+    """Create the states of all ranks, which save, load and write without talking to each other."""
     return [SampleState(num_samples, COLUMNS, world=World(rank, size)) for rank in range(size)]
 
 
 def whole(states: list[SampleState], name: str) -> Tensor:
-    """A column of all samples (2, N), put together as the ownership rule says."""
+    """Return a column of all samples (2, N), combined according to the rule of ownership."""
     column = torch.full((2, states[0].num_samples), math.nan)
     for rank, state in enumerate(states):
         column[:, rank :: len(states)] = state.columns[name]
@@ -59,7 +59,7 @@ def test_every_sample_has_one_owner(num_samples: int, size: int, seed: int) -> N
 
 
 def test_files_serve_any_number_of_ranks(tmp_path: Path) -> None:
-    """1 → 2 → 4 → 3 → 1 ranks: not a bit changes, −inf of samples not yet seen included."""
+    """Saving and loading with 1 → 2 → 4 → 3 → 1 ranks changes no bit, not even −inf of samples not yet seen."""
     table = torch.randn(2, 23, generator=torch.Generator().manual_seed(0))
     states = shards(23, 1)
     states[0].update(torch.arange(0, 23, 2), {"log_u": table[:, ::2]})
@@ -86,7 +86,7 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
 
 
 def test_files_of_other_ranks_lie_beside_them(tmp_path: Path) -> None:
-    """Four ranks were killed while they wrote; two were continued from an earlier step and wrote it again."""
+    """Four ranks are killed while they write; two continue from an earlier step and write it again."""
     for state in shards(23, 4)[:3]:
         state.fill("tau", torch.full((2, 23), 9.0))
         state.save(tmp_path)
@@ -124,7 +124,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LOSS_KINDS)
 def test_a_loss_keeps_only_what_it_needs(name: str) -> None:
-    """Bytes per sample, both modalities: 8 for log u, 24 with τ and its momentum, 16 with a given τ."""
+    """Both modalities together take 8 bytes per sample for log u, 24 with τ and its momentum, 16 with a given τ."""
     columns = ContrastiveLossConfig.for_name(name).state_columns
     expected = {"sogclr": 8, "tempnet": 8, "isogclr": 24, "sogclr_given": 16}.get(name, 0)
     assert SampleState(1000, columns, world=World(3, 8)).bytes_per_rank == expected * 125

@@ -24,14 +24,14 @@ NUM_STEPS = 50
 
 
 def embeddings() -> list[Tensor]:
-    """A table of rows for every sample's image and text, instead of encoders."""
+    """Create a table of rows for the image and text of every sample, in place of encoders."""
     generator = torch.Generator().manual_seed(0)
     tables = torch.randn(2, NUM_SAMPLES, SIZE, generator=generator, dtype=torch.float64)
     return [table.clone().requires_grad_() for table in tables]
 
 
 def trained(loss: Any, tables: list[Tensor], parameters: list[Tensor]) -> list[float]:
-    """Plain gradient descent; ids with repeats now and then, a last batch of five. Returns the losses."""
+    """Train with plain gradient descent, some repeated ids and a last batch of five; return the losses."""
     values = []
     for step in range(NUM_STEPS):
         num_pairs = 5 if step == NUM_STEPS - 1 else 10

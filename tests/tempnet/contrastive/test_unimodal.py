@@ -51,7 +51,10 @@ def temperatures(loss: UnimodalLoss, z: Tensor) -> Tensor:
 
 
 def by_the_formula(loss: UnimodalLoss, anchors: Tensor, positives: Tensor, ids: Tensor) -> Tensor:
-    """One vector at a time; of the global losses the first visit, where u of a document is the mean of its spans' g."""
+    """Compute a loss one vector at a time.
+
+    For global losses it is the first visit, where u of a document is the mean of the g of its spans.
+    """
     z, n, config = torch.cat([anchors, positives]), len(anchors), loss.bimodal.config
     tau, document = temperatures(loss, z), ids.repeat(2).tolist()
     losses, scaled, log_g = [], [], {}
@@ -124,7 +127,7 @@ def test_temperature_free_is_finite_for_all_cosines(dtype: torch.dtype) -> None:
 
 
 def test_without_a_temperature_the_gradient_falls_with_the_cosine_and_vanishes_at_one() -> None:
-    """arXiv 2501.17683, Figure 5: a positive at cosine C, a negative at −C, |dL/dC| = 2(1 − C)/((1 + C)(1 + C²))."""
+    """With a positive at cosine C and a negative at −C, |dL/dC| = 2(1 − C)/((1 + C)(1 + C²)) (arXiv 2501.17683, Figure 5)."""
     loss = UnimodalLoss(ContrastiveLossConfig.for_name("temperature_free"))
     slopes = []
     cosines = [-0.95, -0.5, 0.0, 0.3, 0.6, 0.9, 0.99, 0.999]

@@ -23,7 +23,7 @@ Findings = tuple[Path, list[dict[str, dict[str, Tensor]]]]
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """The findings of W processes, all losses in one start."""
+    """Return the results of W processes, which are started once for all losses."""
     directory = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.tempnet.contrastive.ranks", str(request.param), str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

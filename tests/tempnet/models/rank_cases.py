@@ -1,4 +1,4 @@
-"""What one rank of W computes of a batch that all ranks share; for `test_contrastive_ranks.py`."""
+"""Compute what one rank of W computes of a batch that all ranks share, for `test_contrastive_ranks.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMS = {
 
 
 def norm_case(name: str, rows: slice, norm_class: type[nn.Module] = SynchronizedBatchNorm) -> dict[str, Tensor]:
-    """Three batches through one batch norm: the last one's output and gradients, and the statistics that remain."""
+    """Run three batches through one batch norm; return the last output, its gradients, and the final statistics."""
     shape, shift, dtype, momentum, is_affine = NORMS[name]
     torch.manual_seed(0)
     norm = norm_class(shape[1], momentum=momentum, affine=is_affine)
@@ -70,14 +70,14 @@ def make_module(name: str, dtype: torch.dtype, world: World, *, freeze_encoder: 
 
 
 def pairs(step: int, rows: slice) -> dict[str, Tensor]:
-    """Of these rows; two of the pairs share their image."""
+    """Return the pairs in these rows; two of the pairs share their image."""
     ids = (torch.arange(NUM_PAIRS) * 3 + step) % 20
     batch = {**random_batch(NUM_PAIRS, seed=step), "ids": ids, "image_ids": torch.where(ids == ids[1], ids[0], ids)}
     return {key: value[rows] for key, value in batch.items()}
 
 
 def loss_case(name: str, dtype: str, world: World) -> dict[str, Tensor]:
-    """Two steps without an optimizer between them: losses, gradients and buffers."""
+    """Run two steps without an optimizer between them; return losses, gradients and buffers."""
     module = make_module(name, DTYPES[dtype], world)
     values = {}
     for step in range(NUM_STEPS):
@@ -90,7 +90,7 @@ def loss_case(name: str, dtype: str, world: World) -> dict[str, Tensor]:
 
 
 def run_rank(rank: int, size: int, directory: str) -> None:
-    """All cases on one rank; writes them to `<directory>/<rank>.pt`."""
+    """Run all cases on one rank, and write the results to `<directory>/<rank>.pt`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     rows = [slice(0, 5), slice(5, 7)][rank]  # unequal parts

@@ -1,4 +1,4 @@
-"""Batch norm in one process: nn.BatchNorm itself. What it is over ranks: `test_contrastive_ranks.py`."""
+"""In one process, batch norm equals nn.BatchNorm; `test_contrastive_ranks.py` tests it over ranks."""
 
 from __future__ import annotations
 

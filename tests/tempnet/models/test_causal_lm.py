@@ -71,7 +71,7 @@ def test_packed_documents_do_not_see_each_other(architecture: str, extra: dict[s
 
 
 def test_the_way_does_not_depend_on_the_length_of_the_window() -> None:
-    """A model with windows needs no mask, however long they are; without them it is given one."""
+    """A model with attention windows needs no mask, however long they are; without windows it is given one."""
     assert not make_module(make_base("mistral", sliding_window=4096)).takes_mask
     assert make_module(make_base("mistral", sliding_window=None)).takes_mask
 

@@ -15,7 +15,7 @@ Values = dict[str, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Values]:
-    """What both ranks computed; one start of the processes for all tests."""
+    """Return what both ranks computed; the processes are started once for all tests."""
     directory = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(run_rank, args=(2, str(directory)), nprocs=2)
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(2)]

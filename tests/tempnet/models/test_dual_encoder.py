@@ -28,7 +28,7 @@ from tests.tempnet.models.tiny_towers import IMAGE_SIZE, NUM_TOKENS, random_batc
 
 @torch.no_grad()
 def encode(encoder: DualEncoder, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(2, n, d)"""
+    """Return the embeddings of images and texts: (2, n, d)."""
     return torch.stack(
         [encoder.encode_images(batch["images"]), encoder.encode_texts(batch["input_ids"], batch["attention_mask"])]
     )
@@ -67,7 +67,7 @@ def test_what_was_saved_comes_back(image: str, text: str, tmp_path: Path) -> Non
     assert again.config == encoder.config
     assert not any(part.training for part in again.modules())
     torch.testing.assert_close(encode(again, batch), encode(encoder.eval(), batch), rtol=0, atol=1e-6)
-    # From a state dict, as ZeRO-3 gathers it, of a module that holds other weights.
+    # The state dict is as ZeRO-3 gathers it, from a module that holds other weights.
     tiny_encoder(image, text, seed=9).save_pretrained(tmp_path / "b", state_dict=encoder.state_dict())
     torch.testing.assert_close(encode(DualEncoder.from_pretrained(tmp_path / "b"), batch), encode(encoder, batch))
 

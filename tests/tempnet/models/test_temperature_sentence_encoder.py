@@ -69,7 +69,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def sentence(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """One span without its padding: the mean of its tokens."""
+    """Embed one span without its padding, as the mean of its tokens."""
     length = int(mask.sum())
     hidden = model.base_model(input_ids=ids[None, :length], attention_mask=mask[None, :length])["last_hidden_state"]
     return hidden[0].mean(0)

@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class OneOfTwo(World):
-    """A rank of two whose sums are those that are put in."""
+    """One rank of two, whose sums over ranks are given values."""
 
     total: Tensor
 
@@ -53,7 +53,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def by_the_formula(model: PreTrainedModel, centres: SoftTriple, batch: dict[str, Tensor]) -> Tensor:
-    """Sentences one by one, without padding; SoftTriple has its own tests."""
+    """Compute the loss sentence by sentence, without padding; SoftTriple has its own tests."""
     crosses, tokens, labels = [], [], []
     for ids, mask, label in zip(*batch.values(), strict=True):
         length = int(mask.sum())

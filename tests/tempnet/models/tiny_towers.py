@@ -1,4 +1,4 @@
-"""Towers of a few thousand parameters, and inputs for them."""
+"""Create towers of a few thousand parameters, and inputs for them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def tiny_encoder(image: str = "resnet", text: str = "distilbert", seed: int = 0,
 
 
 def tiny_clip() -> CLIPModel:
-    """One whose towers believe in another size of embedding than the whole."""
+    """Create a CLIP model whose towers are configured for another embedding size than the whole model."""
     torch.manual_seed(0)
     text = {**SIZES["clip_text_model"], "projection_dim": 5, "bos_token_id": 1, "eos_token_id": 39, "pad_token_id": 0}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=SIZES["clip_vision_model"], projection_dim=6)).eval()
 
 
 def random_batch(num_samples: int, seed: int = 1) -> dict[str, Tensor]:
-    """Images, and texts of unequal lengths."""
+    """Create a batch of images, and of texts of unequal lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, NUM_TOKENS + 1, (num_samples, 1), generator=generator)
     mask = (torch.arange(NUM_TOKENS) < lengths).long()

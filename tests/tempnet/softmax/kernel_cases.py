@@ -1,6 +1,6 @@
-"""The kernels against float64 autograd of the plain formula; run by test_kernels.py in a process of its own.
+"""Tests of the kernels against float64 autograd of the plain formula, which test_kernels.py runs in its own process.
 
-With TRITON_INTERPRET=1 on the CPU, without it on a GPU: Triton reads the variable when it is imported, once for a process.
+They run on the CPU with TRITON_INTERPRET=1, else on a GPU; Triton reads the variable once, when it is imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Small enough that the shapes below have several tiles in every direction.
 TILE = Tile(num_tokens=16, num_vocab=32, num_hidden=16, num_warps=4, num_stages=2)
-# Of statistics, of gradients: 16-bit inputs round dL and the results, not the statistics.
+# Tolerances of statistics and of gradients: 16-bit inputs round dL and the results, but not the statistics.
 TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2), torch.float16: (1e-5, 2e-3)}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_uninitialized_by_luck() -> Iterator[None]:
-    """On a CPU all new memory holds NaN, so that whatever is read before it is written shows."""
+    """On a CPU, fill all new memory with NaN, so that reading it before it is written shows."""
     torch.use_deterministic_algorithms(DEVICE == "cpu")
     yield
     torch.use_deterministic_algorithms(False)
@@ -42,7 +42,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Random inputs, and the exact answers."""
+    """Random inputs, with methods that compute the exact answers."""
 
     hidden: Tensor
     weight: Tensor
@@ -111,7 +111,7 @@ class Case:
         return [leaf.double().requires_grad_() for leaf in leaves]
 
     def check(self, **options: object) -> None:
-        """Statistics and gradients against those of the formula."""
+        """Compare statistics and gradients with those of the formula."""
         leaves = self.leaves()
         logits = self.exact_logits(*leaves)
         tau = self.tau.double()
@@ -152,12 +152,12 @@ class Case:
 
 
 def log_partition_of(statistics: SoftmaxStatistics, tau: Tensor) -> Tensor:
-    """logsumexp(L/τ)."""
+    """Return logsumexp(L/τ)."""
     return statistics.maximum / tau + statistics.log_sum
 
 
 def exact_statistics(logits: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(L/τ) and E_p[L]."""
+    """Return logsumexp(L/τ) and E_p[L]."""
     scaled = logits / tau[:, None]
     return scaled.logsumexp(-1), (scaled.softmax(-1) * logits).sum(-1)
 
@@ -210,7 +210,7 @@ def test_all_targets_ignored() -> None:
 
 
 def test_large_logits_overflow_nowhere() -> None:
-    """One token all but certain, L/τ near 10⁵: a softmax without its maximum would be inf/inf."""
+    """One token is nearly certain and L/τ near 10⁵, where a softmax without its maximum would be inf/inf."""
     case = Case.random(3, 16, 40, tau=(0.005, 0.005))
     case.hidden.mul_(100.0)
     statistics = case.statistics(tile=TILE, with_unit=True)
@@ -237,7 +237,7 @@ def test_small_entropies_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("tau", [0.001, 0.003, 0.01, 0.1, 1.0, 2.0])
 def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> None:
-    """Of logits that float32 holds exactly, near 40 and some 10⁻³ apart, everything is right to 1e-5."""
+    """For logits that float32 holds exactly, near 40 and about 10⁻³ apart, all results are right to 1e-5."""
     case = Case.random(17, 16, 107, tau=(tau, tau), num_ignored=2)
     weight = torch.zeros_like(case.weight)
     weight[:, 0] = torch.arange(107, device=DEVICE) % 8 / 2**10  # a step of τ = .001 each
@@ -275,7 +275,7 @@ def test_only_what_is_needed() -> None:
 
 
 def test_views_are_read_right_and_bits_repeat() -> None:
-    """Tensors of any strides, and an output weight cut to the effective vocabulary."""
+    """Tensors may have any strides, and the output weight may be cut to the effective vocabulary."""
     case = Case.random(14, 20, 50)
     padded = torch.cat([case.weight, torch.full_like(case.weight[:3], 1e4)])
     view = replace(case, hidden=case.hidden.T.contiguous().T, weight=padded[:50])
@@ -289,7 +289,7 @@ def test_views_are_read_right_and_bits_repeat() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="sizes for a GPU")
 def test_sizes_of_a_language_model() -> None:
-    """GPT-2's vocabulary in bfloat16, several sections, against the formula in float32 on the same rounded inputs."""
+    """With GPT-2's vocabulary in bfloat16 and several sections, results are close to the formula in float32."""
     case = Case.random(2048, 768, 50257, dtype=torch.bfloat16, num_ignored=100)
     statistics = case.statistics(with_unit=True)
     leaves = [leaf.detach().float().requires_grad_() for leaf in case.leaves()]
@@ -309,7 +309,7 @@ def test_sizes_of_a_language_model() -> None:
 @pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tempnet.softmax.fused` against `tempnet.softmax.chunks`: loss, τ, values and every gradient."""
+    """Loss, τ, values and every gradient of `tempnet.softmax.fused` equal those of `tempnet.softmax.chunks`."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(17, 24, generator=generator).to(DEVICE).requires_grad_()
     weight = (0.4 * torch.randn(83, 24, generator=generator)).to(DEVICE).requires_grad_()

@@ -1,4 +1,4 @@
-"""The Triton kernels: their answers (kernel_cases.py, in Triton's interpreter or on a GPU) and their machine code."""
+"""Tests of the Triton kernels: their results (kernel_cases.py, interpreted or on a GPU) and their machine code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = Path(__file__).with_name("kernel_cases.py")
 
 
 def run_cases(interpreted: bool) -> str:
-    """Run them in a process of their own, and return what pytest printed."""
+    """Run kernel_cases.py in its own process, and return what pytest printed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
@@ -40,7 +40,7 @@ def test_on_a_gpu() -> None:
 
 
 def test_import_without_triton() -> None:
-    """The file is imported everywhere; where there is no Triton it says so."""
+    """The module can be imported without Triton, and then says that no kernels are available."""
     program = (
         "import sys; sys.modules['triton'] = None; import torch; from tempnet.softmax.launch import is_available; "
         "assert not is_available(torch.zeros(1))"
@@ -54,7 +54,7 @@ def test_a_cpu_tensor_has_no_kernels() -> None:
 
 @pytest.mark.parametrize("name", ["statistics_kernel", "logits_gradient_kernel"])
 def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute capability 8.0, bfloat16, every option on: tensor cores, no spilled registers, little enough shared memory.
+    """For compute capability 8.0, bfloat16 and all options, they use tensor cores, spill no registers and fit shared memory.
 
     Triton compiles without a GPU; only the launch needs one.
     """
@@ -82,7 +82,7 @@ def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.M
     types |= {"targets": "*i64", "soft_cap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    # As a launch finds it: PyTorch's allocations are aligned, and the hidden size is a multiple of 16.
+    # The same as at a launch: PyTorch's allocations are aligned, and the hidden size is a multiple of 16.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (argument, type_name) in enumerate(signature.items())

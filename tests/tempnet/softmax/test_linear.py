@@ -51,7 +51,7 @@ def compare(
     seed: int = 0,
     **switches: object,
 ) -> dict[str, float]:
-    """Relative errors of loss, τ and gradients against the reference in float64 on the same (rounded) inputs."""
+    """Return relative errors of loss, τ and gradients against the float64 reference on the same (rounded) inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def leaf(*shape: int, scale: float) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_any_shape_and_switch(name: str, num_tokens: int, share: float, **option
 
 @pytest.mark.parametrize("fold", [True, False])
 def test_what_is_centred_keeps_its_digits_beside_a_large_mean(fold: bool) -> None:
-    """Logits of GPT-2 lie near −100 and differ by a few: the mean must go before the squares."""
+    """Logits of GPT-2 lie near −100 and differ by a few, so the mean must be subtracted before squaring."""
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(40, 24), torch.randn(500, 24), torch.randint(500, (40,))
     hidden[:, 0], weight[:, 0] = 10.0, -10.0
@@ -242,7 +242,7 @@ def test_all_targets_ignored() -> None:
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts matrix products, in place or not."""
+    """Dispatch mode that counts matrix products, in place or not."""
 
     num_products = 0
 
@@ -278,7 +278,7 @@ def test_without_autograd_only_the_forward_products_are_computed(fold: bool, bia
         num_evaluated, evaluated = count()
     with torch.inference_mode():
         assert count()[0] == num_evaluated
-    # Of a chunk: its logits, W1 of them, W2 of that; and once the fold. Training adds dh, dW and those of the network.
+    # A chunk needs its logits, W1 of them and W2 of that, and a call the fold. Training adds dh, dW and the network.
     assert num_evaluated == 3 * num_chunks + fold
     assert num_trained >= num_evaluated + 5 * num_chunks
     assert not evaluated.loss.requires_grad

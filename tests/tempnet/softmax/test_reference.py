@@ -1,4 +1,4 @@
-"""The five language-model losses against float64 autograd on the formulas, through base logits, TempNet and τ."""
+"""The language-model losses against float64 autograd on the formulas, through base logits, TempNet and τ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY, NUM_TOKENS, RHO = 50, 24, 1.2
 
 
 def written_out(name: str, logits: torch.Tensor, targets: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
-    """§1 and §3 written out with probabilities instead of logsumexp; sums over valid tokens / their number."""
+    """Return the mean loss over valid tokens, written out with probabilities instead of logsumexp."""
     total = torch.zeros((), dtype=logits.dtype)
     num_valid = 0
     for row, target, temperature in zip(logits, targets.tolist(), tau, strict=True):
@@ -80,7 +80,7 @@ def test_loss_and_all_gradients_equal_autograd_on_the_formula(
 
 
 def network_in_float64(network: TempNet, logits: torch.Tensor, stop_gradient: bool) -> torch.Tensor:
-    """TempNet's formula in float64 (the module casts its input to float32)."""
+    """Compute TempNet's formula in float64 (the module casts its input to float32)."""
     x = logits.detach() if stop_gradient else logits
     x = x / x.norm(dim=-1, keepdim=True)
     u = torch.sigmoid(x @ network.transform[0].weight.T + network.transform[0].bias) @ network.projection.T
