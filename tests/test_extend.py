@@ -19,7 +19,7 @@ from pipelines.stream import Batch, RankStream
 from tempnet.contrastive import config as contrastive
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
-from tempnet.dro import optimal_temperature
+from tempnet.oracle import optimal_temperature
 from tempnet.softmax import reference
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
