@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 Config = TypeVar("Config")
 
-# Fields that may change when a run is continued: where and how often it logs and saves, and how it uses the machines.
+# Fields that may change when a run is continued: where and how often it logs and saves, and how it uses the machines
+# (which trials of a sweep are ended early is among that: what a trial did is in its outcome).
 _FREE_TO_CHANGE = {
     "run.storage",
     "run.prepared",
@@ -35,6 +36,7 @@ _FREE_TO_CHANGE = {
     "num_concurrent",
     "grid.num_concurrent",
     "sweep.num_concurrent",
+    "sweep.scheduler",
 }
 
 

@@ -1,4 +1,4 @@
-"""Sweeps of the main job for real: a band search, trials that fail, and a sweep that is killed and goes on."""
+"""Sweeps on a real Ray: a band search, a scheduler, trials that fail, and a sweep that is killed and continued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mlflow import MlflowClient
 from support import readme_lines, run_until, training_worker_pids, wait_for
 
 from jobs.engine.command_line import parse_preset
-from jobs.studies.sweeps.launch import make_sweep, run_sweep
+from jobs.studies.sweeps.launch import run_sweep
+from jobs.studies.sweeps.plan import make_sweep
 from jobs.studies.sweeps.presets import PRESETS
 
 pytestmark = pytest.mark.cluster
@@ -31,7 +32,7 @@ TINY = [
     "--base.workers.zero-stage=0", "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512",
     "--base.validation.every=2", "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16",
     "--base.temperature.rho=1", "--base.optimizer.batch-size=8", "--base.run.checkpoint-every=100",
-    # A temperature that stays where it starts, and a rate that is far too high.
+    # The temperature stays where it starts, and the last rate is far too high.
     "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=1e-3,3e-3,0.5", "--sweep.band", "0.6", "1.6",
 ]  # fmt: skip
 
@@ -43,7 +44,10 @@ def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_p
     arguments = ["gpt2-rho-lr-small", "--sweep.search", "band", *words]
 
     def runs() -> list[str]:
-        """The sweep's, and the first trial's once it is there. Read past MLflow, which would make the tables."""
+        """Returns the status of the sweep's run and, once it has begun, of the first trial's.
+
+        The database is read directly, because MLflow would create its tables.
+        """
         try:
             with sqlite3.connect(f"file:{tmp_path / 'mlflow.db'}?mode=ro", uri=True) as database:
                 return [status for (status,) in database.execute("SELECT status FROM runs")]
@@ -62,7 +66,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
 ) -> None:
     paths = {".venv/bin/python": sys.executable}
     (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.sweep gpt2\S+ --sweep.search band", paths)
-    # Relative paths are meant from where the job is started, whatever directory its trials run in.
+    # Relative paths refer to the directory in which the job is started, whatever directory its trials run in.
     words = [*(word.replace("DIR", os.path.relpath(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *words], job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
@@ -75,15 +79,15 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert (in_band.name, in_band.num_steps, in_band.stopped) == ("rho1.5-learning_rate_base0.003", 10, "")
     assert in_band.is_in_band
     assert (worse.name, worse.num_steps) == ("rho1.5-learning_rate_base0.5", 6)
-    assert "others are better at step 6: cross-entropy at τ" in worse.stopped
+    assert "other trials are better at step 6: cross-entropy at τ" in worse.stopped
     assert not worse.is_in_band
     assert slower.name == "rho1.5-learning_rate_base0.001"
-    # The rest of the budget goes to the best rate.
+    # The rest of the budget goes to a trial with the best rate.
     assert finer.point["optimizer.learning_rate_base"] == 3e-3
     assert finer.point["temperature.rho"] != 1.5
-    # A trial that was cut short has given its worker back.
+    # A trial that was ended early has released its worker.
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
-    # Prepared once, beside the sweep.
+    # The data are prepared once, beside the sweep.
     assert len(list((tmp_path / "prepared").iterdir())) == 2
     assert not list((tmp_path / "rho").glob("*/prepared"))
     written = json.loads((tmp_path / "rho" / "results.json").read_text())
@@ -105,7 +109,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
         "results.md", "results.json", "report.html",
     }  # fmt: skip
 
-    # Started again, nothing is trained; a trial that was killed after it was told to end only ends.
+    # When the sweep is started again, nothing is trained. A trial that was killed after it was told to end only ends.
     outcome = tmp_path / "rho" / worse.name / "outcome.json"
     before = json.loads(outcome.read_text())
     outcome.unlink()
@@ -115,8 +119,43 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)
 
 
+def test_asha_ends_the_worse_trials_of_a_grid(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
+    words += [
+        f"--base.run.storage={tmp_path}", "--sweep.num-concurrent=1", "--sweep.scheduler=asha", "--sweep.band", "0.6", "1.6",
+        "--sweep.axes", "optimizer.learning-rate-base=1e-3,3e-3,1e-5",
+    ]  # fmt: skip
+    config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
+    results = run_sweep(make_sweep(config))
+    assert "3 (grid, ended early by AsyncHyperBandScheduler)" in capsys.readouterr().out
+    assert not results.failed
+    slow, fast, slowest = results.rows
+    # The first trial has nothing to be compared with, and the second is better.
+    assert [(row.num_steps, row.stopped) for row in (slow, fast)] == [(10, ""), (10, "")]
+    assert fast.loss < slow.loss < slowest.loss
+    # It ends at the first validation from half of the steps on, in good order: with an outcome, an export and a report.
+    assert slowest.num_steps == 6
+    assert "other trials are better at step 6" in slowest.stopped
+    directory = tmp_path / "rho" / slowest.name
+    assert (directory / "export" / "config.json").is_file()
+    assert (directory / "report" / "summary.txt").is_file()
+    client = MlflowClient(results.tracking_uri)
+    experiment = client.get_experiment_by_name("language-models")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"] * 4
+    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+
+    # A trial that was killed after it was told to end has to be compared with the finished ones again.
+    (directory / "outcome.json").unlink()
+    assert run_sweep(make_sweep(config)).rows == results.rows
+    assert json.loads((directory / "outcome.json").read_text())["resumed_from_step"] == 6
+
+
 def grid_words(corpus: Path, storage: Path, rates: str, num_steps: int = 40) -> list[str]:
-    """A sweep of learning rates, one trial after the other."""
+    """Returns the command line of a sweep of learning rates that runs one trial after the other."""
     words = [word.replace("DIR", str(corpus)) for word in TINY[: TINY.index("--sweep.axes")]]
     return [
         "gpt2-rho-lr-small", *words, f"--base.run.storage={storage}", f"--base.run.num-steps={num_steps}",
@@ -129,7 +168,7 @@ def grid_words(corpus: Path, storage: Path, rates: str, num_steps: int = 40) -> 
 def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    # The last rate is so high that the loss is not finite, for which the worker ends the run.
+    # The last rate is so high that the loss is not finite, and the worker therefore ends the run.
     words = grid_words(corpus, tmp_path, "1e-3,2e-3,1e30")
     config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
     killed, restarted, raised = (f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "1e+30"))
@@ -159,8 +198,8 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     client = MlflowClient(results.tracking_uri)
     experiment = client.get_experiment_by_name("language-models")
     assert experiment is not None
-    found = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
-    assert found == {"rho": "FAILED", killed: "FAILED", restarted: "FINISHED", raised: "FAILED"}
+    statuses = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
+    assert statuses == {"rho": "FAILED", killed: "FAILED", restarted: "FINISHED", raised: "FAILED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
 
@@ -179,7 +218,7 @@ def test_a_killed_sweep_goes_on(
 
     config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
     results = run_sweep(make_sweep(config))
-    assert "1 trials finished before" in capsys.readouterr().out
+    assert "trials finished before: 1" in capsys.readouterr().out
     assert not results.failed
     assert (first / "outcome.json").stat().st_mtime_ns == before
     outcomes = [json.loads((trial / "outcome.json").read_text()) for trial in (first, second, third)]
@@ -189,7 +228,7 @@ def test_a_killed_sweep_goes_on(
 
     written = json.loads((tmp_path / "rho" / "results.json").read_text())
     assert [row["name"] for row in written["rows"]] == [trial.name for trial in (first, second, third)]
-    assert [row["tau_mean"] for row in written["rows"]] == [one["validation"]["tau_mean"] for one in outcomes]
+    assert [row["tau_mean"] for row in written["rows"]] == [outcome["validation"]["tau_mean"] for outcome in outcomes]
     assert written["failed"] == {}
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("language-models")
@@ -212,7 +251,7 @@ def test_a_band_search_that_starts_far_outside_its_band_finds_it(
     words += [
         f"--base.run.storage={tmp_path}", "--base.run.num-steps=60", f"--base.run.seed={seed}",
         "--base.validation.every=5", "--sweep.search=band", "--sweep.budget=3", "--sweep.band", str(low), str(high),
-        # Mean temperatures from 1.8 to .99 on this corpus, and .98 in the middle, where the search begins.
+        # On this corpus they give mean temperatures from 1.8 to .99, and .98 in the middle, where the search begins.
         "--sweep.axes", "temperature.rho=0.3,1.7,3.1,4.5", "optimizer.learning-rate-base=2e-3,3e-3,4e-3,5e-3",
     ]  # fmt: skip
     config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
@@ -220,12 +259,12 @@ def test_a_band_search_that_starts_far_outside_its_band_finds_it(
     assert not results.failed
     first, *_ = results.rows
     assert first.tau_mean < low / 1.5
-    found = next(row for row in results.rows if row.is_in_band)
-    assert low <= found.tau_mean <= high
-    assert found.num_steps == 60
+    in_band = next(row for row in results.rows if row.is_in_band)
+    assert low <= in_band.tau_mean <= high
+    assert in_band.num_steps == 60
     assert sum(row.num_steps for row in results.rows) <= 3 * 60
-    # By its own measure: the trial's last validation.
-    outcome = json.loads((tmp_path / "rho" / found.name / "outcome.json").read_text())
+    # The trial's own last validation says the same.
+    outcome = json.loads((tmp_path / "rho" / in_band.name / "outcome.json").read_text())
     assert low <= outcome["validation"]["tau_mean"] <= high
     for row in results.rows:
         print(seed, row.name, row.tau_mean, row.loss, row.num_steps, row.stopped)

@@ -26,7 +26,8 @@ from jobs.engine.tracking import TrackedRun, metric_history, open_run
 from jobs.engine.watch import Validation
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
 from jobs.studies.trials.parent import open_parent
-from jobs.studies.trials.run import Trial, one_round, run_trials
+from jobs.studies.trials.run import run_trials
+from jobs.studies.trials.trial import Trial, one_round
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 from jobs.tasks.presets.classifiers import PRESETS

@@ -12,7 +12,8 @@ from jobs.engine.task import data_set
 from jobs.studies.cross_validation.table import Row, markdown, rows
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.run import Trial, one_round, run_trials
+from jobs.studies.trials.run import run_trials
+from jobs.studies.trials.trial import Trial, one_round
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
 

@@ -10,8 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.identity import with_fields
 from jobs.engine.named_values import named_values, twice
-from jobs.studies.sweeps import search
-from jobs.studies.sweeps.search import Point, Search
+from jobs.studies.sweeps.band_search import search_band
+from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
+from jobs.studies.sweeps.temperature_line import PRIOR_FALL, PRIOR_SLOPE
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.language_model.config import LanguageModelConfig
 
@@ -39,6 +40,10 @@ class SweepSection:
     """Random seed of a random search. The seed of the training runs is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
     """Lower and upper bound of the band in which the mean temperature of the validation should lie."""
+    scheduler: Literal["none", "asha"] = "none"
+    """What ends trials of a grid or random search early. none: nothing. asha: Ray Tune's ASHAScheduler, which ends
+    those whose loss is above the median when half of their steps are done; trials whose mean temperature cannot end in
+    the band any more are ended before they are compared."""
     num_concurrent: int = 0
     """Maximum number of trials at a time. 0: as many as fit into the cluster."""
 
@@ -52,6 +57,16 @@ class SweepSection:
             raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
         if self.num_concurrent < 0:
             raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
+        if self.scheduler != "none" and self.search == "band":
+            raise ValueError(
+                f"sweep.scheduler = {self.scheduler}, but sweep.search = band ends trials by rules of its own: choose grid "
+                "or random, or scheduler none"
+            )
+        if self.scheduler != "none" and len(set(self.values.get("run.num_steps", ()))) > 1:
+            raise ValueError(
+                f"sweep.scheduler = {self.scheduler} compares trials after the same number of steps, but sweep.axes varies "
+                "run.num_steps: leave that axis out, or choose scheduler none"
+            )
 
     @property
     def values(self) -> dict[str, list[float]]:
@@ -60,7 +75,7 @@ class SweepSection:
         Raises:
             ValueError: if an axis is not a list of numbers.
         """
-        found = {}
+        values_by_name = {}
         axes = named_values(
             "sweep.axes", [axis.replace("-", "_", axis.partition("=")[0].count("-")) for axis in self.axes]
         )
@@ -72,11 +87,11 @@ class SweepSection:
             if not all(map(math.isfinite, values)):
                 raise ValueError(f"sweep.axes: {name}={text} must be finite")
             if again := twice(f"{value:.12g}" for value in values):
-                raise ValueError(f"sweep.axes: {name} has {again} twice")
-            found[name] = values
-        if not found:
+                raise ValueError(f"sweep.axes: {name} lists {again} twice")
+            values_by_name[name] = values
+        if not values_by_name:
             raise ValueError("sweep.axes is empty: name a field and its values")
-        return found
+        return values_by_name
 
     @property
     def max_num_trials(self) -> int:
@@ -104,15 +119,19 @@ class SweepConfig(Generic[Base]):
     def __post_init__(self) -> None:
         # The corners come first, as the user typed their values; if a point between them is invalid, one of the corners
         # is too.
-        for point in [*search.corners(self.sweep.values), *next(self.start())]:
-            setting = self._setting(point)
-            if self.sweep.search == "band":
-                self._check_band(setting)
+        for point in [*list_corners(self.sweep.values), *next(self.start())]:
+            trial = self._set_fields(point)
+            if self.sweep.search == "band" or self.sweep.scheduler != "none":
+                self._check_band(trial)
+            if self.sweep.scheduler != "none":
+                self._check_validations(trial)
 
     def _check_band(self, trial: Base) -> None:
         temperature: Any = trial.temperature  # type: ignore[attr-defined]  # both kinds have it
         low, high = temperature.tau_range
         if not temperature.has_free_tau:
+            if self.sweep.search != "band":
+                return
             raise ValueError(
                 f"sweep.search = band, but with temperature.loss = {temperature.loss} no temperature is learned: choose grid "
                 "or random, or another loss"
@@ -120,6 +139,14 @@ class SweepConfig(Generic[Base]):
         if not low < self.sweep.band[0] < self.sweep.band[1] < high:
             raise ValueError(
                 f"sweep.band = {self.sweep.band} must lie between τ₀ = {low:g} and τ_max = {high:g}, where the mean can be"
+            )
+
+    def _check_validations(self, trial: Base) -> None:
+        every, num_steps = trial.validation.every, trial.run.num_steps
+        if every > num_steps // 2:
+            raise ValueError(
+                f"sweep.scheduler = {self.sweep.scheduler} compares trials at a validation in the second half of their "
+                f"{num_steps} steps, but validation.every = {every} may leave none there: choose at most {num_steps // 2}"
             )
 
     @property
@@ -132,13 +159,13 @@ class SweepConfig(Generic[Base]):
         sweep = self.sweep
         whole = {name for name in sweep.values if _kind(self.base, name) == "int"}
         if sweep.search == "grid":
-            return search.grid(sweep.values)
+            return search_grid(sweep.values)
         if sweep.search == "random":
-            return search.random(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=whole)
+            return search_randomly(sweep.values, num_trials=sweep.num_trials, seed=sweep.seed, whole=whole)
         first, values = next(iter(sweep.values.items()))
         width = max(values) - min(values)
-        slope = search.PRIOR_SLOPE if first == "temperature.rho" or not width else search.PRIOR_FALL / width
-        return search.band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
+        slope = PRIOR_SLOPE if first == "temperature.rho" or not width else PRIOR_FALL / width
+        return search_band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
 
     def trial(self, point: Point) -> Base:
         """Returns the configuration of the run at a point.
@@ -150,13 +177,13 @@ class SweepConfig(Generic[Base]):
                 if the storage cannot be used.
         """
         name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
-        config = self._setting(point)
+        config = self._set_fields(point)
         run = dataclasses.replace(
             config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
         )
         return dataclasses.replace(config, run=run)
 
-    def _setting(self, point: Point) -> Base:
+    def _set_fields(self, point: Point) -> Base:
         """Returns the base configuration with the values of a point, before the run has a name and storage of its own.
 
         The storage is resolved only when runs are made, since the storage of a preset may not be usable until the
@@ -165,7 +192,7 @@ class SweepConfig(Generic[Base]):
         Raises:
             ValueError: as :meth:`trial`.
         """
-        values = _checked(self.base, point)
+        values = _convert(self.base, point)
         try:
             return with_fields(self.base, values)
         except ValueError as error:
@@ -186,7 +213,7 @@ class ClipSweep(SweepConfig[ClipConfig]):
     base: ClipConfig
 
 
-def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
+def _convert(config: TrainingConfig, point: Point) -> dict[str, float | int]:
     """Returns the values of a point, converted to the types of their fields.
 
     Raises:
@@ -196,10 +223,10 @@ def _checked(config: TrainingConfig, point: Point) -> dict[str, float | int]:
     for name, value in point.items():
         section, _, field = name.rpartition(".")
         if section == "run" and field not in ("seed", "num_steps"):
-            raise ValueError(f"sweep.axes: {name} does not change what a run gives")
+            raise ValueError(f"sweep.axes: {name} does not change the outcome of a run")
         kind = _kind(config, name)
         if kind not in ("int", "float"):
-            raise ValueError(f"sweep.axes: {name} is no number but {kind}")
+            raise ValueError(f"sweep.axes: {name} is not a number but {kind}")
         if kind == "int" and value != int(value):
             raise ValueError(f"sweep.axes: {name} = {value:g} must be a whole number")
         values[name] = int(value) if kind == "int" else value

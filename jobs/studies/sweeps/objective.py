@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+LOSS = "cross_entropy_tau"
+"""Name of the objective among the scores of a validation."""
 TITLE = "cross-entropy at τ"
+"""Name of the objective in tables and messages."""
 
 
 def loss_of(scores: Mapping[str, float]) -> float:
     """Returns the objective of a validation, in nats; NaN if it has none."""
-    return float(scores.get("cross_entropy_tau", math.nan))
+    return float(scores.get(LOSS, math.nan))

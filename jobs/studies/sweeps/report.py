@@ -40,7 +40,7 @@ class Row:
     """Error of a failed trial; empty if it did not fail."""
 
 
-def row(
+def make_row(
     name: str,
     point: Mapping[str, float],
     outcome: Mapping[str, Any] | None,
@@ -68,23 +68,23 @@ def row(
         is_in_band=band[0] <= tau <= band[1] and not stopped,
         num_steps=int(outcome.get("num_steps", 0)),
         history=[
-            (one["step"], one["scores"].get("tau_mean", math.nan), loss_of(one["scores"]))
-            for one in outcome.get("validations", [])
+            (validation["step"], validation["scores"].get("tau_mean", math.nan), loss_of(validation["scores"]))
+            for validation in outcome.get("validations", [])
         ],
         stopped=stopped,
         error=error,
     )
 
 
-def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, str]:
+def choose(rows: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, str]:
     """Returns the best trial in the band or, if none lies in it, the nearest to it; and the reason for the choice."""
-    inside = [row for row in found if row.is_in_band and math.isfinite(row.loss)]
+    inside = [row for row in rows if row.is_in_band and math.isfinite(row.loss)]
     if inside:
         best = min(inside, key=lambda row: row.loss)
         return best, f"of the {len(inside)} trials in the band it has the best {TITLE}"
     # The final temperature of a stopped trial is unknown, so stopped trials are used only if there are no others.
-    with_tau = [row for row in found if math.isfinite(row.tau_mean) and not row.stopped] or [
-        row for row in found if math.isfinite(row.tau_mean)
+    with_tau = [row for row in rows if math.isfinite(row.tau_mean) and not row.stopped] or [
+        row for row in rows if math.isfinite(row.tau_mean)
     ]
     if not with_tau:
         return None, "no trial ended with a temperature"
@@ -92,21 +92,21 @@ def chosen(found: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None,
     return nearest, "no trial lies in the band; this is the nearest"
 
 
-def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
+def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:
     """Returns the table, the chosen trial and the number of steps taken, in Markdown.
 
     Args:
-        found: the rows, at least one.
+        rows: the rows, at least one.
         band: bounds of the mean temperature.
         num_grid_steps: number of steps of one whole run for every combination of the axes' values.
     """
-    axes = list(found[0].point)
-    best, why = chosen(found, band)
+    axes = list(rows[0].point)
+    best, why = choose(rows, band)
     cells = [["trial", *axes, "mean τ", "in the band", TITLE, "steps"]]
-    for row in found:
+    for row in rows:
         mark = "→ " if row is best else ""
         where = "stopped" if row.stopped else "yes" if row.is_in_band else "no"
-        figures = [_shown(row.tau_mean), where, _shown(row.loss), str(row.num_steps)]
+        figures = [_format(row.tau_mean), where, _format(row.loss), str(row.num_steps)]
         cells.append(
             [
                 f"{mark}{row.name}",
@@ -115,26 +115,26 @@ def markdown(found: Sequence[Row], band: tuple[float, float], num_grid_steps: in
             ]
         )
     line = f"Chosen: {best.name}: {why}." if best else f"Chosen: none: {why}."
-    num_steps = sum(row.num_steps for row in found)
+    num_steps = sum(row.num_steps for row in rows)
     return (
         f"{markdown_table(cells)}\n\nBand of the mean τ: {band[0]:g} to {band[1]:g}. {line}\n\n"
         f"Steps: {num_steps:,}, {num_steps / num_grid_steps:.0%} of the {num_grid_steps:,} of the whole grid."
     )
 
 
-def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
+def as_page(title: str, rows: Sequence[Row], band: tuple[float, float]) -> str:
     """Returns a self-contained HTML page with embedded figures, followed by the table."""
-    axes = list(found[0].point)
-    best, why = chosen(found, band)
+    axes = list(rows[0].point)
+    best, why = choose(rows, band)
     header = "".join(
         f"<th>{html.escape(name)}</th>" for name in ["trial", *axes, "mean τ", TITLE, "steps", "what happened"]
     )
     lines = "".join(
         f"<tr class='{'best' if row is best else ''}'><td>{html.escape(row.name)}</td>"
         + "".join(f"<td>{value:g}</td>" for value in row.point.values())
-        + f"<td>{_shown(row.tau_mean)}</td><td>{_shown(row.loss)}</td><td>{row.num_steps}</td>"
-        f"<td>{html.escape(_fate(row))}</td></tr>"
-        for row in found
+        + f"<td>{_format(row.tau_mean)}</td><td>{_format(row.loss)}</td><td>{row.num_steps}</td>"
+        f"<td>{html.escape(_describe_end(row))}</td></tr>"
+        for row in rows
     )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
@@ -143,19 +143,19 @@ def page(title: str, found: Sequence[Row], band: tuple[float, float]) -> str:
         "img{max-width:100%}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"
         f"<p>Chosen: <b>{html.escape(best.name if best else 'none')}</b>: {html.escape(why)}.</p>"
-        f"<h2>Over the axes</h2>{_image(draw_axes(found, band), 'mean τ and loss over the axes')}"
-        f"<h2>Over the steps</h2>{_image(draw_steps(found, band), 'mean τ and loss over the steps')}"
-        f"<h2>All trials</h2>{_image(draw_parallel(found, band), 'parallel coordinates')}"
+        f"<h2>Over the axes</h2>{_embed(draw_axes(rows, band), 'mean τ and loss over the axes')}"
+        f"<h2>Over the steps</h2>{_embed(draw_steps(rows, band), 'mean τ and loss over the steps')}"
+        f"<h2>All trials</h2>{_embed(draw_parallel(rows, band), 'parallel coordinates')}"
         f"<table><tr>{header}</tr>{lines}</table></body></html>"
     )
 
 
-def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+def draw_axes(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws mean τ, with the band, and the loss over every axis; lines join trials that differ only in that axis."""
-    axes = list(found[0].point)
+    axes = list(rows[0].point)
     figure, panels = plt.subplots(2, len(axes), figsize=(5.5 * len(axes), 7), layout="constrained", squeeze=False)
     for column, axis in enumerate(axes):
-        groups = _groups(found, axis)
+        groups = _group(rows, axis)
         for line, group in groups.items():
             group = [row for row in group if math.isfinite(row.tau_mean)]
             values = [row.point[axis] for row in group]
@@ -165,9 +165,9 @@ def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
                 cut = [row for row in group if row.stopped]
                 panel.plot([row.point[axis] for row in cut], [getattr(row, height) for row in cut], "kx", ms=9)
         panels[0][column].axhspan(*band, alpha=0.15, color="green", label="band")
-        panels[0][column].set(xlabel=axis, ylabel="mean τ (×: cut short)")
+        panels[0][column].set(xlabel=axis, ylabel="mean τ (×: ended early)")
         panels[1][column].set(xlabel=axis, ylabel=TITLE)
-        values = sorted({row.point[axis] for row in found})
+        values = sorted({row.point[axis] for row in rows})
         for panel in panels[:, column]:
             if _is_wide(values):
                 panel.set_xscale("log")
@@ -177,10 +177,10 @@ def draw_axes(found: Sequence[Row], band: tuple[float, float]) -> Figure:
     return figure
 
 
-def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+def draw_steps(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws mean τ, with the band, and the loss of every trial over its validations."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), layout="constrained", sharex=True)
-    for row in found:
+    for row in rows:
         steps = [step for step, _, _ in row.history]
         above.plot(steps, [tau for _, tau, _ in row.history], ".-", label=row.name)
         below.plot(steps, [score for _, _, score in row.history], ".-")
@@ -189,19 +189,19 @@ def draw_steps(found: Sequence[Row], band: tuple[float, float]) -> Figure:
     below.set(xlabel="step", ylabel=TITLE)
     for panel in (above, below):
         panel.grid(alpha=0.3)
-    if len(found) <= 16:
+    if len(rows) <= 16:
         above.legend(fontsize=7, ncols=2)
     return figure
 
 
-def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
+def draw_parallel(rows: Sequence[Row], band: tuple[float, float]) -> Figure:
     """Draws parallel coordinates: a line per trial through its axes, mean τ and loss, each with its own scale.
 
     Lines of trials in the band are green.
     """
-    axes = list(found[0].point)
+    axes = list(rows[0].point)
     columns = [*axes, "mean τ", TITLE]
-    shown = [row for row in found if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
+    shown = [row for row in rows if math.isfinite(row.tau_mean) and math.isfinite(row.loss)]
     figure, panel = plt.subplots(figsize=(11, 4), layout="constrained")
     table = [[*(row.point[axis] for axis in axes), row.tau_mean, row.loss] for row in shown]
     for number, values in enumerate(zip(*table, strict=True)):
@@ -212,7 +212,7 @@ def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
             line[number] = (value - low) / (high - low) if high > low else 0.5
         panel.text(number, -0.06, f"{min(values):.4g}", ha="center", va="top", fontsize=8)
         panel.text(number, 1.06, f"{max(values):.4g}", ha="center", va="bottom", fontsize=8)
-    best, _ = chosen(found, band)
+    best, _ = choose(rows, band)
     for row, line in zip(shown, table, strict=True):
         colour = "tab:green" if row.is_in_band else "tab:gray"
         panel.plot(line, "o-", color=colour, lw=3 if row is best else 1, alpha=1 if row is best else 0.6)
@@ -222,7 +222,7 @@ def draw_parallel(found: Sequence[Row], band: tuple[float, float]) -> Figure:
     return figure
 
 
-def _image(figure: Figure, description: str) -> str:
+def _embed(figure: Figure, description: str) -> str:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     plt.close(figure)
@@ -234,16 +234,16 @@ def _is_wide(values: Sequence[float]) -> bool:
     return values[0] > 0 and values[-1] >= 10 * values[0]
 
 
-def _groups(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+def _group(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Groups trials that differ only in one axis, sorted by it; the keys describe the values that they share."""
     groups: dict[str, list[Row]] = {}
-    for row in sorted(found, key=lambda row: row.point[axis]):
+    for row in sorted(rows, key=lambda row: row.point[axis]):
         rest = ", ".join(f"{name.rpartition('.')[2]} {value:g}" for name, value in row.point.items() if name != axis)
         groups.setdefault(rest, []).append(row)
     return groups
 
 
-def _fate(row: Row) -> str:
+def _describe_end(row: Row) -> str:
     if row.error:
         return f"failed: {row.error}"
     if row.stopped:
@@ -251,5 +251,5 @@ def _fate(row: Row) -> str:
     return "in the band" if row.is_in_band else "outside the band"
 
 
-def _shown(value: float) -> str:
+def _format(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.4f}"

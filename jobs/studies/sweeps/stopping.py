@@ -1,7 +1,8 @@
-"""The rules that stop trials of a band search early.
+"""The rules that stop trials early.
 
-A trial is stopped if its mean temperature has settled outside the band, if it diverges, or if others with the same
-number of steps are better (asynchronous successive halving, arXiv 1810.05934).
+A trial of a band search is stopped if its mean temperature has settled outside the band, if it diverges, or if others
+with the same number of steps are better (asynchronous successive halving, arXiv 1810.05934). A trial of another sweep
+is stopped if it diverges, or if the sweep's scheduler says so (`jobs.studies.sweeps.schedulers`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Rank: TypeAlias = tuple[bool, float]
 
 # Share of the steps before which no trial is stopped. Until then the mean temperature of joint training says little: it
 # turns when the base model has learnt most of what it will learn (docs/log.md).
-_GRACE_SHARE = 0.5
+GRACE_SHARE = 0.5
 # Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`.
 _BOUND_SHARE = 0.01
 # A mean temperature counts as settled only if it could not reach the band even at this multiple of its recent pace.
@@ -31,7 +32,7 @@ _HOPE = 2.0
 # −.22 to .20 from half of the steps to the end (docs/log.md).
 _SWING = 0.2
 # Successive halving: a share of 1/η of the trials goes on.
-_ETA = 2
+ETA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,15 @@ class BandRule:
         Learning rates fall towards the end, so it will rather move less. As the temperature may still turn, it must be
         farther from the band than such turns go. Two successive validations have to agree.
         """
-        if len(validations) < 3 or validations[-1].step < _GRACE_SHARE * self.num_steps:
+        if len(validations) < 3 or validations[-1].step < GRACE_SHARE * self.num_steps:
             return ""
         if "tau_mean" not in validations[-1].scores:
             return ""
-        last = self._verdict(validations)
-        return last if last and self._verdict(validations[:-1]) else ""
+        reason = self._judge_last(validations)
+        return reason if reason and self._judge_last(validations[:-1]) else ""
 
-    def _verdict(self, validations: Sequence[Validation]) -> str:
+    def _judge_last(self, validations: Sequence[Validation]) -> str:
+        """Returns why the run cannot end in the band by its last validation; empty if it may."""
         now = validations[-1]
         tau = now.scores["tau_mean"]
         margin = _BOUND_SHARE * (self.tau_max - self.tau_min)
@@ -66,10 +68,10 @@ class BandRule:
         low, high = self.band
         if low <= tau <= high:
             return ""
-        then = next(one for one in validations if one.step >= now.step * 2 / 3)
-        if then is now:
-            then = validations[-2]
-        pace = math.log(tau / then.scores["tau_mean"]) / (now.step - then.step)
+        before = next(validation for validation in validations if validation.step >= now.step * 2 / 3)
+        if before is now:
+            before = validations[-2]
+        pace = math.log(tau / before.scores["tau_mean"]) / (now.step - before.step)
         outside, pace_back = (math.log(tau / high), -pace) if tau > high else (math.log(low / tau), pace)
         left = self.num_steps - now.step
         if outside > _HOPE * max(pace_back, 0.0) * left + _SWING * left / (self.num_steps / 2):
@@ -83,27 +85,29 @@ class Halving:
     Args:
         num_steps: steps of a whole trial. The only rung is at half of them, since a higher learning rate that is best
             in the end may still be behind at a quarter (docs/log.md).
+        band: bounds of the mean temperature; trials in the band are better than all others.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self._rung = num_steps // _ETA
+    def __init__(self, num_steps: int, band: tuple[float, float]) -> None:
+        self._rung = num_steps // ETA
+        self._band = band
         self._ranks: dict[str, Rank] = {}
 
-    def goes_on(self, trial: str, steps: Sequence[int], ranks: Sequence[Rank]) -> bool:
+    def goes_on(self, trial: str, validations: Sequence[Validation]) -> bool:
         """Returns whether a trial with these validations, the last of which is new, should continue.
 
         Its rank at the rung is recorded even if it is reported later, so a continued sweep only has to report its
         trials again.
         """
-        reached = next((index for index, step in enumerate(steps) if step >= self._rung), None)
-        if reached is None:
+        reached = [validation for validation in validations if validation.step >= self._rung]
+        if not reached:
             return True
-        here = self._ranks[trial] = ranks[reached]
-        num_better = sum(rank > here for rank in self._ranks.values())
-        return reached < len(steps) - 1 or num_better < math.ceil(len(self._ranks) / _ETA)
+        rank = self._ranks[trial] = rank_of(reached[0], self._band)
+        num_better = sum(other > rank for other in self._ranks.values())
+        return len(reached) > 1 or num_better < math.ceil(len(self._ranks) / ETA)
 
 
-def rank(validation: Validation, band: tuple[float, float]) -> Rank:
+def rank_of(validation: Validation, band: tuple[float, float]) -> Rank:
     """Returns the rank of a validation: being in the band counts first, then the loss."""
     scores = validation.scores
     return band[0] <= scores.get("tau_mean", math.nan) <= band[1], -loss_of(scores)
@@ -114,20 +118,19 @@ class TrialWatch:
     """Decides when to stop one trial; see `jobs.engine.watch.Watch`."""
 
     trial: str
-    rule: BandRule
-    halving: ActorHandle | None = None
-    """A `Halving` actor that the trials share; None: the trial does not compete with others."""
+    rule: BandRule | None = None
+    """The rule that the mean temperature must be able to end in the band; None: it may end anywhere."""
+    race: ActorHandle | None = None
+    """Actor with a method `goes_on`, such as `Halving`, that the trials share; None: it does not compete with others."""
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
         """Returns why to stop the trial, or an empty string; checks divergence, then the band, then other trials."""
-        loss = loss_of(validations[-1].scores)
+        last = validations[-1]
+        loss = loss_of(last.scores)
         if not math.isfinite(loss):
-            return f"it diverges: {TITLE} is {loss} at step {validations[-1].step}"
-        if reason := self.rule.reason_to_stop(validations):
+            return f"it diverges: {TITLE} is {loss} at step {last.step}"
+        if self.rule and (reason := self.rule.reason_to_stop(validations)):
             return reason
-        if self.halving is not None:
-            steps = [one.step for one in validations]
-            ranks = [rank(one, self.rule.band) for one in validations]
-            if not ray.get(self.halving.goes_on.remote(self.trial, steps, ranks)):
-                return f"others are better at step {steps[-1]}: {TITLE} {loss:.4f}"
+        if self.race is not None and not ray.get(self.race.goes_on.remote(self.trial, validations)):
+            return f"other trials are better at step {last.step}: {TITLE} {loss:.4f}"
         return ""

@@ -31,7 +31,9 @@ from jobs.engine.tracking import (
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials
-from jobs.studies.trials.run import Trial, _reason, _RoundSearch, one_round
+from jobs.studies.trials.run import describe_error
+from jobs.studies.trials.searcher import RoundSearcher
+from jobs.studies.trials.trial import Trial, one_round
 from jobs.tasks.presets.language_models import PRESETS
 
 SECRET = "hunter2"
@@ -157,7 +159,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     assert found.inputs.dataset_inputs[0].dataset.source == json.dumps({"uri": "s3://***@bucket/x"})
     (tmp_path / "a").mkdir()
     content = {"configuration": dataclasses.asdict(config)}
-    reason = _reason(ValueError(f"no {secret.uri}"))
+    reason = describe_error(ValueError(f"no {secret.uri}"))
     publish_trials(run, None, rows=[], table="", content=content, metrics={}, failed={"b": reason})
     written = (tmp_path / "a" / "results.json").read_text()
     assert json.loads(written)["failed"] == {"b": "no http://***@h"}
@@ -178,7 +180,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
 def test_what_tune_writes_of_a_trial(tmp_path: Path) -> None:
     values = {"run.storage": str(tmp_path), "tracking.uri": f"http://me:{SECRET}@h"}
     config = with_fields(PRESETS["gpt2-scratch-small"](), values)
-    suggested = _RoundSearch(one_round([Trial(config=config, make_plan=print)])).suggest("1")
+    suggested = RoundSearcher(one_round([Trial(config=config, make_plan=print)])).suggest("1")
     assert isinstance(suggested, dict)
     assert SECRET.encode() not in suggested["trial"]
     assert b"gpt2-scratch-small" in suggested["trial"]

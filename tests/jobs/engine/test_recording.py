@@ -13,8 +13,8 @@ from jobs.engine.identity import with_fields
 from jobs.engine.recording import keep_end, record_end
 from jobs.engine.tracking import metric_history, open_run
 from jobs.scoring.mlflow_models.run import record_models
-from jobs.studies.trials import run as trials
-from jobs.studies.trials.run import Trial
+from jobs.studies.trials.run import make_plan_in_outage
+from jobs.studies.trials.trial import Trial
 from jobs.tasks.presets.language_models import PRESETS
 
 
@@ -71,9 +71,9 @@ def test_a_trial_waits_for_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return answer
 
     trial = Trial(config=config, make_plan=make_plan)
-    assert trials._planned(trial, seconds_between=0.0) == "a plan"
+    assert make_plan_in_outage(trial, seconds_between=0.0) == "a plan"
     assert not answers
-    monkeypatch.setattr(trials, "_SECONDS_OF_OUTAGE", -1.0)
+    monkeypatch.setattr("jobs.studies.trials.run._SECONDS_OF_OUTAGE", -1.0)
     answers.append(ConnectionError("MLflow does not answer"))
     with pytest.raises(ConnectionError, match="does not answer"):
-        trials._planned(trial, seconds_between=0.0)
+        make_plan_in_outage(trial, seconds_between=0.0)

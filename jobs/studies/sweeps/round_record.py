@@ -8,11 +8,11 @@ from jobs.studies.sweeps.search import Point
 from pipelines.storage import read_json, write_json
 
 
-class Course:
+class RoundRecord:
     """The rounds of a sweep so far, stored in `rounds.json` beside its trials.
 
     When a sweep is continued, its search is repeated, and requests the same trials as long as these have the same
-    outcomes. A failed trial that were tried again might succeed this time and lead to other rounds, so that the
+    outcomes. If a failed trial were tried again, it might succeed this time and lead to other rounds, so that the
     training of the later rounds would be lost. Therefore a failure is final once trials of a later round have begun; a
     failed trial of the last round is tried again.
     """
@@ -20,23 +20,23 @@ class Course:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._rounds: list[dict[str, str]] = []  # name → error, or an empty string if there was none
-        self._before: list[dict[str, str]] = (read_json(self._record) or {"rounds": []})["rounds"]
+        self._earlier_rounds: list[dict[str, str]] = (read_json(self._file) or {"rounds": []})["rounds"]
         self.points: dict[str, Point] = {}
         """Name → point, for all trials."""
-        self.settled = self._settled()
+        self.final_failures = self._find_final_failures()
         """Name → error of the failed trials that are not tried again."""
 
     @property
-    def _record(self) -> str:
+    def _file(self) -> str:
         return f"{self._directory}/rounds.json"
 
-    def _settled(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for number, one in enumerate(self._before):
-            later = [name for names in self._before[number + 1 :] for name in names]
+    def _find_final_failures(self) -> dict[str, str]:
+        failures: dict[str, str] = {}
+        for number, errors in enumerate(self._earlier_rounds):
+            later = [name for names in self._earlier_rounds[number + 1 :] for name in names]
             if any(self._has_begun(name) for name in later):
-                found |= {name: error for name, error in one.items() if error}
-        return found
+                failures |= {name: error for name, error in errors.items() if error}
+        return failures
 
     def _has_begun(self, name: str) -> bool:
         files = ("outcome.json", "checkpoint_manager_snapshot.json")
@@ -46,9 +46,9 @@ class Course:
         """Begin a round of these points."""
         self.points |= points
         self._rounds.append(dict.fromkeys(points, ""))
-        self.save(self.settled)
+        self.save(self.final_failures)
 
     def save(self, failed: Mapping[str, str]) -> None:
         """Save the failures so far, and keep the records of later rounds from earlier starts."""
-        self._rounds = [{name: failed.get(name, error) for name, error in one.items()} for one in self._rounds]
-        write_json(self._record, {"rounds": [*self._rounds, *self._before[len(self._rounds) :]]})
+        self._rounds = [{name: failed.get(name, error) for name, error in errors.items()} for errors in self._rounds]
+        write_json(self._file, {"rounds": [*self._rounds, *self._earlier_rounds[len(self._rounds) :]]})

@@ -1,0 +1,141 @@
+"""Trials are ended early if they cannot end in the band, if they diverge, or if others are better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.tune.schedulers import MedianStoppingRule
+
+from jobs.engine.watch import Validation
+from jobs.studies.sweeps.schedulers import SchedulerRace, make_asha
+from jobs.studies.sweeps.stopping import BandRule, Halving, TrialWatch, rank_of
+
+BAND = (0.7, 1.0)
+RULE = BandRule(band=BAND, tau_min=0.001, tau_max=2.0, num_steps=600)
+
+
+def validate(step: int, loss: float, tau: float = 0.8) -> Validation:
+    """Returns a validation with the two scores that the rules read."""
+    return Validation(step=step, scores={"tau_mean": tau, "cross_entropy_tau": loss})
+
+
+def make_course(*taus: float) -> list[Validation]:
+    """Returns validations with these mean temperatures, one every 50 steps."""
+    return [validate(50 * number, 5.0, tau) for number, tau in enumerate(taus, start=1)]
+
+
+def find_stop(rule: BandRule, validations: list[Validation]) -> tuple[int, str]:
+    """Returns the step at which a rule ends a run, and the reason; step 0 if it does not."""
+    for count in range(1, len(validations) + 1):
+        if reason := rule.reason_to_stop(validations[:count]):
+            return validations[count - 1].step, reason
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("taus", "step", "reason"),
+    [
+        ([1.0, 1.05, 1.0, 0.95, 0.9, 0.85, 0.85, 0.85, 0.85, 0.85, 0.85, 0.85], 0, ""),
+        ([1.9, 1.99, 1.99, 1.99, 1.99, 1.99], 300, "at the bound of its range"),
+        ([1.2, 1.3, 1.35, 1.4, 1.45, 1.5], 300, "settles outside the band"),
+        ([0.9, 0.6, 0.5, 0.45, 0.4, 0.38], 300, "settles outside the band"),
+        # It is outside, but no farther than a temperature may still turn in the steps that are left.
+        ([0.9, 0.8, 0.7, 0.66, 0.64, 0.63, 0.64, 0.66, 0.68, 0.7, 0.71, 0.71], 0, ""),
+        ([0.62] * 12, 500, "settles outside the band"),
+        # It is outside, but on its way in.
+        ([1.5, 1.45, 1.38, 1.3, 1.22, 1.14, 1.06, 0.98], 0, ""),
+        # In the first half of the steps it may be anywhere, and later a single validation does not suffice.
+        ([1.3, 1.4, 1.2, 1.0, 0.9, 1.15, 0.9, 0.85, 1.05, 0.9], 0, ""),
+    ],
+)
+def test_a_trial_is_cut_short_when_its_temperature_has_settled(taus: list[float], step: int, reason: str) -> None:
+    stopped, why = find_stop(RULE, make_course(*taus))
+    assert stopped == step
+    assert reason in why
+
+
+def test_a_loss_without_a_temperature_is_left_alone() -> None:
+    validations = [Validation(step=step, scores={"mean_recall": 0.5}) for step in range(100, 700, 100)]
+    assert find_stop(RULE, validations) == (0, "")
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.floats(0.0, 10.0)), min_size=1, max_size=30))
+def test_halving_lets_the_better_half_of_those_seen_go_on(arrivals: list[tuple[int, bool, float]]) -> None:
+    halving = Halving(4, BAND)
+    seen: dict[str, tuple[bool, float]] = {}
+    for trial, is_inside, loss in arrivals:
+        seen[str(trial)] = is_inside, -loss
+        num_better = sorted(seen.values(), reverse=True).index((is_inside, -loss))
+        goes_on = halving.goes_on(str(trial), [validate(1, 0.0), validate(2, loss, 0.8 if is_inside else 1.5)])
+        assert goes_on == (num_better < math.ceil(len(seen) / 2))
+
+
+def test_halving_looks_only_at_the_rung() -> None:
+    halving = Halving(100, BAND)
+
+    def goes_on(trial: str, *losses: float) -> bool:
+        return halving.goes_on(trial, [validate(20 * number, loss) for number, loss in enumerate(losses, start=1)])
+
+    assert goes_on("a", 2.0, 2.0, 1.1)
+    assert goes_on("b", 2.0, 2.0)
+    assert not goes_on("b", 1.1, 1.1, 2.0)
+    assert goes_on("b", 1.1, 1.1, 2.0, 2.0)
+    assert not halving.goes_on("c", [validate(50, 0.0, tau=1.5)])  # it is outside the band
+    assert halving.goes_on("d", [validate(50, 1.0)])
+
+
+def test_the_band_ranks_before_the_loss() -> None:
+    inside, outside = make_course(0.8, 1.1)
+    assert rank_of(inside, BAND) == (True, -5.0)
+    assert rank_of(outside, BAND) == (False, -5.0)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 10, 300, 301])
+def test_asha_compares_trials_once_at_half_of_their_steps(num_steps: int) -> None:
+    race = SchedulerRace(make_asha(num_steps))
+    half = math.ceil(num_steps / 2)
+    steps = range(1, num_steps)
+    best = [validate(step, 1.0) for step in steps]
+    worse = [validate(step, 2.0) for step in steps]
+    late = [validate(step, 2.0 if step < half else 0.5) for step in steps]
+    assert all(race.goes_on("best", best[:count]) for count in steps)
+    assert [race.goes_on("worse", worse[:count]) for count in steps] == [step < half for step in steps]
+    assert all(race.goes_on("late", late[:count]) for count in steps)
+
+
+def test_a_stop_is_final_and_validations_that_come_again_are_not_counted_twice() -> None:
+    race = SchedulerRace(make_asha(100))
+    assert race.goes_on("a", [validate(40, 1.0), validate(60, 1.0)])
+    assert not race.goes_on("b", [validate(40, 1.0), validate(60, 2.0)])
+    # The worker of the trial died and continues from its checkpoint.
+    assert not race.goes_on("b", [validate(40, 1.0)])
+    assert not race.goes_on("b", [validate(40, 1.0), validate(60, 2.0)])
+
+
+def test_a_continued_sweep_does_not_end_trials_that_have_gone_on_before() -> None:
+    race = SchedulerRace(make_asha(100))
+    assert race.goes_on("a", [validate(50, 1.0), validate(90, 1.0)])
+    # When it was at step 50, there was nothing to compare it with.
+    assert race.goes_on("b", [validate(50, 2.0), validate(70, 2.0)])
+
+
+def test_another_scheduler_that_decides_by_results_can_be_given() -> None:
+    rule: Any = MedianStoppingRule(
+        time_attr="step", metric="tau_mean", mode="min", grace_period=1, min_samples_required=2, min_time_slice=math.inf
+    )
+    race = SchedulerRace(rule)
+    assert race.goes_on("a", [validate(10, 5.0, tau=0.7)])
+    assert race.goes_on("b", [validate(10, 5.0, tau=0.8)])
+    assert not race.goes_on("c", [validate(10, 5.0, tau=0.9)])
+
+
+def test_a_trial_without_a_finite_loss_diverges() -> None:
+    for watch in (TrialWatch(trial="a", rule=RULE), TrialWatch(trial="a")):
+        validations = make_course(0.85, 0.85)
+        assert watch.reason_to_stop(validations) == ""
+        validations[-1] = validate(100, math.nan, tau=0.85)
+        assert "it diverges: cross-entropy at τ is nan at step 100" in watch.reason_to_stop(validations)
