@@ -9,7 +9,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import claim_directory, tracking_uri
 from jobs.engine.task import data_set
-from jobs.studies.cross_validation.table import Row, markdown, rows
+from jobs.studies.cross_validation.table import Row, as_markdown, make_rows
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
 from jobs.studies.trials.run import run_trials
@@ -39,7 +39,7 @@ class CrossValidation:
                 f"{grid.num_folds} folds = {len(self.cells)}",
                 f"settings     {settings}{f' and {more} more' if more > 0 else ''}",
                 "",
-                "A cell:",
+                "A cell of every task:",
                 *(plan.describe() + "\n" for plan in self.examples),
             ]
         )
@@ -92,20 +92,20 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         data_cpus=work.examples[0].data_cpus,
         describe=lambda outcome: f"{outcome['validation']['accuracy']:.2%}",
     )
-    found = rows(config, outcomes.finished)
+    rows = make_rows(config, outcomes.finished)
     return publish(
         config.run,
         parent,
-        rows=found,
-        table=markdown(found, config),
+        rows=rows,
+        table=as_markdown(rows, config),
         content={
             "configuration": dataclasses.asdict(config),
-            "rows": [dataclasses.asdict(row) for row in found],
+            "rows": [dataclasses.asdict(row) for row in rows],
             "cells": {
                 name: {"accuracy": outcome["validation"]["accuracy"], "confusion": outcome["confusion"]}
                 for name, outcome in outcomes.finished.items()
             },
         },
-        metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in found if row.accuracy is not None},
+        metrics={f"accuracy/{row.task}/{row.setting}": row.accuracy.mean for row in rows if row.accuracy is not None},
         failed=outcomes.failed,
     )

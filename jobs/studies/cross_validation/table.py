@@ -33,14 +33,14 @@ class Row:
     num_worse: int
 
 
-def rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def make_rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Returns the rows of all tasks and settings.
 
     Args:
         config: the configuration of the cross-validation.
         outcomes: name of a run → its outcome, for the cells that did not fail.
     """
-    grid, found = config.grid, []
+    grid, rows = config.grid, []
     test_share = 1.0 / (grid.num_folds - 1)
     for task in config.tasks:
         by_setting: dict[str, dict[tuple[int, int], float]] = {}
@@ -55,7 +55,7 @@ def rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]
             values = list(accuracies.values())
             baseline = by_setting.get(BASELINE, {}) if setting_name != BASELINE else {}
             differences = [value - baseline[cell] for cell, value in accuracies.items() if cell in baseline]
-            found.append(
+            rows.append(
                 Row(
                     task=task or "file",
                     setting=setting_name,
@@ -67,20 +67,20 @@ def rows(config: CrossValidationConfig, outcomes: Mapping[str, Mapping[str, Any]
                     num_worse=int((np.array(differences) < 0).sum()),
                 )
             )
-    return found
+    return rows
 
 
-def markdown(found: Sequence[Row], config: CrossValidationConfig) -> str:
+def as_markdown(rows: Sequence[Row], config: CrossValidationConfig) -> str:
     """Returns the table, followed by mean differences and an explanation."""
     cells = [["task", "setting", "accuracy, %", "against ce", "p", "better / worse", "failed"]]
-    for row in found:
+    for row in rows:
         difference = row.difference
         cells.append(
             [
                 row.task,
                 row.setting,
-                _shown(row.accuracy),
-                _shown(difference, sign="+"),
+                _format(row.accuracy),
+                _format(difference, sign="+"),
                 "" if difference is None else f"{difference.p:.3f}",
                 "" if difference is None else f"{row.num_better} / {row.num_worse}",
                 str(row.num_failed),
@@ -88,7 +88,7 @@ def markdown(found: Sequence[Row], config: CrossValidationConfig) -> str:
         )
     lines = [markdown_table(cells), ""]
     for setting in config.grid.settings:
-        means = [row.difference.mean for row in found if row.setting == setting.name and row.difference is not None]
+        means = [row.difference.mean for row in rows if row.setting == setting.name and row.difference is not None]
         if len(means) > 1:
             lines.append(f"Mean difference of {setting.name} over {len(means)} tasks: {np.mean(means):+.2f}")
     grid = config.grid
@@ -97,11 +97,13 @@ def markdown(found: Sequence[Row], config: CrossValidationConfig) -> str:
         "p that of no difference, by the corrected resampled t-test (Nadeau & Bengio 2003), as training sets overlap."
     )
     if len(grid.settings) - grid.with_baseline > 1:
-        lines.append("The best of several settings, chosen on the folds that score it, flatters itself.")
+        lines.append(
+            "The best of several settings is chosen on the folds that score it, so its accuracy is too optimistic."
+        )
     return "\n".join(lines)
 
 
-def _shown(value: Estimate | None, *, sign: str = "") -> str:
+def _format(value: Estimate | None, *, sign: str = "") -> str:
     if value is None:
         return ""
     half = "" if np.isnan(value.half_width) else f" ± {value.half_width:.2f}"

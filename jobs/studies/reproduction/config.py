@@ -18,10 +18,10 @@ from jobs.studies.reproduction.experiments.registry import find
 
 # Fields that an experiment sets itself for each of its runs, and what the user should set instead.
 _OWN_FIELDS = {
-    "run.name": "--name is that of the whole",
-    "run.seed": "--seeds says how many there are",
-    "run.storage": "give --storage",
-    "run.prepared": "give --storage",
+    "run.name": "--name is the name of the whole experiment",
+    "run.seed": "--seeds sets the number of seeds",
+    "run.storage": "use --storage",
+    "run.prepared": "use --storage",
 }
 
 
@@ -66,15 +66,15 @@ class ReproduceConfig:
     @property
     def run(self) -> RunSection:
         """Name and storage as the section that training runs use, checked by the same rules."""
-        run = RunSection(name=self.name or self._usual_name, storage=self.storage)
+        run = RunSection(name=self.name or self._default_name, storage=self.storage)
         _ = run.resolved_storage
         return run
 
     @property
-    def _usual_name(self) -> str:
-        asked = {name: getattr(self, name) for name in ("seeds", "steps", "arms", "change", "data")}
-        usual = {item.name: item.default for item in dataclasses.fields(self)}
-        unusual = {name: value for name, value in asked.items() if value != usual[name]}
+    def _default_name(self) -> str:
+        settings = {name: getattr(self, name) for name in ("seeds", "steps", "arms", "change", "data")}
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        unusual = {name: value for name, value in settings.items() if value != defaults[name]}
         name = f"reproduce-{find(self.experiment).id}-{self.scale}"
         if not unusual:
             return name
@@ -83,15 +83,17 @@ class ReproduceConfig:
     @property
     def changes(self) -> dict[str, Any]:
         """`section.field` → value; numbers, True, None and the like are read as Python literals, all else as text."""
-        found = {name.replace("-", "_"): _value(text) for name, text in named_values("change", self.change).items()}
-        if own := found.keys() & _OWN_FIELDS.keys():
+        changes = {
+            name.replace("-", "_"): _parse_value(text) for name, text in named_values("change", self.change).items()
+        }
+        if own := changes.keys() & _OWN_FIELDS.keys():
             name = min(own)
-            raise ValueError(f"change: {name} is what tells runs apart: {_OWN_FIELDS[name]}")
+            raise ValueError(f"change: {name} cannot be changed, as it tells runs apart: {_OWN_FIELDS[name]}")
         if self.steps is not None:
-            found["run.num_steps"] = self.steps
+            changes["run.num_steps"] = self.steps
             if self.scale == "small":
-                found["validation.every"] = max(1, self.steps // 4)
-        return found
+                changes["validation.every"] = max(1, self.steps // 4)
+        return changes
 
     @property
     def paths(self) -> dict[str, str]:
@@ -99,7 +101,7 @@ class ReproduceConfig:
         return {name: absolute_path(path) for name, path in named_values("data", self.data).items()}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

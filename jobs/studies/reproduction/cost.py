@@ -80,8 +80,12 @@ def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
     """Returns the cost of all these runs together."""
     if not any(config.workers.use_gpu for config in configs):
         hours = sum(_SMALL_START + config.run.num_steps * _SMALL_SECONDS[type(config)] for config in configs) / 3600
-        return Cost(hours=hours, unit="core-hours", bases=("roughly, by the small twins' pace on two busy cores",))
-    parts = [_full(config) for config in configs]
+        return Cost(
+            hours=hours,
+            unit="core-hours",
+            bases=("a rough estimate from the pace of the small presets on two busy cores",),
+        )
+    parts = [_estimate_full(config) for config in configs]
     return Cost(
         hours=sum(hours for hours, _ in parts),
         unit="GPU-hours",
@@ -89,7 +93,7 @@ def cost_of(configs: Sequence[TrainingConfig]) -> Cost:
     )
 
 
-def _full(config: TrainingConfig) -> tuple[float, str]:
+def _estimate_full(config: TrainingConfig) -> tuple[float, str]:
     for start, (hours, basis) in _PAPER_HOURS.items():
         if config.run.name.startswith(start):
             return hours * config.run.num_steps, basis
@@ -100,9 +104,9 @@ def _full(config: TrainingConfig) -> tuple[float, str]:
 def _flops_per_step(config: TrainingConfig) -> float:
     size = config.optimizer.batch_size
     if isinstance(config, ClipConfig):
-        usual = _usual(config).model
+        preset = _preset_config(config).model
         start = config.model.path or config.model.image_path
-        forward = (_PAIR_GFLOPS.get(start) or _PAIR_GFLOPS[usual.path or usual.image_path]) * 1e9
+        forward = (_PAIR_GFLOPS.get(start) or _PAIR_GFLOPS[preset.path or preset.image_path]) * 1e9
         return size * forward * (1 if config.model.freeze else 3)
     if isinstance(config, LanguageModelConfig):
         num_parameters = 1e6 * (_millions(config, config.model.path) if config.model.path else _GPT2_MILLIONS)
@@ -123,9 +127,9 @@ def _flops_per_step(config: TrainingConfig) -> float:
 
 def _millions(config: TrainingConfig, path: str) -> float:
     """Returns the parameters, in millions, of the model at a path; for an unknown path, those of the preset's model."""
-    return _MILLIONS.get(path) or _MILLIONS.get(_usual(config).model.path, _GPT2_MILLIONS)
+    return _MILLIONS.get(path) or _MILLIONS.get(_preset_config(config).model.path, _GPT2_MILLIONS)
 
 
-def _usual(config: TrainingConfig) -> Any:
+def _preset_config(config: TrainingConfig) -> Any:
     """Returns the configuration of a run's preset."""
     return PRESETS[max((name for name in PRESETS if config.run.name.startswith(f"{name}-")), key=len)]()

@@ -26,22 +26,22 @@ _NUM_PROMPT_TOKENS = 16
 _NUM_NEW_TOKENS = 32
 
 
-def parameter_counts(seed: int) -> dict[str, dict[str, float]]:
+def count_parameters(seed: int) -> dict[str, dict[str, float]]:
     """Returns the number of the TempNets' parameters for every base, counted and by formula (Table 13).
 
     The formula is d0·d1 + d1 + d1·d2 + d2 + 2 per network.
     """
-    found = {}
+    counts = {}
     for base, (number, config) in _NETWORKS.items():
         with torch.device("meta"):
             counted = sum(parameter.numel() for parameter in TempNet(config).parameters())
         d0, d1, d2 = config.input_size, config.hidden_size, config.num_prototypes
         formula = d0 * d1 + d1 + d1 * d2 + d2 + 2
-        found[base] = {"parameters": float(number * counted), "formula": float(number * formula)}
-    return found
+        counts[base] = {"parameters": float(number * counted), "formula": float(number * formula)}
+    return counts
 
 
-def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
+def measure_overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mapping[str, float]]]:
     """Returns a function of the seed that measures what TempNet and the robust loss add to the run time (Table 14).
 
     The plain model and the one with a TempNet are timed in turn, round after round. `training` and `generation` are
@@ -54,25 +54,25 @@ def overhead(config: LanguageModelConfig) -> Callable[[int], Mapping[str, Mappin
         torch.manual_seed(seed)
         if config.workers.num_threads:
             torch.set_num_threads(config.workers.num_threads)
-        steps = _training(config)
-        texts = _generation(config)
+        steps = _make_training_steps(config)
+        texts = _make_generators(config)
         num_trained = config.optimizer.batch_size * config.data.context_length
         num_generated = config.optimizer.batch_size * _NUM_NEW_TOKENS
-        found: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
-        for what, forms, num_tokens in (("training", steps, num_trained), ("generation", texts, num_generated)):
-            seconds = _in_turn(forms)
+        figures: dict[str, dict[str, float]] = {"plain": {}, "TempNet": {}}
+        for task, forms, num_tokens in (("training", steps, num_trained), ("generation", texts, num_generated)):
+            seconds = _time_in_turn(forms)
             for form, values in seconds.items():
                 ratios = [value / plain for value, plain in zip(values, seconds["plain"], strict=True)]
-                found[form] |= {
-                    what: statistics.median(ratios),
-                    f"{what}_speed": num_tokens / statistics.median(values),
+                figures[form] |= {
+                    task: statistics.median(ratios),
+                    f"{task}_speed": num_tokens / statistics.median(values),
                 }
-        return found
+        return figures
 
     return measure
 
 
-def _in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
+def _time_in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
     """Returns the seconds of every form in every round, without the first round, which warms up.
 
     The order alternates, so that no form always comes first.
@@ -90,11 +90,11 @@ def _in_turn(forms: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
     return seconds
 
 
-def _device(config: LanguageModelConfig) -> torch.device:
+def _find_device(config: LanguageModelConfig) -> torch.device:
     if not config.workers.use_gpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("workers.use_gpu = True, but this machine has no GPU to take the time on")
+        raise ValueError("workers.use_gpu = True, but this machine has no GPU to measure on")
     return torch.device("cuda")
 
 
@@ -112,14 +112,14 @@ def training_step(module: nn.Module, ids: Tensor, positions: Tensor, targets: Te
     return step
 
 
-def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
+def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Returns the functions that do a training step, by form."""
     import dataclasses
 
     from jobs.tasks.language_model.models import build_model
     from pipelines.text.tokenization import load_tokenizer
 
-    device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
+    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
     shape = (config.optimizer.batch_size, config.data.context_length)
     ids, targets = torch.randint(len(tokenizer), (2, *shape), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
@@ -133,13 +133,13 @@ def _training(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     return {"plain": form("ce"), "TempNet": form("dro")}
 
 
-def _generation(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
+def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Returns the functions that sample tokens for a batch of prompts, by form."""
     from jobs.tasks.language_model.models import build_base, build_tempnet, resolved_rho
     from pipelines.text.tokenization import load_tokenizer
     from tempnet.inference import CachedFold, attach
 
-    device, tokenizer = _device(config), load_tokenizer(config.tokenizer)
+    device, tokenizer = _find_device(config), load_tokenizer(config.tokenizer)
     base = build_base(config, tokenizer).eval()
     base.to(device)
     rho = resolved_rho(config, len(tokenizer))

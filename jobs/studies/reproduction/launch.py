@@ -15,10 +15,10 @@ from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import PoolSection
 from jobs.studies.reproduction.experiment import Measure, Scores
 from jobs.studies.reproduction.picture import has_picture, png
-from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, is_local, outcome_of, where
-from jobs.studies.reproduction.runs import Run, needed_paths, planner
+from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, is_local, locate, outcome_of
+from jobs.studies.reproduction.runs import Run, find_planner, list_needed_paths
 from jobs.studies.reproduction.scoring import FinishedRun, Place
-from jobs.studies.reproduction.table import StudyResult, as_content, markdown, verdict_of_claim
+from jobs.studies.reproduction.table import StudyResult, as_content, as_markdown, verdict_of_claim
 from jobs.studies.reproduction.verdicts import Replicates, judge
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
@@ -41,7 +41,9 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     plans = _check(work)
     claim_directory(config)
     outcomes, data_sets = Outcomes(finished={}, failed={}), {}
-    if any(outcome_of(run) is None for run in work.runs.values()) or any(one.study.scoring for one in work.studies):
+    if any(outcome_of(run) is None for run in work.runs.values()) or any(
+        planned.study.scoring for planned in work.studies
+    ):
         start_ray()
         data_sets = prepare_once(plans)
     parent = open_parent(
@@ -54,22 +56,22 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     )
     with mark_if_ended(parent):
         if work.runs:
-            measures = measures_of_runs(work)
+            measures = find_measures(work)
             outcomes = _run_in_order(
                 list(work.runs.values()),
                 directory=config.run.directory,
                 parent=parent,
                 num_concurrent=config.num_concurrent,
                 data_cpus=max(plan.data_cpus for plan in plans),
-                describe=lambda outcome: _in_few_words(outcome, measures[outcome["run"]]),
+                describe=lambda outcome: _describe_outcome(outcome, measures[outcome["run"]]),
             )
-        results = [_result(work, planned, outcomes) for planned in work.studies]
+        results = [_judge_study(work, planned, outcomes) for planned in work.studies]
         verdict = verdict_of_claim(work, results)
         return publish(
             config.run,
             parent,
             rows=results,
-            table=markdown(work, results, outcomes.failed),
+            table=as_markdown(work, results, outcomes.failed),
             content=as_content(work, results),
             files={"figures.png": png(results)} if has_picture(results) else {},
             metrics={"verdict": _VERDICT_NUMBERS[verdict], "num_failed": len(outcomes.failed)},
@@ -77,7 +79,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
         )
 
 
-def measures_of_runs(work: Reproduction) -> dict[str, Sequence[Measure]]:
+def find_measures(work: Reproduction) -> dict[str, Sequence[Measure]]:
     """Returns each run's measures, which are those of the study that it is made for; others may not apply to it."""
     return {run.name: planned.study.measures for planned in work.studies for run in planned.runs}
 
@@ -99,7 +101,7 @@ def _check(work: Reproduction) -> list[Plan]:
     for name, path in work.scoring_data.items():
         if path and is_local(path) and not Path(path).exists():
             raise FileNotFoundError(
-                f"data: {name} = {path!r} is not there, and models are scored on it: --data {name}=PATH"
+                f"data: {name} = {path!r} does not exist, and models are scored on it: use --data {name}=PATH"
             )
     first = {(number, run.arm.name): run for number, planned in enumerate(work.studies) for run in planned.runs[::-1]}
     by_name = {run.name: run for run in first.values()}
@@ -107,35 +109,37 @@ def _check(work: Reproduction) -> list[Plan]:
     def can_start(run: Run) -> bool:
         return not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
 
-    plans = [planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
-    for field, paths in needed_paths([run.config for run in work.runs.values()]).items():
+    plans = [find_planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
+    for field, paths in list_needed_paths([run.config for run in work.runs.values()]).items():
         for path in paths:
-            if where(field, path) == "MISSING":
-                raise FileNotFoundError(f"{field} = {path!r} is not there: --change {field}=PATH")
+            if locate(field, path) == "MISSING":
+                raise FileNotFoundError(f"{field} = {path!r} does not exist: use --change {field}=PATH")
     return plans
 
 
 def _run_in_order(runs: Sequence[Run], **options: Any) -> Outcomes:
-    """Run everything, beginning with runs that depend on no other; what starts from a failed run counts as failed."""
-    outcomes = run_trials(_rounds(runs), length=len(runs), **options)
+    """Run everything, bases before the runs that start from them; runs that start from a failed run count as failed."""
+    outcomes = run_trials(_make_rounds(runs), length=len(runs), **options)
     failed = dict(outcomes.failed)
     for run in runs:  # a base precedes the runs that start from it
         if run.after in failed:
-            failed.setdefault(run.name, f"{run.after}, which it starts from, failed")
+            failed.setdefault(run.name, f"{run.after}, the run that it starts from, failed")
     return Outcomes(finished=outcomes.finished, failed=failed)
 
 
-def _rounds(runs: Sequence[Run]) -> Rounds:
+def _make_rounds(runs: Sequence[Run]) -> Rounds:
     """Yields rounds of trials; every run is in the first round after the run that it starts from has finished."""
     left, finished = list(runs), {run.name for run in runs if outcome_of(run) is not None}
     while ready := [run for run in left if not run.after or run.after in finished]:
         left = [run for run in left if run not in ready]
-        finished |= (yield [Trial(config=run.config, make_plan=planner(run.config)) for run in ready]).finished.keys()
+        finished |= (
+            yield [Trial(config=run.config, make_plan=find_planner(run.config)) for run in ready]
+        ).finished.keys()
 
 
-def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:
+def _judge_study(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> StudyResult:
     study = planned.study
-    replicates = _measured(work, planned) if study.direct else _scored(work, planned, outcomes)
+    replicates = _measure(work, planned) if study.direct else _score_runs(work, planned, outcomes)
     measures = {measure.name: measure for measure in study.measures}
     return StudyResult(
         study=study,
@@ -147,16 +151,16 @@ def _result(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> St
     )
 
 
-def _measured(work: Reproduction, planned: PlannedStudy) -> Replicates:
+def _measure(work: Reproduction, planned: PlannedStudy) -> Replicates:
     assert planned.study.direct is not None
-    found: dict[str, dict[str, Scores]] = {}
+    replicates: dict[str, dict[str, Scores]] = {}
     for seed in range(work.config.seeds):
         for arm, scores in planned.study.direct(seed).items():
-            found.setdefault(arm, {})[str(seed)] = scores
-    return found
+            replicates.setdefault(arm, {})[str(seed)] = scores
+    return replicates
 
 
-def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
+def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Replicates:
     study = planned.study
     finished = {
         run.name: FinishedRun(config=run.config, outcome=outcomes.finished[run.name])
@@ -177,14 +181,14 @@ def _scored(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -> Re
         )
         for name, more in study.scoring.scores(wanted, place).items():
             scores[name] |= more
-    found: dict[str, dict[str, Scores]] = {}
+    replicates: dict[str, dict[str, Scores]] = {}
     for run in planned.runs:
         if run.name in scores:
-            found.setdefault(run.arm.name, {})[run.replicate.name] = scores[run.name]
-    return found
+            replicates.setdefault(run.arm.name, {})[run.replicate.name] = scores[run.name]
+    return replicates
 
 
-def _in_few_words(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> str:
+def _describe_outcome(outcome: Mapping[str, Any], measures: Sequence[Measure]) -> str:
     scores = scores_of(outcome)
     shown: dict[str, str] = {}
     for measure in measures:

@@ -30,7 +30,7 @@ def png(results: Sequence[StudyResult]) -> bytes:
 
 def draw(results: Sequence[StudyResult]) -> Figure:
     """Draws a row of panels for every study that has random measures."""
-    drawn = [result for result in results if _measured(result)]
+    drawn = [result for result in results if _list_measures(result)]
     figure = plt.figure(figsize=(11, sum(map(_height, drawn))), layout="constrained")
     rows = figure.subfigures(len(drawn), 1, height_ratios=[_height(result) for result in drawn], squeeze=False)[:, 0]
     for row, result in zip(rows, drawn, strict=True):
@@ -38,7 +38,7 @@ def draw(results: Sequence[StudyResult]) -> Figure:
         if isinstance(result.study.scoring, History):
             _draw_course(row.subplots(), result)
             continue
-        measures = _measured(result)[:_MAX_NUM_PANELS]
+        measures = _list_measures(result)[:_MAX_NUM_PANELS]
         panels = row.subplots(1, len(measures), squeeze=False, sharey=True)[0]
         for panel, measure in zip(panels, measures, strict=True):
             _draw_measure(panel, result, measure)
@@ -47,10 +47,10 @@ def draw(results: Sequence[StudyResult]) -> Figure:
 
 def has_picture(results: Sequence[StudyResult]) -> bool:
     """Returns whether any study has random measures to draw."""
-    return any(_measured(result) for result in results)
+    return any(_list_measures(result) for result in results)
 
 
-def _measured(result: StudyResult) -> list[Measure]:
+def _list_measures(result: StudyResult) -> list[Measure]:
     """Returns the random measures of a study, without exact ones, for which any arm has figures."""
     return [
         measure
@@ -82,12 +82,12 @@ def _draw_course(panel: Axes, result: StudyResult) -> None:
     measures = result.study.measures
     shares = [(number + 1) / len(measures) for number in range(len(measures))]
     for arm in result.study.arms:
-        found = [result.estimate(arm, measure) for measure in measures]
-        known = [(share, one) for share, one in zip(shares, found, strict=True) if one]
+        estimates = [result.estimate(arm, measure) for measure in measures]
+        known = [(share, estimate) for share, estimate in zip(shares, estimates, strict=True) if estimate]
         panel.errorbar(
             [share for share, _ in known],
-            [one.mean for _, one in known],
-            yerr=[one.half_width for _, one in known],
+            [estimate.mean for _, estimate in known],
+            yerr=[estimate.half_width for _, estimate in known],
             marker="o",
             capsize=3,
             label=arm.name,

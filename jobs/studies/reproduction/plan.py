@@ -17,7 +17,7 @@ from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
 from jobs.studies.reproduction.experiment import Experiment, Study
 from jobs.studies.reproduction.experiments.registry import find
-from jobs.studies.reproduction.runs import Run, needed_paths, preset_of, runs_of, test_share
+from jobs.studies.reproduction.runs import Run, find_test_share, list_needed_paths, make_runs, preset_of
 from pipelines.storage import read_json
 
 
@@ -82,13 +82,13 @@ class Reproduction:
                 else f"{'runs':<12} {len(runs)}, all of them finished before"
             )
         for planned in self.studies:
-            lines += ["", f"{planned.study.title}:", _arms(planned, config)]
+            lines += ["", f"{planned.study.title}:", _list_arms(planned, config)]
             lines += [f"note: {note}" for note in planned.study.notes]
-        data = needed_paths([run.config for run in runs])
+        data = list_needed_paths([run.config for run in runs])
         data |= {f"--data {name}": [path] for name, path in self.scoring_data.items() if path}
         if data:
             lines += ["", "data:"]
-            lines += [f"  {name:<26} {path}  ({where(name, path)})" for name, paths in data.items() for path in paths]
+            lines += [f"  {name:<26} {path}  ({locate(name, path)})" for name, paths in data.items() for path in paths]
         return "\n".join(lines)
 
 
@@ -106,7 +106,7 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
     studies = [
         PlannedStudy(
             study=study,
-            runs=runs_of(
+            runs=make_runs(
                 study,
                 config.scale,
                 config.seeds,
@@ -115,22 +115,24 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
                 tracking=tracking,
                 overrides=config.changes,
             ),
-            test_share=test_share(study, config.scale),
+            test_share=find_test_share(study, config.scale),
         )
-        for study in _chosen(experiment.studies(config.scale), config.arms)
+        for study in _select_arms(experiment.studies(config.scale), config.arms)
     ]
     work = Reproduction(config=config, experiment=experiment, studies=studies, tracking_uri=uri)
     reads_models = any(planned.study.scoring or any(run.after for run in planned.runs) for planned in studies)
     if reads_models and not is_local(storage):
         raise ValueError(
-            f"storage = {storage!r}: the models of {experiment.id} are read again, to be scored or to start others from, and "
-            "that is from a path: choose a directory that all machines share"
+            f"storage = {storage!r}: the models of {experiment.id} are read again, to score them or to start others from "
+            "them, which needs a local path: choose a directory that all machines share"
         )
     if unknown := sorted(config.paths.keys() - work.scoring_data.keys()):
-        there = ", ".join(work.scoring_data) or "none; what runs read is a field: --change data.FIELD=PATH"
-        raise ValueError(f"data: {experiment.id} is not scored on {unknown[0]!r}: there is {there}")
+        known = (
+            ", ".join(work.scoring_data) or "no data; the data that runs read are fields: use --change data.FIELD=PATH"
+        )
+        raise ValueError(f"data: {experiment.id} is not scored on {unknown[0]!r}: it is scored on {known}")
     if config.changes and not work.runs:
-        raise ValueError(f"change, steps: {experiment.id} trains nothing, so that there is nothing to change")
+        raise ValueError(f"change, steps: {experiment.id} trains nothing, so there is nothing to change")
     check_fields(config.changes, [run.config for run in work.runs.values()])
     return work
 
@@ -145,18 +147,18 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
-def where(name: str, path: str) -> str:
+def locate(name: str, path: str) -> str:
     """Returns, as text for the user, whether a path exists; tokenizers and models may be on the hub."""
     if not is_local(path):
         return "a URI"
     if Path(path).exists():
-        return "there"
+        return "found"
     may_be_on_hub = name.startswith("model.") or name == "data.tokenizer"
     is_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "data", "runs"))
     return "from the hub" if may_be_on_hub and is_hub_name else "MISSING"
 
 
-def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
+def _select_arms(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
     """Returns the studies restricted to the named arms.
 
     The arms that these start from are kept, too, as are the statements about only the kept arms. Studies without a
@@ -170,18 +172,20 @@ def _chosen(studies: Iterable[Study], names: tuple[str, ...]) -> list[Study]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
             raise ValueError(f"arms: {name!r} is unknown: did you mean {' or '.join(map(repr, near))}?")
-    found = []
+    selected = []
     for study in studies:
         wanted = {arm.name for arm in study.arms if arm.name in names}
         wanted |= {arm.after for arm in study.arms if arm.name in wanted}
         if wanted & set(names):
             arms = tuple(arm for arm in study.arms if arm.name in wanted)
-            statements = tuple(one for one in study.statements if {arm for arm, _ in one.weights} <= wanted)
-            found.append(dataclasses.replace(study, arms=arms, statements=statements))
-    return found
+            statements = tuple(
+                statement for statement in study.statements if {arm for arm, _ in statement.weights} <= wanted
+            )
+            selected.append(dataclasses.replace(study, arms=arms, statements=statements))
+    return selected
 
 
-def _arms(planned: PlannedStudy, config: ReproduceConfig) -> str:
+def _list_arms(planned: PlannedStudy, config: ReproduceConfig) -> str:
     rows = [["arm", "preset", "changed", "steps", "runs"]]
     for arm in planned.study.arms:
         runs = [run for run in planned.runs if run.arm.name == arm.name]

@@ -93,14 +93,14 @@ def replicates_of(arm: Arm, scale: Scale, num_seeds: int) -> list[Replicate]:
     ]
 
 
-def test_share(study: Study, scale: Scale) -> float:
+def find_test_share(study: Study, scale: Scale) -> float:
     """Returns n_test/n_train if the study's replicates are folds, else 0."""
     configs = [PRESETS[preset_of(arm, scale)]() for arm in study.arms if arm.preset]
     folds = [config.grid.num_folds for config in configs if isinstance(config, CrossValidationConfig)]
     return 1.0 / (folds[0] - 1) if folds else 0.0
 
 
-def runs_of(
+def make_runs(
     study: Study,
     scale: Scale,
     num_seeds: int,
@@ -124,45 +124,45 @@ def runs_of(
     Raises:
         ValueError: naming a field that does not exist, or if a configuration is invalid.
     """
-    found: dict[tuple[str, str], Run] = {}
-    place: dict[str, Any] = {"run.storage": directory, "run.prepared": prepared}
-    place |= {f"tracking.{name}": value for name, value in tracking.items()}
+    runs: dict[tuple[str, str], Run] = {}
+    common: dict[str, Any] = {"run.storage": directory, "run.prepared": prepared}
+    common |= {f"tracking.{name}": value for name, value in tracking.items()}
     if scale == "small":
-        place |= SMALL_WORKERS
+        common |= SMALL_WORKERS
     for arm in study.arms:
         if not arm.preset:
             continue
         for replicate in replicates_of(arm, scale, num_seeds):
             # A base that many runs start from is trained once per seed, not once per fold.
-            before = found[arm.after, f"{replicate.number}.0"] if arm.after else None
-            start = {"model.path": before.config.run.export_directory} if before else {}
+            base = runs[arm.after, f"{replicate.number}.0"] if arm.after else None
+            start = {"model.path": base.config.run.export_directory} if base else {}
             preset = preset_of(arm, scale)
-            config = _before_changes(preset, replicate)
+            config = _make_base_config(preset, replicate)
             known = flatten(config)
             fitting = {name: value for name, value in overrides.items() if name in known}
-            config = with_fields(config, {**place, **study.changes, **fitting, **start, **arm.changes})
-            config = _named(config, preset, replicate, is_small=scale == "small")
-            found[arm.name, replicate.name] = Run(
-                arm=arm, replicate=replicate, config=config, after=before.name if before else ""
+            config = with_fields(config, {**common, **study.changes, **fitting, **start, **arm.changes})
+            config = _set_name(config, preset, replicate, is_small=scale == "small")
+            runs[arm.name, replicate.name] = Run(
+                arm=arm, replicate=replicate, config=config, after=base.name if base else ""
             )
-    return list(found.values())
+    return list(runs.values())
 
 
-def _before_changes(preset: str, replicate: Replicate) -> TrainingConfig:
+def _make_base_config(preset: str, replicate: Replicate) -> TrainingConfig:
     config = PRESETS[preset]()
     if isinstance(config, CrossValidationConfig):
         config = config.cell("", config.grid.settings[-1], replicate.seed, replicate.fold)
     return with_fields(config, {"run.seed": replicate.seed})
 
 
-def _named(config: Config, preset: str, replicate: Replicate, *, is_small: bool) -> Config:
+def _set_name(config: Config, preset: str, replicate: Replicate, *, is_small: bool) -> Config:
     if is_small:  # keep only one checkpoint, at the end
         config = with_fields(config, {"run.checkpoint_every": config.run.num_steps, "run.num_checkpoints_kept": 1})
     digest = configuration_hash(with_fields(config, {"run.name": "run"}))[:8]
     return with_fields(config, {"run.name": f"{preset}-{digest}-seed{replicate.seed}"})
 
 
-def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
+def find_planner(config: TrainingConfig) -> Callable[[Any], Plan]:
     """Returns the function that makes the plan of such a configuration."""
     # Imported here so that a dry run need not import Transformers.
     if isinstance(config, ClipConfig):
@@ -182,14 +182,14 @@ def planner(config: TrainingConfig) -> Callable[[Any], Plan]:
     return make_language_model_plan
 
 
-def needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
+def list_needed_paths(configs: Sequence[TrainingConfig]) -> dict[str, list[str]]:
     """Returns field → paths of the data and models that runs read and that none of these runs makes."""
     made = {config.run.export_directory for config in configs}
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for config in configs:
         values = flatten(config)
         for name in _PATHS:
             value = values.get(name, "")
-            if value and value not in made and value not in found.setdefault(name, []):
-                found[name].append(value)
-    return {name: values for name, values in found.items() if values}
+            if value and value not in made and value not in paths.setdefault(name, []):
+                paths[name].append(value)
+    return {name: values for name, values in paths.items() if values}

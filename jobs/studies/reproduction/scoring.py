@@ -166,7 +166,7 @@ class Language:
         from tempnet.loading import find_tempnet
 
         predicted = [run for run in runs if find_tempnet(run.export)]
-        found: dict[str, dict[str, float]] = {run.name: {} for run in runs}
+        scores: dict[str, dict[str, float]] = {run.name: {} for run in runs}
         for own, group, temperatures in (
             ("tempnet", predicted, self.temperatures),
             ("one", [run for run in runs if run not in predicted], ("one",)),
@@ -190,8 +190,8 @@ class Language:
                 name = group[number // len(temperatures)].name
                 temperature = column.parameters["temperature"]
                 suffix = "" if temperature == own else f" at {temperature}"
-                found[name] |= {f"{key}{suffix}": value for key, value in column.metrics.items()}
-        return found
+                scores[name] |= {f"{key}{suffix}": value for key, value in column.metrics.items()}
+        return scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,14 +208,16 @@ class History:
 
     def scores(self, runs: Sequence[FinishedRun], place: Place) -> dict[str, dict[str, float]]:
         """Returns the scores of the validations nearest to `num_points` evenly spaced steps."""
-        found = {}
+        scores = {}
         for run in runs:
-            history = {one["step"]: one["scores"][self.score] for one in run.outcome["validations"]}
+            history = {
+                validation["step"]: validation["scores"][self.score] for validation in run.outcome["validations"]
+            }
             steps = sorted(history)
             wanted = [run.config.run.num_steps * point // self.num_points for point in range(1, self.num_points + 1)]
             nearest = [min(steps, key=lambda step, goal=goal: abs(step - goal)) for goal in wanted]  # type: ignore[misc]
-            found[run.name] = {f"{self.score}@{point}": history[step] for point, step in enumerate(nearest, start=1)}
-        return found
+            scores[run.name] = {f"{self.score}@{point}": history[step] for point, step in enumerate(nearest, start=1)}
+        return scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,14 +253,14 @@ class NoisyCaptions:
         batch = source.read(*places, 0)
         is_noisy = dataclasses.replace(source, caption_noise=self.share).read(*places, 0)["is_noisy"]
         if config.temperature.needs_tempnets:
-            tau = _predicted(run.export, batch)
+            tau = _predict(run.export, batch)
         else:
-            tau = _stored(config.run.directory, source.manifest.num_pairs)[:, ids]
+            tau = _read_stored(config.run.directory, source.manifest.num_pairs)[:, ids]
         ratios = tau[:, is_noisy].mean(1) / tau[:, ~is_noisy].mean(1)
         return float(100 * (ratios - 1).mean())
 
 
-def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
+def _predict(export: str, batch: Mapping[str, Any]) -> Any:
     """Returns the predicted temperatures (2, n) of images and captions."""
     import torch
 
@@ -272,11 +274,11 @@ def _predicted(export: str, batch: Mapping[str, Any]) -> Any:
                 torch.from_numpy(batch[name][at : at + 256]) for name in ("images", "input_ids", "attention_mask")
             )
             embeddings = encoder.encode_images(images), encoder.encode_texts(*tokens)
-            parts.append(torch.stack([network(one) for network, one in zip(networks, embeddings, strict=True)]))
+            parts.append(torch.stack([network(rows) for network, rows in zip(networks, embeddings, strict=True)]))
     return torch.cat(parts, 1).double().numpy()
 
 
-def _stored(directory: str, num_pairs: int) -> Any:
+def _read_stored(directory: str, num_pairs: int) -> Any:
     """Returns the temperatures (2, N) of all training pairs from the last checkpoint.
 
     In a checkpoint, every rank has saved the samples that it owns.

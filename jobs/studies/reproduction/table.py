@@ -12,7 +12,7 @@ from jobs.engine.tables import markdown_table
 from jobs.studies.estimates import Estimate
 from jobs.studies.reproduction.experiment import Arm, Measure, Study
 from jobs.studies.reproduction.plan import Reproduction
-from jobs.studies.reproduction.verdicts import Judged, Replicates, Verdict, overall, summarize
+from jobs.studies.reproduction.verdicts import Judged, Replicates, Verdict, judge_claim, summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class StudyResult:
         return summarize(self.values(arm, measure), test_share=self.test_share, is_exact=measure.is_exact)
 
 
-def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
+def as_markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping[str, str]) -> str:
     """Returns the whole report in Markdown."""
     config, experiment = work.config, work.experiment
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
@@ -66,7 +66,7 @@ def markdown(work: Reproduction, results: Sequence[StudyResult], failed: Mapping
 
 def verdict_of_claim(work: Reproduction, results: Sequence[StudyResult]) -> Verdict:
     """Returns the verdict on the claim, from all its statements."""
-    return overall([one for result in results for one in result.judged], num_left_out=work.num_left_out)
+    return judge_claim([judged for result in results for judged in result.judged], num_left_out=work.num_left_out)
 
 
 def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, Any]:
@@ -82,41 +82,45 @@ def as_content(work: Reproduction, results: Sequence[StudyResult]) -> dict[str, 
 def _figures(result: StudyResult) -> str:
     study = result.study
     rows = [
-        ["setting", *(f"paper: {column}" for column in study.table.columns), *(one.title for one in study.measures)]
+        [
+            "setting",
+            *(f"paper: {column}" for column in study.table.columns),
+            *(measure.title for measure in study.measures),
+        ]
     ]
     missing = (math.nan,) * len(study.table.columns)
     for arm in study.arms:
         row = arm.row or arm.name
         paper = study.table.rows.get(row, missing)
         title = arm.name if row == arm.name else f"{arm.name} (paper: {row})"
-        ours = [_shown(result.estimate(arm, measure), measure.digits) for measure in study.measures]
+        ours = [_format(result.estimate(arm, measure), measure.digits) for measure in study.measures]
         rows.append([title, *("" if math.isnan(value) else f"{value:g}" for value in paper), *ours])
     return markdown_table(rows)
 
 
 def _statements(result: StudyResult) -> str:
     rows = [["statement", "found", "bound", "replicates", "verdict"]]
-    for one in result.judged:
-        digits = max(result_digits(result, measure) for _, measure in one.statement.weights)
-        sign = "+" if len(one.statement.weights) > 1 else ""
-        bound = _bound(one.statement.low, one.statement.high)
-        found = _shown(one.estimate, digits, sign=sign)
-        rows.append([one.statement.text, found, bound, str(one.num_replicates), one.verdict])
+    for judged in result.judged:
+        statement = judged.statement
+        digits = max(num_digits(result, measure) for _, measure in statement.weights)
+        total = _format(judged.estimate, digits, sign="+" if len(statement.weights) > 1 else "")
+        bound = _format_bound(statement.low, statement.high)
+        rows.append([statement.text, total, bound, str(judged.num_replicates), judged.verdict])
     return markdown_table(rows)
 
 
-def result_digits(result: StudyResult, measure: str) -> int:
+def num_digits(result: StudyResult, name: str) -> int:
     """Returns the number of digits with which a measure is shown, by its name."""
-    return next(one.digits for one in result.study.measures if one.name == measure)
+    return next(measure.digits for measure in result.study.measures if measure.name == name)
 
 
-def _bound(low: float, high: float) -> str:
+def _format_bound(low: float, high: float) -> str:
     if high == math.inf:
         return f"> {low:,.10g}"
     return f"{low:,.10g} to {high:,.10g}"
 
 
-def _shown(value: Estimate | None, digits: int, *, sign: str = "") -> str:
+def _format(value: Estimate | None, digits: int, *, sign: str = "") -> str:
     if value is None:
         return "–"
     half = "" if math.isnan(value.half_width) else f" ± {value.half_width:.{digits}f}"
@@ -125,7 +129,7 @@ def _shown(value: Estimate | None, digits: int, *, sign: str = "") -> str:
 
 def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
     study = result.study
-    planned = next(one for one in work.studies if one.study is study)
+    planned = next(planned for planned in work.studies if planned.study is study)
     return {
         "title": study.title,
         "paper": {"columns": study.table.columns, "rows": study.table.rows},
@@ -151,15 +155,15 @@ def _study_content(work: Reproduction, result: StudyResult) -> dict[str, Any]:
         ],
         "statements": [
             {
-                "text": one.statement.text,
-                "low": one.statement.low,
-                "high": one.statement.high,
-                "mean": one.estimate.mean if one.estimate else None,
-                "half_width": one.estimate.half_width if one.estimate else None,
-                "num_replicates": one.num_replicates,
-                "verdict": one.verdict,
+                "text": judged.statement.text,
+                "low": judged.statement.low,
+                "high": judged.statement.high,
+                "mean": judged.estimate.mean if judged.estimate else None,
+                "half_width": judged.estimate.half_width if judged.estimate else None,
+                "num_replicates": judged.num_replicates,
+                "verdict": judged.verdict,
             }
-            for one in result.judged
+            for judged in result.judged
         ],
         "notes": study.notes,
     }

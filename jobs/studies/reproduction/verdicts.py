@@ -44,8 +44,9 @@ def summarize(values: Sequence[float], *, test_share: float = 0.0, is_exact: boo
     """Returns the mean of figures with its interval, or None if there are no figures or one of them is not finite."""
     if not values or not all(map(math.isfinite, values)):
         return None
-    found = estimate(values, test_share)
-    return Estimate(found.mean, 0.0, math.nan) if is_exact and len(set(values)) == 1 else found
+    if is_exact and len(set(values)) == 1:
+        return Estimate(values[0], 0.0, math.nan)
+    return estimate(values, test_share)
 
 
 def judge(
@@ -69,15 +70,17 @@ def judge(
         for name in sorted(common)
     ]
     is_exact = all(measures[measure].is_exact for _, measure in statement.weights)
-    found = summarize(sums, test_share=test_share, is_exact=is_exact)
-    return Judged(statement=statement, estimate=found, num_replicates=len(sums), verdict=verdict_of(statement, found))
+    total = summarize(sums, test_share=test_share, is_exact=is_exact)
+    return Judged(
+        statement=statement, estimate=total, num_replicates=len(sums), verdict=judge_estimate(statement, total)
+    )
 
 
-def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
-    """Returns the verdict on one statement."""
-    if found is None or math.isnan(found.half_width):
+def judge_estimate(statement: Statement, total: Estimate | None) -> Verdict:
+    """Returns the verdict on a statement by the estimate of its weighted sum."""
+    if total is None or math.isnan(total.half_width):
         return UNSEEN
-    lower, upper = found.mean - found.half_width, found.mean + found.half_width
+    lower, upper = total.mean - total.half_width, total.mean + total.half_width
     if statement.low < lower and upper < statement.high:
         return "holds"
     if upper <= statement.low or statement.high <= lower:
@@ -85,14 +88,14 @@ def verdict_of(statement: Statement, found: Estimate | None) -> Verdict:
     return UNSEEN
 
 
-def overall(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
+def judge_claim(judged: Sequence[Judged], *, num_left_out: int = 0) -> Verdict:
     """Returns the verdict on all statements of a claim; without any statement, nothing can be seen.
 
     Args:
         judged: the judged statements.
         num_left_out: number of statements whose arms were not run, which count as not seen.
     """
-    verdicts = {one.verdict for one in judged} | ({UNSEEN} if num_left_out else set())
+    verdicts = {statement.verdict for statement in judged} | ({UNSEEN} if num_left_out else set())
     if "does not hold" in verdicts:
         return "does not hold"
     return "holds" if verdicts == {"holds"} else UNSEEN

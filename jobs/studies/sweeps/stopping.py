@@ -27,7 +27,7 @@ GRACE_SHARE = 0.5
 # Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`.
 _BOUND_SHARE = 0.01
 # A mean temperature counts as settled only if it could not reach the band even at this multiple of its recent pace.
-_HOPE = 2.0
+_PACE_FACTOR = 2.0
 # In addition, log τ̄ may still move this far against its trend in half of the steps. Over 78 whole trials it moved by
 # −.22 to .20 from half of the steps to the end (docs/log.md).
 _SWING = 0.2
@@ -74,7 +74,7 @@ class BandRule:
         pace = math.log(tau / before.scores["tau_mean"]) / (now.step - before.step)
         outside, pace_back = (math.log(tau / high), -pace) if tau > high else (math.log(low / tau), pace)
         left = self.num_steps - now.step
-        if outside > _HOPE * max(pace_back, 0.0) * left + _SWING * left / (self.num_steps / 2):
+        if outside > _PACE_FACTOR * max(pace_back, 0.0) * left + _SWING * left / (self.num_steps / 2):
             return f"the mean τ settles outside the band: {tau:.4g} at step {now.step}"
         return ""
 

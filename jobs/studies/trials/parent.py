@@ -79,7 +79,9 @@ def publish(
     """
     contents: dict[str, str | bytes] = {
         "results.md": table + "\n",
-        "results.json": json.dumps(_finite(masked({**content, "failed": dict(failed)})), indent=1, ensure_ascii=False),
+        "results.json": json.dumps(
+            _finite_or_none(masked({**content, "failed": dict(failed)})), indent=1, ensure_ascii=False
+        ),
         **(files or {}),
     }
     with tempfile.TemporaryDirectory() as name:
@@ -99,12 +101,12 @@ def publish(
     )
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     """Returns the value with NaN and infinity replaced by None, since JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_finite_or_none(item) for item in value]
     return value

@@ -16,12 +16,12 @@ def prepare_once(plans: Iterable[Plan]) -> dict[str, tuple[str, str, str]]:
         context → (name, digest, source URI), for MLflow. The contexts of the second data configuration are `train-1`
             and so on.
     """
-    different: dict[str, Plan] = {}
+    distinct: dict[str, Plan] = {}
     for plan in plans:
         data = {name: value for name, value in flatten(plan.config).items() if name.startswith("data.")}
-        different.setdefault(json.dumps(data, sort_keys=True), plan)
-    found: dict[str, tuple[str, str, str]] = {}
-    for number, plan in enumerate(different.values()):
+        distinct.setdefault(json.dumps(data, sort_keys=True), plan)
+    data_sets: dict[str, tuple[str, str, str]] = {}
+    for number, plan in enumerate(distinct.values()):
         for context, data_set in plan.prepare().data_sets.items():
-            found[f"{context}-{number}" if number else context] = data_set
-    return found
+            data_sets[f"{context}-{number}" if number else context] = data_set
+    return data_sets

@@ -15,7 +15,7 @@ from scipy.stats import ttest_1samp
 from jobs.engine.command_line import parse_preset
 from jobs.engine.identity import configuration_hash
 from jobs.studies.cross_validation.cross_validation import make_cross_validation
-from jobs.studies.cross_validation.table import markdown, rows
+from jobs.studies.cross_validation.table import as_markdown, make_rows
 from jobs.studies.estimates import estimate
 from jobs.tasks.classifier.config import CrossValidationConfig
 from jobs.tasks.classifier.data import folds, read_data, read_fold
@@ -239,12 +239,12 @@ def test_the_table_pairs_cells_and_shows_what_failed(data: Path) -> None:
         value = accuracies[cell.setting.name.split("-")[0]][cell.fold.fold]
         if value is not None:
             outcomes[cell.run.name] = {"validation": {"accuracy": value}}
-    baseline, other = rows(config, outcomes)
+    baseline, other = make_rows(config, outcomes)
     assert baseline.difference is None
     assert (other.num_failed, other.num_better, other.num_worse) == (1, 1, 1)
     assert other.difference is not None
     assert other.difference.mean == pytest.approx((10.0 - 5.0) / 2)
-    text = markdown([baseline, other], config)
+    text = as_markdown([baseline, other], config)
     assert "| file |" in text
     assert "60.00 ±" in text
     assert "+2.50 ±" in text

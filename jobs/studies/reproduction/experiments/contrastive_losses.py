@@ -63,7 +63,7 @@ def _figure_5_right(scale: Scale) -> tuple[Study, ...]:
         arm("iSogCLR", "isogclr"),
         Arm(name="given by CC12M's TempNets", preset="clip-cc3m-sogclr-given"),
     ]
-    others = [one.name for one in arms[:-1]]
+    others = [baseline.name for baseline in arms[:-1]]
     return (
         study(
             scale,
@@ -111,7 +111,9 @@ _FIXED_TAU = (0.01, 0.03, 0.07, 0.15, 0.5)
 def _temperature_free(scale: Scale) -> tuple[Study, ...]:
     fixed = [arm(f"τ = {tau:g}", "clip", loss="clip_fixed", tau=tau) for tau in _FIXED_TAU]
     measures = [RECALL] if scale == "small" else RETRIEVAL_MEASURES
-    statements = [above("temperature-free", one.name, measure.name, by=-LARGE) for measure in measures for one in fixed]
+    statements = [
+        above("temperature-free", tuned.name, measure.name, by=-LARGE) for measure in measures for tuned in fixed
+    ]
     return (
         study(
             scale,

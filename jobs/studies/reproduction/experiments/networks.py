@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.studies.reproduction.direct import overhead, parameter_counts
+from jobs.studies.reproduction.direct import count_parameters, measure_overhead
 from jobs.studies.reproduction.experiment import (
     Arm,
     Measure,
@@ -65,7 +65,7 @@ def _table_13(scale: Scale) -> tuple[Study, ...]:
                     ),
                 )
             ),
-            direct=parameter_counts,
+            direct=count_parameters,
         ),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def _table_14(scale: Scale) -> tuple[Study, ...]:
                 between("TempNet", "training", 0.0, 1.10),
                 between("TempNet", "generation", 0.0, 1.10),
             ),
-            direct=overhead(preset),
+            direct=measure_overhead(preset),
             notes=(
                 "Slightly more is taken as 10 % at most; the paper has 5.8 % and 7.7 %. CLIP and LLaMA-2 are not timed: "
                 "CLIP's steps by `python -m benchmarks.contrastive_loss`.",

@@ -16,8 +16,8 @@ from jobs.studies.reproduction.experiments import (
 )
 
 EXPERIMENTS: dict[str, Experiment] = {
-    one.id: one
-    for one in (
+    experiment.id: experiment
+    for experiment in (
         *training.EXPERIMENTS,
         *temperatures.EXPERIMENTS,
         *networks.EXPERIMENTS,
@@ -39,12 +39,12 @@ def find(name: str) -> Experiment:
     Raises:
         ValueError: naming the most similar ids, if the id is unknown.
     """
-    ids = {one.lower(): one for one in (*EXPERIMENTS, *ALIASES)}
+    ids = {id.lower(): id for id in (*EXPERIMENTS, *ALIASES)}
     if name.lower() not in ids:
         near = difflib.get_close_matches(name.lower(), ids, n=3, cutoff=0.4)
         hint = (
-            f"did you mean {' or '.join(ids[one] for one in near)}?" if near else f"there are: {', '.join(EXPERIMENTS)}"
+            f"did you mean {' or '.join(ids[key] for key in near)}?" if near else f"there are: {', '.join(EXPERIMENTS)}"
         )
         raise ValueError(f"experiment {name!r} is unknown: {hint}")
-    found = ids[name.lower()]
-    return EXPERIMENTS[ALIASES.get(found, found)]
+    id = ids[name.lower()]
+    return EXPERIMENTS[ALIASES.get(id, id)]

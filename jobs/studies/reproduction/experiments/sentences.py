@@ -115,8 +115,8 @@ A first token needs several layers for that (docs/log.md).
 def _triple_entropy(scale: Scale) -> tuple[Study, ...]:
     if scale == "small":
         title, (preset, size, figures) = next(iter(_TRIPLE_ENTROPY.items()))
-        few = {task: figures[task] for task in ("TREC", "CR")}
-        return (_triple_entropy_study(title, preset, size, few, before=(ENCODER,)),)
+        subset = {task: figures[task] for task in ("TREC", "CR")}
+        return (_triple_entropy_study(title, preset, size, subset, before=(ENCODER,)),)
     return tuple(_triple_entropy_study(title, *table) for title, table in _TRIPLE_ENTROPY.items())
 
 

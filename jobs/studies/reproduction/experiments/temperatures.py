@@ -98,13 +98,13 @@ def _figure_9(scale: Scale) -> tuple[Study, ...]:
     arm = frozen(scale, "TempNet", "llama2-7b-frozen")
     # At small scale bits per byte are used, since the word perplexity of a text unlike any that such a model has seen
     # has fifteen digits.
-    found = "bits a byte" if is_small else "average"
+    figure = "bits a byte" if is_small else "average"
     best = (
         Statement(
-            text=f"{found}: better at τ_max {inside:g} than at {outside:g}",
+            text=f"{figure}: better at τ_max {inside:g} than at {outside:g}",
             weights={
-                ("TempNet", f"{found} at {inside:g}"): -1.0 if is_small else 1.0,
-                ("TempNet", f"{found} at {outside:g}"): 1.0 if is_small else -1.0,
+                ("TempNet", f"{figure} at {inside:g}"): -1.0 if is_small else 1.0,
+                ("TempNet", f"{figure} at {outside:g}"): 1.0 if is_small else -1.0,
             },
             low=0.0,
         )
@@ -113,10 +113,10 @@ def _figure_9(scale: Scale) -> tuple[Study, ...]:
     )
     measures = [
         score(
-            f"{found} at {value:g}", f"{found} at {value:g}", f"wikitext/bits_per_byte at tempnet:{value:g}", digits=3
+            f"{figure} at {value:g}", f"{figure} at {value:g}", f"wikitext/bits_per_byte at tempnet:{value:g}", digits=3
         )
         if is_small
-        else _renamed(average(at=f" at tempnet:{value:g}"), f"average at {value:g}")
+        else _rename(average(at=f" at tempnet:{value:g}"), f"average at {value:g}")
         for value in _TAU_MAX_EVAL
     ]
     taus = [
@@ -145,7 +145,7 @@ def _figure_9(scale: Scale) -> tuple[Study, ...]:
     )
 
 
-def _renamed(measure: Measure, name: str) -> Measure:
+def _rename(measure: Measure, name: str) -> Measure:
     return Measure(name=name, title=measure.title, value=measure.value, digits=measure.digits)
 
 
