@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The results of one trial."""
+    """A row of the report: the results of one trial."""
 
     name: str
     point: Mapping[str, float]

@@ -69,9 +69,9 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
     return float(outcome["validation"].get("tau_mean", math.nan))
 
 
-def _start(race: Any, *arguments: Any) -> Any:
+def _start(actor_class: Any, *arguments: Any) -> Any:
     """Start the actor in which the trials of a sweep compete."""
-    return ray.remote(race).options(num_cpus=0).remote(*arguments)
+    return ray.remote(actor_class).options(num_cpus=0).remote(*arguments)
 
 
 def _report(race: Any, name: str, outcome: Mapping[str, Any]) -> None:

@@ -15,16 +15,16 @@ from typing import TypeAlias
 import numpy as np
 
 Point: TypeAlias = dict[str, float]
-"""Field → value."""
+"""A point of the search: field (`section.field`) → value."""
 Axes: TypeAlias = Mapping[str, Sequence[float]]
-"""Field → its values. Searches that also try values in between use the smallest and the largest as ends."""
+"""Axes of a sweep: field → its values. Searches that also try values in between use the smallest and the largest as ends."""
 
 _NUM_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResult:
-    """The result of a point."""
+    """What the search is told about a point: how its trial ended."""
 
     point: Point
     tau_mean: float

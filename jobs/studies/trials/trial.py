@@ -25,7 +25,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
+        """Name of the run, unique within its storage."""
         return self.config.run.name
 
     def with_tracking_uri(self, uri: str) -> Trial:

@@ -60,8 +60,8 @@ def _figure_8(scale: Scale) -> tuple[Study, ...]:
             ),
             scoring=NoisyCaptions(share=with_noise),
             notes=(
-                "The paper has histograms only, and looks at noisy pairs of frequent meaning; here at all. Histograms of τ "
-                "are `report/histogram.png` of every run.",
+                "The paper has histograms only, of noisy pairs with a frequent meaning; here all noisy pairs count. "
+                "Histograms of τ are `report/histogram.png` of every run.",
             ),
         ),
     )

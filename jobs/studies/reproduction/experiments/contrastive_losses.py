@@ -98,7 +98,7 @@ def _frequency(scale: Scale) -> tuple[Study, ...]:
             arms=(base, *arms) if scale == "small" else tuple(arms),
             measures=(TAU, TAU_STD),
             notes=(
-                "The sign is a matter of ρ, and no single claim is held against it. The curve of rank correlations with the "
+                "The sign depends on ρ, so that no single claim is tested. The curve of rank correlations with the "
                 "true frequency, beside the oracle: `python -m benchmarks.concept_frequency --base … --tempnets 1=…`",
             ),
         ),
@@ -123,8 +123,8 @@ def _temperature_free(scale: Scale) -> tuple[Study, ...]:
             small=statements,
             full=statements,
             notes=(
-                f"Not worse is taken as less than {LARGE:g} point below every temperature of the sweep; our copy of the "
-                "paper has no table.",
+                f"Not worse is taken to mean less than {LARGE:g} point below every temperature of the sweep; our copy of "
+                "the paper has no table.",
             ),
         ),
     )

@@ -93,7 +93,7 @@ def _table_14(scale: Scale) -> tuple[Study, ...]:
             ),
             direct=measure_overhead(preset),
             notes=(
-                "Slightly more is taken as 10 % at most; the paper has 5.8 % and 7.7 %. CLIP and LLaMA-2 are not timed: "
+                "Slightly longer means 10 % at most; the paper has 5.8 % and 7.7 %. CLIP and LLaMA-2 are not timed: "
                 "CLIP's steps by `python -m benchmarks.contrastive_loss`.",
             ),
         ),
@@ -133,8 +133,8 @@ def _table_18(scale: Scale) -> tuple[Study, ...]:
             small=[above("TS-CE", "DRO", "tau_mean")],
             full=[above("DRO", "TS-CE", "average"), above("TS-CE", "DRO", "tau_mean")],
             notes=(
-                "Cross-entropy is at its best at τ = 1 of a calibrated base, whatever the claim: at small scale only the "
-                "paper's remark is held against it, that TS-CE lets τ rise.",
+                "The cross-entropy of a calibrated base is lowest at τ = 1 in any case, so at small scale only the paper's "
+                "remark is tested that TS-CE lets τ rise.",
             ),
         ),
         _clip_table_18(scale),
@@ -170,7 +170,7 @@ _PARTS: Mapping[str, Mapping[str, Any]] = {
     "final linear layer": {"pooling": "linear"},
     "whole": {},
 }
-_PARTS_NOTE = "The marks of the paper's rows are lost in our copy of it; their order is taken to be this."
+_PARTS_NOTE = "Our copy of the paper lacks the marks of its rows; this order of them is assumed."
 
 
 def _table_19(scale: Scale) -> tuple[Study, ...]:
@@ -242,7 +242,7 @@ def _table_21(scale: Scale) -> tuple[Study, ...]:
             PaperTable(columns=contrastive.COLUMNS, rows=dict(zip(_SIZES, figures, strict=True))),
             small=statements,
             full=statements,
-            notes=(f"Flat is taken as {flat:g} point of recall.",),
+            notes=(f"No difference means less than {flat:g} point of recall.",),
         ),
     )
 
@@ -265,7 +265,7 @@ def _table_22(scale: Scale) -> tuple[Study, ...]:
                 below("depth 4", "width 256", "average"),
             ],
             small_measures=(NATS, TAU),
-            notes=("Flat is taken as .5 points of the average, and .05 nats at small scale.",),
+            notes=("No difference means less than .5 points of the average, and less than .05 nats at small scale.",),
         ),
     )
 

@@ -61,8 +61,8 @@ def _declutr_study(scale: Scale, size: str, gain: float) -> Study:
         if scale == "small"
         else Transfer(directory=SENTEVAL),
         notes=(
-            "Tasks are those in --data senteval=DIR. TempNet and temperature-free are not the paper's and nothing is claimed "
-            "of them.",
+            "The tasks are those in --data senteval=DIR. The paper has neither TempNet nor temperature-free, and claims "
+            "nothing about them.",
         ),
     )
 

@@ -85,7 +85,7 @@ def _table_17(scale: Scale) -> tuple[Study, ...]:
             full=[equal("τ_max = 2", "τ_max = 1.4", "average", within=0.5)],
             small_measures=(NATS, TAU),
             full_measures=(AVERAGE, TAU),
-            notes=("Flat is taken as .5 points of the average, and .05 nats at small scale.",),
+            notes=("No difference means less than .5 points of the average, and less than .05 nats at small scale.",),
         ),
     )
 
@@ -164,7 +164,7 @@ def _table_23(scale: Scale) -> tuple[Study, ...]:
             full=[equal("SlimPajama", "OpenWebText2", "average", within=0.5)],
             small_measures=(NATS, TAU),
             notes=(
-                "At small scale OpenWebText2 is the sample text; SlimPajama, any other, has to be put in its place.",
+                "At small scale OpenWebText2 is the sample text, and any other text can be put in the place of SlimPajama.",
             ),
         ),
     )

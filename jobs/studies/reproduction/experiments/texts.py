@@ -28,7 +28,10 @@ def _trained_only(
             table=table,
             changes=SMALL_CHANGES if scale == "small" else {},
             measures=(TAU,),
-            notes=("Nothing is claimed of what is measured here, so the verdict is open. Afterwards:", *notes),
+            notes=(
+                "The claim is not about these figures, so the verdict is open. What it claims is measured by:",
+                *notes,
+            ),
         ),
     )
 

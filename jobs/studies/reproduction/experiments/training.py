@@ -101,7 +101,7 @@ def _frozen_llama(
             *FULL_MEASURES,
         ),
         scoring=Language(temperatures=("tempnet", "one")),
-        notes=("The paper's own WikiText perplexity rises here, and so it is claimed.",),
+        notes=("In the paper WikiText's perplexity rises here, so this is what is tested.",),
     )
 
 
@@ -151,7 +151,7 @@ def _curves(scale: Scale) -> tuple[Study, ...]:
             measures=tuple(measures),
             statements=tuple(lower),
             scoring=History(score="cross_entropy_tau", num_points=len(points)),
-            notes=("The paper has curves only; theirs are of the training, these of the validation text.",),
+            notes=("The paper has curves only. They show the training text, ours show the validation text.",),
         )
         for title, arms in (("from scratch", (CE, TEMPNET)), ("fine-tuned", with_base(scale, *tuned)))
     )
@@ -186,8 +186,8 @@ def _figure_2(scale: Scale) -> tuple[Study, ...]:
             measures=(spearman, TAU),
             statements=(between("TempNet", "Spearman", 0.0, 1.0),),
             notes=(
-                "High where much may follow would be a positive correlation. The converged optimum has a negative one. The "
-                "page with a coloured passage is `report/tokens.html` of the run.",
+                "If τ is high where many continuations are possible, the correlation is positive. That of the converged "
+                "optimum is negative. The page with a coloured passage is `report/tokens.html` of the run.",
             ),
         ),
     )
