@@ -83,8 +83,8 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     from jobs.engine.deepspeed_engine import start_engine
     from jobs.engine.schedules import decay_with_warmup
     from jobs.engine.task import with_and_without_decay
+    from jobs.tasks.base import base_and_tempnet_groups
     from jobs.tasks.language_model.models import build_model
-    from jobs.tasks.language_model.task import language_model_groups
     from jobs.tasks.language_model.validation import to_tensors
     from pipelines.text.blocks import read_range
     from pipelines.text.manifest import Manifest
@@ -95,7 +95,7 @@ def run_loop(config: LanguageModelConfig, variant: str) -> dict[str, float]:
     size = config.optimizer.batch_size
     blocks = read_range(Manifest.load(str(prepared)), 0, config.run.num_steps * size)
     module = build_model(config, load_tokenizer(config.tokenizer))
-    groups = language_model_groups(module, config)
+    groups = base_and_tempnet_groups([module.base], [module.tempnet], config.optimizer)
     if variant.startswith("DeepSpeed"):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29571", rank=0, world_size=1)
         engine = start_engine(module, groups, config)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
+from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
 
@@ -21,7 +22,8 @@ def describe_plan(
     unit: str,
     readers: str = "",
     parameters: str,
-    state_gib: float,
+    num_trained: int,
+    num_frozen: int = 0,
     tracking_uri: str,
     notes: Iterable[str] = (),
 ) -> str:
@@ -33,11 +35,13 @@ def describe_plan(
         unit: what the units are called, such as tokens.
         readers: text to append to the line about the workers, such as who reads the data.
         parameters: text about the number of parameters.
-        state_gib: memory of one worker for weights, gradients and optimizer, in GiB.
+        num_trained: number of trained parameters.
+        num_frozen: number of frozen parameters.
         tracking_uri: address of MLflow; empty if the run is not logged.
         notes: further lines of text.
     """
     run, workers = config.run, config.workers
+    state = state_bytes_per_worker(num_trained, num_frozen, workers)
     lines = {
         "run": f"{run.name} in {run.directory} (configuration {configuration_hash(config)})",
         **about,
@@ -46,7 +50,7 @@ def describe_plan(
         "workers": f"{workers.num_workers} × {'1 GPU' if workers.use_gpu else 'CPU'}, ZeRO {workers.zero_stage}, "
         f"{workers.precision}{readers}",
         "parameters": parameters,
-        "memory": f"{state_gib:.2f} GiB a worker for weights, gradients and optimizer",
+        "memory": f"{state / 2**30:.2f} GiB a worker for weights, gradients and optimizer",
         "MLflow": masked(tracking_uri) or "off",
     }
     rows = [*lines.items(), *(("note", note) for note in notes)]

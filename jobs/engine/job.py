@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ray.actor import ActorHandle
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.task import TaskSpec
+from jobs.engine.task import CreateTask
 from jobs.engine.tracking import TrackedRun
 from jobs.engine.watch import Watch
 
@@ -21,7 +21,7 @@ class WorkerJob:
     """Everything that the driver sends to every worker."""
 
     config: TrainingConfig
-    spec: TaskSpec
+    create_task: CreateTask
     tracked_run: TrackedRun | None
     mailbox: ActorHandle | None
     """Actor that carries progress to the driver's terminal; None if progress is not shown there."""

@@ -114,7 +114,7 @@ def train(
         ):
             job = WorkerJob(
                 config=prepared.config,
-                spec=prepared.spec,
+                create_task=prepared.create_task,
                 tracked_run=tracked,
                 mailbox=console.mailbox if console else None,
                 with_bar=sys.stderr.isatty(),
@@ -141,7 +141,7 @@ def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resu
         "mlflow_run_id": tracked.run_id if tracked else None,
         "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
-        "num_epochs": prepared.outcome["num_epochs"] * result["num_steps"] / config.run.num_steps,
+        "num_epochs": result["num_steps"] * config.optimizer.batch_size / prepared.num_samples,
         "temperature_verdict": verdict(result),
     }
     _publish(plan, outcome, tracked)

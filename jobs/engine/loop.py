@@ -93,7 +93,7 @@ class TrainingLoop:
         self.best_rating = state.best_rating
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
-        self.task: Task = job.spec.create(self.rank, self.world_size)
+        self.task: Task = job.create_task(self.rank, self.world_size)
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))

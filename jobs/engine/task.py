@@ -1,17 +1,16 @@
 """The interface between a task (a kind of training) and the loop and driver: everything that differs between tasks.
 
-The driver holds a `Plan`. After the data are prepared, it sends a `TaskSpec` to the workers, each of which creates its
-`Task` from it.
+The driver holds a `Plan`. After the data are prepared, it sends a `CreateTask` to the workers, each of which calls it to
+create its `Task`. `jobs.tasks.base` has the defaults of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from jobs.engine.config import TrainingConfig
@@ -138,12 +137,12 @@ class Task(Protocol):
         ...
 
 
-class TaskSpec(Protocol):
-    """The description of a task that the driver sends to the workers."""
+CreateTask: TypeAlias = Callable[[int, int], Task]
+"""A function that creates the task on a worker from its rank and the number of workers, such as a `functools.partial`.
 
-    def create(self, rank: int, world_size: int) -> Task:
-        """Create the task on a worker; must be fast, because reading data starts only afterwards."""
-        ...
+The driver sends it to the workers. It must be fast, because reading data starts only afterwards, and it imports the
+task's module itself, because that loads DeepSpeed, which the driver does not need.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +151,10 @@ class PreparedTask:
 
     config: TrainingConfig
     """Configuration for the workers, with absolute paths and all defaults resolved."""
-    spec: TaskSpec
-    """Description of the task, from which every worker creates its `Task`."""
+    create_task: CreateTask
+    """Creates the task on a worker."""
+    num_samples: int
+    """Number of training samples, which form one epoch."""
     parameters: Mapping[str, Any]
     """Resolved values that are logged to MLflow in addition to the configuration."""
     data_sets: Mapping[str, tuple[str, str, str]]
@@ -229,6 +230,7 @@ def with_and_without_decay(groups: list[ParameterGroup], weight_decay: float) ->
     return result
 
 
-def trainable(module: nn.Module | None) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module that require gradients; empty for None."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad] if module is not None else []
+def trainable(*modules: nn.Module | None) -> list[nn.Parameter]:
+    """Return the parameters of the modules that require gradients; None has none."""
+    present = [module for module in modules if module is not None]
+    return [parameter for module in present for parameter in module.parameters() if parameter.requires_grad]

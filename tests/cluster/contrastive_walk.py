@@ -15,7 +15,7 @@ NUM_STEPS_BEFORE_ALL_ARE_VISITED = 4
 
 
 def walk(settings: Mapping[str, Any]) -> None:
-    """Train every `ClipSpec` of `specs` (name → spec) with the project's task, engine and loss; rank 0 writes
+    """Train the task that every function of `tasks` (name → function) creates, with the project's engine; rank 0 writes
     `<directory>/<name>.pt`: losses (steps,), the weights, and Adam's first moments, which are sums of gradients."""
     import ray.train
 
@@ -26,10 +26,10 @@ def walk(settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    for name, spec in settings["specs"].items():
+    for name, create_task in settings["tasks"].items():
         directory = Path(settings["directory"]) / name
-        config = spec.config
-        task = spec.create(rank, world_size)
+        task = create_task(rank, world_size)
+        config = task.config
         task.build(is_fresh=True)
         engine = start_engine(task.module, task.parameter_groups(), config)
         size = config.optimizer.batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
 from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
-from jobs.tasks.dual_encoder.plan import make_plan
+from jobs.tasks.dual_encoder.data import prepared
+from jobs.tasks.dual_encoder.plan import create_task
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 from tempnet.models.towers import random_tower
@@ -61,12 +62,14 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
         start_ray()
-        spec = make_plan(configuration("sogclr", images, 1)).prepare().spec
+        config = with_absolute_paths(configuration("sogclr", images, 1))
+        train, validation = prepared(config, "train").directory, prepared(config, "validation").directory
         for size in WORLD_SIZES:
-            specs = {}
+            tasks = {}
             for loss in LOSS_KINDS:
                 config = with_absolute_paths(configuration(loss, images, size))
-                specs[loss] = replace(spec, config=config, given_tau=given_tau if loss == "sogclr_given" else None)
+                given = given_tau if loss == "sogclr_given" else None
+                tasks[loss] = partial(create_task, config, train, validation, given)
             environment = {
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": str(Path(__file__).parent),
@@ -74,7 +77,7 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             }
             TorchTrainer(
                 walk,
-                train_loop_config={"specs": specs, "directory": str(directory / str(size))},
+                train_loop_config={"tasks": tasks, "directory": str(directory / str(size))},
                 scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
                 run_config=RunConfig(
                     name=f"walk-{size}",

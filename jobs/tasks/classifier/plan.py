@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from jobs.engine.description import describe_plan, results
-from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task
-from jobs.engine.tracking import TrackedRun
+from jobs.tasks.base import BasePlan, count_parameters
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
 from pipelines.text.tokenization import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierSpec:
-    """See `jobs.engine.task.TaskSpec`."""
+def create_task(config: ClassifierConfig, rank: int, world_size: int) -> Task:
+    """Create the task on a worker."""
+    from jobs.tasks.classifier.task import ClassifierTask
 
-    config: ClassifierConfig
-
-    def create(self, rank: int, world_size: int) -> Task:
-        """Create the task on a worker."""
-        # Imported here because the import loads DeepSpeed, which only the workers need.
-        from jobs.tasks.classifier.task import ClassifierTask
-
-        return ClassifierTask(self.config, rank=rank, world_size=world_size)
+    return ClassifierTask(config, rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierPlan:
-    """See `jobs.engine.task.Plan`."""
+class ClassifierPlan(BasePlan[ClassifierConfig]):
+    """The plan of a cell. A cell is one of many, so it has no report: its curves can be viewed in MLflow."""
 
-    config: ClassifierConfig
     data_name: str
     """Name of the SentEval task or of the file."""
     data_digest: str
@@ -55,8 +46,6 @@ class ClassifierPlan:
     """Number of parameters of the Transformers classifier."""
     num_center_parameters: int
     """Number of parameters of the class centres."""
-    tracking_uri: str
-    """MLflow tracking URI; empty if the run is not logged."""
 
     @property
     def share_cut(self) -> float:
@@ -68,27 +57,22 @@ class ClassifierPlan:
         """Number of CPUs for reading data: 0, because the workers hold all sentences in memory."""
         return 0.0
 
-    @property
-    def num_epochs(self) -> float:
-        """Number of epochs over the training sentences."""
-        return self.config.run.num_steps * self.config.optimizer.batch_size / self.num_train
-
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         config = self.config
-        state = state_bytes_per_worker(self.num_parameters + self.num_center_parameters, 0, config.workers)
+        num_epochs = config.run.num_steps * config.optimizer.batch_size / self.num_train
         return describe_plan(
             config,
             about={
                 "loss": config.setting.name,
-                "data": f"{self.data_name}: {self.num_train} sentences to train on ({self.num_epochs:.1f} epochs), "
+                "data": f"{self.data_name}: {self.num_train} sentences to train on ({num_epochs:.1f} epochs), "
                 f"{self.num_held_out} held out, {len(self.class_names)} classes ({', '.join(self.class_names)}); "
                 f"{self.share_cut:.2%} of the sentences were cut to {config.data.num_tokens} tokens",
             },
             num_units=config.optimizer.batch_size,
             unit="sentences",
             parameters=f"model {self.num_parameters:,}, centres {self.num_center_parameters:,}",
-            state_gib=state / 2**30,
+            num_trained=self.num_parameters + self.num_center_parameters,
             tracking_uri=self.tracking_uri,
         )
 
@@ -97,11 +81,11 @@ class ClassifierPlan:
         source = self.config.data.file or f"{self.config.data.directory}/{self.data_name}"
         return PreparedTask(
             config=self.config,
-            spec=ClassifierSpec(config=self.config),
+            create_task=partial(create_task, self.config),
+            num_samples=self.num_train,
             parameters={"num_train": self.num_train, "num_held_out": self.num_held_out, "num_cut": self.num_cut},
             data_sets={"training": (self.data_name, self.data_digest, source)},
             outcome={
-                "num_epochs": self.num_epochs,
                 "class_names": list(self.class_names),
                 "num_train": self.num_train,
                 "num_held_out": self.num_held_out,
@@ -116,9 +100,6 @@ class ClassifierPlan:
         rows.append(("held-out cross-entropy", f"{outcome['validation']['cross_entropy']:.4f}"))
         rows.append((f"sentences cut to {self.config.data.num_tokens} tokens", f"{self.share_cut:.2%}"))
         return results(rows, outcome, "sentences")
-
-    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write nothing: a cell is one of many, and its curves can be viewed in MLflow."""
 
 
 def make_plan(config: ClassifierConfig) -> ClassifierPlan:
@@ -136,7 +117,6 @@ def make_plan(config: ClassifierConfig) -> ClassifierPlan:
             f"{len(train)}"
         )
     module = build_model(config, load_tokenizer(config.tokenizer, needs_eos=False), task.class_names)
-    centers = module.soft_triple.centers.numel() if module.soft_triple is not None else 0
     return ClassifierPlan(
         config=config,
         data_name=task.name,
@@ -146,7 +126,7 @@ def make_plan(config: ClassifierConfig) -> ClassifierPlan:
         num_train=len(train),
         num_held_out=len(held_out),
         num_cut=train.num_cut,
-        num_parameters=sum(parameter.numel() for parameter in module.model.parameters()),
-        num_center_parameters=centers,
+        num_parameters=count_parameters(module.model),
+        num_center_parameters=count_parameters(module.soft_triple),
         tracking_uri=uri,
     )

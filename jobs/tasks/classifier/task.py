@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,31 +15,34 @@ from torch import Tensor
 
 from jobs.engine.export import exported
 from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.tasks.base import BaseTask
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEntropyClassifier
 
 _VALIDATION_BATCH_SIZE = 64
 
 
-class ClassifierTask:
-    """See `jobs.engine.task.Task`."""
+class ClassifierTask(BaseTask[ClassifierConfig]):
+    """The task of training a classifier; the methods are described in `jobs.engine.task.Task`.
+
+    No model is rated, so that the last one counts: choosing one by the held-out sentences would bias its score.
+    """
 
     unit = "sentences"
     module: TripleEntropyClassifier
     knows_token_types: bool
 
-    def __init__(self, config: ClassifierConfig, *, rank: int, world_size: int) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
+    def __init__(self, config: ClassifierConfig, rank: int, world_size: int) -> None:
         self.labelled, self.train, self.held_out = read_fold(config)
-        self.stream = RankStream(
-            source=self.train,
-            plan=StreamPlan(shard_sizes=(len(self.train),), seed=config.run.seed),
-            batch_size=config.optimizer.batch_size,
+        super().__init__(
+            config,
+            self.train,
+            shard_sizes=(len(self.train),),
+            window_size=len(self.train),
             rank=rank,
             world_size=world_size,
             num_readers=0,
@@ -67,14 +69,6 @@ class ClassifierTask:
                 "learning_rate": self.config.centers.learning_rate,
             },
         ]
-
-    def flops_per_unit(self) -> None:
-        """Return None: the FLOPs are unknown, because sentences vary in length."""
-        return
-
-    def num_units(self, batch: Batch) -> int:
-        """Return the number of sentences in this rank's part of a batch."""
-        return len(batch["ids"])
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
@@ -122,10 +116,6 @@ class ClassifierTask:
         """Format scores as a short text for a progress line."""
         return f"accuracy {scores['accuracy']:.2%}, cross-entropy {scores['cross_entropy']:.4f}"
 
-    def rating(self, scores: Mapping[str, float]) -> None:
-        """Return None, so that the last model counts: choosing one by the held-out sentences would bias its score."""
-        return
-
     def export(self) -> None:
         """Write the classifier and its tokenizer in Transformers' format, if models are kept."""
         if self.rank or not self.config.fold.keep_model:
@@ -133,12 +123,6 @@ class ClassifierTask:
         with exported(self.config.run.export_directory) as directory:
             self.module.model.save_pretrained(directory)
             load_tokenizer(self.config.tokenizer, needs_eos=False).save_pretrained(directory)
-
-    def save(self, directory: Path) -> None:
-        """Save nothing: the task has no state besides what DeepSpeed saves."""
-
-    def load(self, directory: Path, num_writers: int) -> None:
-        """Load nothing: the task has no state besides what DeepSpeed saves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
-from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
-from jobs.engine.tracking import TrackedRun
+from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.dual_encoder import report
 from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
-from jobs.tasks.dual_encoder.report import summary_table, write_report
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
@@ -28,40 +26,38 @@ from pipelines.stream import READ_CPUS
 from pipelines.text.tokenization import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipSpec:
-    """See `jobs.engine.task.TaskSpec`."""
+def create_task(
+    config: ClipConfig, train: str, validation: str, given_tau: np.ndarray | None, rank: int, world_size: int
+) -> Task:
+    """Create the task on a worker.
 
-    config: ClipConfig
-    train_directory: str
-    """Directory of the prepared training pairs."""
-    validation_directory: str
-    """Directory of the prepared validation pairs."""
-    given_tau: np.ndarray | None
-    """Given temperatures (2, N), float32, of the images and texts of the N training pairs for the loss `sogclr_given`."""
+    Args:
+        config: configuration of the run.
+        train: directory of the prepared training pairs.
+        validation: directory of the prepared validation pairs.
+        given_tau: temperatures (2, N), float32, of the images and texts of the N training pairs for the loss
+            `sogclr_given`.
+        rank: rank of this worker.
+        world_size: number of workers.
+    """
+    from jobs.tasks.dual_encoder.task import ClipTask
 
-    def create(self, rank: int, world_size: int) -> Task:
-        """Create the task on a worker."""
-        # Imported here because the import loads DeepSpeed, which only the workers need.
-        from jobs.tasks.dual_encoder.task import ClipTask
-
-        train, validation = ImageManifest.load(self.train_directory), ImageManifest.load(self.validation_directory)
-        return ClipTask(self.config, train, validation, self.given_tau, rank=rank, world_size=world_size)
+    return ClipTask(config, ImageManifest.load(train), ImageManifest.load(validation), given_tau, rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipPlan:
-    """See `jobs.engine.task.Plan`."""
+class ClipPlan(BasePlan[ClipConfig]):
+    """The plan of training a dual encoder and its temperatures."""
 
-    config: ClipConfig
     num_image_parameters: int
     """Number of parameters of the image tower with its projection."""
     num_text_parameters: int
     """Number of parameters of the text tower with its projection."""
     num_tempnet_parameters: int
     """Number of parameters of both TempNets together; 0 without TempNets."""
-    tracking_uri: str
-    """MLflow tracking URI; empty if the run is not logged."""
+
+    summary_table = staticmethod(report.summary_table)
+    write_report = staticmethod(report.write_report)
 
     @property
     def data_cpus(self) -> float:
@@ -73,6 +69,8 @@ class ClipPlan:
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.num_workers
         frozen = " (frozen)" if config.model.freeze else ""
+        num_base_parameters = self.num_image_parameters + self.num_text_parameters
+        num_frozen = num_base_parameters if config.model.freeze else 0
         return describe_plan(
             config,
             about={
@@ -87,18 +85,11 @@ class ClipPlan:
             readers=f"; {config.data.num_readers} readers each",
             parameters=f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}, "
             f"TempNets {self.num_tempnet_parameters:,}",
-            state_gib=self.state_gib_per_worker,
+            num_trained=num_base_parameters + self.num_tempnet_parameters - num_frozen,
+            num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
             notes=_notes(config),
         )
-
-    @property
-    def state_gib_per_worker(self) -> float:
-        """Memory of a worker in GiB, without activations and per-sample state."""
-        towers = self.num_image_parameters + self.num_text_parameters
-        frozen = towers if self.config.model.freeze else 0
-        trained = towers + self.num_tempnet_parameters - frozen
-        return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
 
     def prepare(self) -> PreparedTask:
         """Index the images, unless this was done before, and read the table of temperatures if one is given."""
@@ -116,12 +107,8 @@ class ClipPlan:
         share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
         return PreparedTask(
             config=config,
-            spec=ClipSpec(
-                config=config,
-                train_directory=train.directory,
-                validation_directory=validation.directory,
-                given_tau=_given_tau(config, train),
-            ),
+            create_task=partial(create_task, config, train.directory, validation.directory, _given_tau(config, train)),
+            num_samples=train.num_pairs,
             parameters={
                 "num_pairs": train.num_pairs,
                 "num_images": train.num_images,
@@ -141,17 +128,8 @@ class ClipPlan:
                 "share_cut": share_cut,
                 "num_text_tokens": config.data.num_text_tokens,
                 "num_pairs_train": train.num_pairs,
-                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train.num_pairs,
             },
         )
-
-    def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """Return the results of a run as text for the terminal."""
-        return summary_table(outcome)
-
-    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the plots of a finished run."""
-        write_report(directory, outcome, tracked)
 
 
 def _notes(config: ClipConfig) -> list[str]:
@@ -177,15 +155,11 @@ def make_plan(config: ClipConfig) -> ClipPlan:
     """
     uri = tracking_uri(config)
     for split in ("train", "validation"):
-        try:
+        with naming_field(f"data.{split}: "):
             check_source(preparation(config, split))
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"data.{split}: {error}") from error
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    try:
+    with naming_field("data."):
         CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
-    except ValueError as error:
-        raise ValueError(f"data.{error}") from error
     if (
         config.temperature.table
         and not Path(config.temperature.table).exists()
@@ -200,16 +174,11 @@ def make_plan(config: ClipConfig) -> ClipPlan:
             "workers.activation_checkpointing = True would run the batch norms of the image tower twice, and move their "
             "statistics twice: choose False, or an image tower without batch norm"
         )
-    networks = build_tempnets(config)
-
-    def count(*parts: torch.nn.Module | None) -> int:
-        return sum(parameter.numel() for part in parts if part is not None for parameter in part.parameters())
-
     return ClipPlan(
         config=config,
-        num_image_parameters=count(encoder.image_encoder, encoder.image_projection),
-        num_text_parameters=count(encoder.text_encoder, encoder.text_projection),
-        num_tempnet_parameters=count(*networks),
+        num_image_parameters=count_parameters(encoder.image_encoder, encoder.image_projection),
+        num_text_parameters=count_parameters(encoder.text_encoder, encoder.text_projection),
+        num_tempnet_parameters=count_parameters(*build_tempnets(config)),
         tracking_uri=uri,
     )
 
@@ -219,7 +188,5 @@ def _given_tau(config: ClipConfig, train: ImageManifest) -> np.ndarray | None:
         return None
     from pipelines.images.temperature_table import read_temperatures
 
-    try:
+    with naming_field("temperature.table: "):
         return read_temperatures(config.temperature.table, train)
-    except (ValueError, FileNotFoundError) as error:
-        raise type(error)(f"temperature.table: {error}") from error

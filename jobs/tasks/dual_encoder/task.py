@@ -13,15 +13,15 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.rho import ContrastiveSteering
-from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.engine.task import ParameterGroup, StepResult
+from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, random_pairs
 from jobs.tasks.dual_encoder.export import export_encoder
 from jobs.tasks.dual_encoder.models import build_model
 from jobs.tasks.dual_encoder.validation import RetrievalSet, one_temperature, retrieval_scores, rivals
 from pipelines.images.manifest import ImageManifest
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import Batch
 from tempnet.contrastive.losses import gamma_at
 from tempnet.contrastive.statistics import PairStatistics
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
@@ -30,8 +30,8 @@ from tempnet.statistics import histogram_of
 _FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
 
 
-class ClipTask:
-    """See `jobs.engine.task.Task`.
+class ClipTask(BaseTask[ClipConfig]):
+    """The task of training a dual encoder and its temperatures; the methods are described in `jobs.engine.task.Task`.
 
     Args:
         config: configuration of the run.
@@ -51,21 +51,17 @@ class ClipTask:
         train: ImageManifest,
         validation: ImageManifest,
         given_tau: np.ndarray | None,
-        *,
         rank: int,
         world_size: int,
     ) -> None:
-        self.config, self.train, self.validation = config, train, validation
-        self.given_tau = given_tau
-        self.rank, self.world_size = rank, world_size
+        self.train, self.validation, self.given_tau = train, validation, given_tau
         self.loss_config = config.temperature.loss_config
         self.source = pair_source(config, train)
-        self.stream = RankStream(
-            source=self.source,
-            plan=StreamPlan(
-                shard_sizes=train.shard_sizes, seed=config.run.seed, window_size=config.data.shuffle_window
-            ),
-            batch_size=config.optimizer.batch_size,
+        super().__init__(
+            config,
+            self.source,
+            shard_sizes=train.shard_sizes,
+            window_size=config.data.shuffle_window,
             rank=rank,
             world_size=world_size,
             num_readers=config.data.num_readers,
@@ -101,21 +97,9 @@ class ClipTask:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
-        settings, loss = self.config.optimizer, self.module.loss
-        base = trainable(self.module.encoder) + trainable(loss.learned)
-        networks = trainable(loss.image_tempnet) + trainable(loss.text_tempnet)
-        return [
-            {"name": "base", "parameters": base, "learning_rate": settings.learning_rate_base},
-            {"name": "tempnet", "parameters": networks, "learning_rate": settings.learning_rate_tempnet},
-        ]
-
-    def flops_per_unit(self) -> None:
-        """Return None: the FLOPs are unknown, because a tower can be any model."""
-        return
-
-    def num_units(self, batch: Batch) -> int:
-        """Return the number of pairs in this rank's part of a batch."""
-        return len(batch["ids"])
+        loss = self.module.loss
+        base = [self.module.encoder, loss.learned]
+        return base_and_tempnet_groups(base, [loss.image_tempnet, loss.text_tempnet], self.config.optimizer)
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool

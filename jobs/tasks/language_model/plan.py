@@ -5,53 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
-from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
+from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.language_model import report
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, calibrated, describe_calibration
 from jobs.tasks.language_model.config import LanguageModelConfig, with_absolute_paths, with_rho
 from jobs.tasks.language_model.data import prepared
 from jobs.tasks.language_model.models import base_shapes, resolved_rho
-from jobs.tasks.language_model.report import summary_table, write_report
 from pipelines.archives import list_archives
-from pipelines.stream import READ_CPUS
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelSpec:
-    """See `jobs.engine.task.TaskSpec`."""
+def create_task(config: LanguageModelConfig, train: str, validation: str, rank: int, world_size: int) -> Task:
+    """Create the task on a worker; `train` and `validation` are the directories of the prepared data."""
+    from jobs.tasks.language_model.task import LanguageModelTask
 
-    config: LanguageModelConfig
-    train_directory: str
-    """Directory of the prepared training data."""
-    validation_directory: str
-    """Directory of the prepared validation data."""
-
-    def create(self, rank: int, world_size: int) -> Task:
-        """Create the task on a worker."""
-        # Imported here because the import loads DeepSpeed, which only the workers need.
-        from jobs.tasks.language_model.task import LanguageModelTask
-
-        train, validation = Manifest.load(self.train_directory), Manifest.load(self.validation_directory)
-        return LanguageModelTask(self.config, train, validation, rank=rank, world_size=world_size)
+    return LanguageModelTask(config, Manifest.load(train), Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelPlan:
-    """See `jobs.engine.task.Plan`."""
+class LanguageModelPlan(BasePlan[LanguageModelConfig]):
+    """The plan of training a language model and its TempNet."""
 
-    config: LanguageModelConfig
     vocab_size: int
     """Size of the effective vocabulary, which is the tokenizer's."""
     rho: float | None
@@ -60,13 +47,14 @@ class LanguageModelPlan:
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
-    tracking_uri: str
-    """MLflow tracking URI; empty if the run is not logged."""
+
+    summary_table = staticmethod(report.summary_table)
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         config = self.config
         tokens = config.optimizer.batch_size * config.data.context_length
+        num_frozen = self.num_base_parameters if config.model.is_frozen else 0
         return describe_plan(
             config,
             about={
@@ -80,7 +68,8 @@ class LanguageModelPlan:
             unit="tokens",
             parameters=f"base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
             f"TempNet {self.num_tempnet_parameters:,}",
-            state_gib=self.state_gib_per_worker,
+            num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
+            num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
         )
 
@@ -97,18 +86,6 @@ class LanguageModelPlan:
             f"log {self.vocab_size} = {math.log(self.vocab_size):.4f} nats"
         )
 
-    @property
-    def state_gib_per_worker(self) -> float:
-        """Memory of a worker in GiB, without activations."""
-        frozen = self.num_base_parameters if self.config.model.is_frozen else 0
-        trained = self.num_base_parameters + self.num_tempnet_parameters - frozen
-        return state_bytes_per_worker(trained, frozen, self.config.workers) / 2**30
-
-    @property
-    def data_cpus(self) -> float:
-        """Number of CPUs for reading data, with one reader for every worker."""
-        return READ_CPUS * self.config.workers.num_workers
-
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = with_absolute_paths(self.config)
@@ -124,11 +101,8 @@ class LanguageModelPlan:
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
             config=config,
-            spec=LanguageModelSpec(
-                config=config,
-                train_directory=train_data.directory,
-                validation_directory=validation_data.directory,
-            ),
+            create_task=partial(create_task, config, train_data.directory, validation_data.directory),
+            num_samples=train_data.num_rows,
             parameters={
                 "vocab_size": self.vocab_size,
                 "resolved.rho": rho,
@@ -149,18 +123,13 @@ class LanguageModelPlan:
                     "validation": dict(validation_data.problems),
                 },
                 "num_blocks_train": train_data.num_rows,
-                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train_data.num_rows,
             },
             records=records,
         )
 
-    def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """Return the results of a run as text for the terminal."""
-        return summary_table(outcome)
-
     def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
         """Write the pages and plots of a finished run."""
-        write_report(directory, outcome, load_tokenizer(self.config.tokenizer), tracked)
+        report.write_report(directory, outcome, load_tokenizer(self.config.tokenizer), tracked)
 
 
 def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
@@ -172,29 +141,24 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     """
     uri = tracking_uri(config)
     for field in ("train", "validation"):
-        try:
+        with naming_field(f"data.{field}: "):
             list_archives(getattr(config.data, field))
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"data.{field}: {error}") from error
     tokenizer = load_tokenizer(config.tokenizer)
     _check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
     base = base_shapes(config, tokenizer)
     rho = resolved_rho(config, vocab_size)
-    try:
+    with naming_field("temperature.rho: "):
         check_rho(rho or 0.0, vocab_size)
-    except ValueError as error:
-        raise ValueError(f"temperature.rho: {error}") from error
-    num_tempnet_parameters = 0
+    network = None
     if config.temperature.needs_tempnet:
         network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0))
-        num_tempnet_parameters = sum(parameter.numel() for parameter in network.parameters())
     return LanguageModelPlan(
         config=config,
         vocab_size=vocab_size,
         rho=rho,
-        num_base_parameters=sum(parameter.numel() for parameter in base.parameters()),
-        num_tempnet_parameters=num_tempnet_parameters,
+        num_base_parameters=count_parameters(base),
+        num_tempnet_parameters=count_parameters(network),
         tracking_uri=uri,
     )
 

@@ -13,14 +13,14 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.rho import RhoSteering
-from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.engine.task import ParameterGroup, StepResult
+from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
@@ -33,28 +33,27 @@ from tempnet.statistics import TemperatureStatistics
 _NUM_ORACLE_TOKENS = 256
 
 
-class LanguageModelTask:
-    """See `jobs.engine.task.Task`."""
+class LanguageModelTask(BaseTask[LanguageModelConfig]):
+    """The task of training a language model and its TempNet; the methods are described in `jobs.engine.task.Task`.
+
+    No model is rated, so that the last one is exported: no earlier TempNet is better while it is still learning.
+    """
 
     unit = "tokens"
     module: TemperatureCausalLM
 
     def __init__(
-        self, config: LanguageModelConfig, train: Manifest, validation: Manifest, *, rank: int, world_size: int
+        self, config: LanguageModelConfig, train: Manifest, validation: Manifest, rank: int, world_size: int
     ) -> None:
-        self.config, self.validation_manifest = config, validation
-        self.rank, self.world_size = rank, world_size
-        self.stream = RankStream(
-            source=BlockSource(manifest=train),
-            plan=StreamPlan(
-                shard_sizes=train.shard_sizes,
-                seed=self.config.run.seed,
-                window_size=self.config.data.shuffle_window,
-            ),
-            batch_size=self.config.optimizer.batch_size,
+        super().__init__(
+            config,
+            BlockSource(manifest=train),
+            shard_sizes=train.shard_sizes,
+            window_size=config.data.shuffle_window,
             rank=rank,
             world_size=world_size,
         )
+        self.validation_manifest = validation
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
@@ -76,7 +75,7 @@ class LanguageModelTask:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the base model and the TempNet."""
-        return language_model_groups(self.module, self.config)
+        return base_and_tempnet_groups([self.module.base], [self.module.tempnet], self.config.optimizer)
 
     def flops_per_unit(self) -> float:
         """Return the FLOPs of training on one token."""
@@ -138,10 +137,6 @@ class LanguageModelTask:
             f"mean τ {scores['tau_mean']:.3f}"
         )
 
-    def rating(self, scores: Mapping[str, float]) -> None:
-        """Return None, so that the last model is exported: no earlier TempNet is better while it is still learning."""
-        return
-
     def export(self) -> None:
         """Write base model, tokenizer and TempNet."""
         export_model(self.module, self.config, is_first=self.rank == 0)
@@ -156,12 +151,3 @@ class LanguageModelTask:
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)
-
-
-def language_model_groups(module: TemperatureCausalLM, config: LanguageModelConfig) -> list[ParameterGroup]:
-    """Return two parameter groups, the base model and the TempNet, each with its own learning rate."""
-    settings = config.optimizer
-    return [
-        {"name": "base", "parameters": trainable(module.base), "learning_rate": settings.learning_rate_base},
-        {"name": "tempnet", "parameters": trainable(module.tempnet), "learning_rate": settings.learning_rate_tempnet},
-    ]

@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
-from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
-from jobs.engine.tracking import TrackedRun
+from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.sentence_encoder import report
 from jobs.tasks.sentence_encoder.config import SentenceConfig, with_absolute_paths
 from jobs.tasks.sentence_encoder.data import prepared
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
-from jobs.tasks.sentence_encoder.report import summary_table, write_report
 from pipelines.archives import list_archives
-from pipelines.stream import READ_CPUS
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentenceSpec:
-    """See `jobs.engine.task.TaskSpec`."""
+def create_task(config: SentenceConfig, train: str, validation: str, rank: int, world_size: int) -> Task:
+    """Create the task on a worker; `train` and `validation` are the directories of the prepared documents."""
+    from jobs.tasks.sentence_encoder.task import SentenceTask
 
-    config: SentenceConfig
-    train_directory: str
-    """Directory of the prepared training documents."""
-    validation_directory: str
-    """Directory of the prepared validation documents."""
-
-    def create(self, rank: int, world_size: int) -> Task:
-        """Create the task on a worker."""
-        # Imported here because the import loads DeepSpeed, which only the workers need.
-        from jobs.tasks.sentence_encoder.task import SentenceTask
-
-        train, validation = Manifest.load(self.train_directory), Manifest.load(self.validation_directory)
-        return SentenceTask(self.config, train, validation, rank=rank, world_size=world_size)
+    return SentenceTask(config, Manifest.load(train), Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePlan:
-    """See `jobs.engine.task.Plan`."""
+class SentencePlan(BasePlan[SentenceConfig]):
+    """The plan of training a sentence encoder."""
 
-    config: SentenceConfig
     num_parameters: int
     """Number of parameters of the encoder with its head."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
-    tracking_uri: str
-    """MLflow tracking URI; empty if the run is not logged."""
 
-    @property
-    def data_cpus(self) -> float:
-        """Number of CPUs for reading data, with one reader for every worker."""
-        return READ_CPUS * self.config.workers.num_workers
+    summary_table = staticmethod(report.summary_table)
+    write_report = staticmethod(report.write_report)
 
     @property
     def _loss(self) -> str:
@@ -87,14 +66,9 @@ class SentencePlan:
             num_units=size,
             unit="documents",
             parameters=f"encoder with its head {self.num_parameters:,}, TempNet {self.num_tempnet_parameters:,}",
-            state_gib=self.state_gib_per_worker,
+            num_trained=self.num_parameters + self.num_tempnet_parameters,
             tracking_uri=self.tracking_uri,
         )
-
-    @property
-    def state_gib_per_worker(self) -> float:
-        """Memory of a worker in GiB, without activations and per-document state."""
-        return state_bytes_per_worker(self.num_parameters + self.num_tempnet_parameters, 0, self.config.workers) / 2**30
 
     def prepare(self) -> PreparedTask:
         """Tokenise the documents, unless this was done before."""
@@ -110,9 +84,8 @@ class SentencePlan:
         loss = config.temperature.loss_config
         return PreparedTask(
             config=config,
-            spec=SentenceSpec(
-                config=config, train_directory=train.directory, validation_directory=validation.directory
-            ),
+            create_task=partial(create_task, config, train.directory, validation.directory),
+            num_samples=train.num_rows,
             parameters={
                 "num_documents": train.num_rows,
                 "num_documents_too_short": train.num_documents - train.num_rows,
@@ -131,17 +104,8 @@ class SentencePlan:
                     "validation": validation.num_documents - validation.num_rows,
                 },
                 "num_documents_train": train.num_rows,
-                "num_epochs": config.run.num_steps * config.optimizer.batch_size / train.num_rows,
             },
         )
-
-    def summary_table(self, outcome: Mapping[str, Any]) -> str:
-        """Return the results of a run as text for the terminal."""
-        return summary_table(outcome)
-
-    def write_report(self, directory: Path, outcome: Mapping[str, Any], tracked: TrackedRun | None) -> None:
-        """Write the plots of a finished run."""
-        write_report(directory, outcome, tracked)
 
 
 def make_plan(config: SentenceConfig) -> SentencePlan:
@@ -153,10 +117,8 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
     """
     uri = tracking_uri(config)
     for split in ("train", "validation"):
-        try:
+        with naming_field(f"data.{split}: "):
             list_archives(getattr(config.data, split))
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"data.{split}: {error}") from error
     try:
         tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
         encoder = build_encoder(config, tokenizer)
@@ -164,10 +126,9 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
         if str(error).startswith("tokenizer "):
             raise ValueError(f"data.{error}") from error
         raise
-    tempnet = build_tempnet(config, int(encoder.config.hidden_size))
     return SentencePlan(
         config=config,
-        num_parameters=sum(parameter.numel() for parameter in encoder.parameters()),
-        num_tempnet_parameters=sum(parameter.numel() for parameter in tempnet.parameters()) if tempnet else 0,
+        num_parameters=count_parameters(encoder),
+        num_tempnet_parameters=count_parameters(build_tempnet(config, int(encoder.config.hidden_size))),
         tracking_uri=uri,
     )

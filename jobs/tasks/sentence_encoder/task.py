@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 
 from jobs.engine.export import exported
-from jobs.engine.task import ParameterGroup, StepResult, trainable
+from jobs.engine.task import ParameterGroup, StepResult
+from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.sentence_encoder.batches import span_tensors
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import read_documents, span_source
 from jobs.tasks.sentence_encoder.models import build_model
 from jobs.tasks.sentence_encoder.statistics import SpanStatistics
 from jobs.tasks.sentence_encoder.validation import SpanSet, rivals, validate
-from pipelines.plan import StreamPlan
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.losses import gamma_at
@@ -30,24 +30,25 @@ from tempnet.network import PAIRED_DIRECTORY
 from tempnet.statistics import histogram_of
 
 
-class SentenceTask:
-    """See `jobs.engine.task.Task`."""
+class SentenceTask(BaseTask[SentenceConfig]):
+    """The task of training a sentence encoder; the methods are described in `jobs.engine.task.Task`.
+
+    No model is rated, so that the last one is exported: no score tells how well the embeddings transfer.
+    """
 
     unit = "documents"
     module: TemperatureSentenceEncoder
 
     def __init__(
-        self, config: SentenceConfig, train: Manifest, validation: Manifest, *, rank: int, world_size: int
+        self, config: SentenceConfig, train: Manifest, validation: Manifest, rank: int, world_size: int
     ) -> None:
-        self.config, self.train, self.validation = config, train, validation
-        self.rank, self.world_size = rank, world_size
+        self.train, self.validation = train, validation
         self.source = span_source(config, train, seed=config.run.seed)
-        self.stream = RankStream(
-            source=self.source,
-            plan=StreamPlan(
-                shard_sizes=train.shard_sizes, seed=config.run.seed, window_size=config.data.shuffle_window
-            ),
-            batch_size=config.optimizer.batch_size,
+        super().__init__(
+            config,
+            self.source,
+            shard_sizes=train.shard_sizes,
+            window_size=config.data.shuffle_window,
             rank=rank,
             world_size=world_size,
             num_batches_per_task=64,
@@ -79,24 +80,9 @@ class SentenceTask:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the encoder with its head and the learned scalar temperature, if any; and the TempNet."""
-        settings, loss = self.config.optimizer, self.module.loss
-        base = trainable(self.module.model) + trainable(loss and loss.bimodal.learned)
-        return [
-            {"name": "base", "parameters": base, "learning_rate": settings.learning_rate_base},
-            {
-                "name": "tempnet",
-                "parameters": trainable(loss and loss.tempnet),
-                "learning_rate": settings.learning_rate_tempnet,
-            },
-        ]
-
-    def flops_per_unit(self) -> None:
-        """Return None: the FLOPs are unknown, because spans vary in length."""
-        return
-
-    def num_units(self, batch: Batch) -> int:
-        """Return the number of documents in this rank's part of a batch."""
-        return len(batch["ids"])
+        loss = self.module.loss
+        base = [self.module.model, loss and loss.bimodal.learned]
+        return base_and_tempnet_groups(base, [loss and loss.tempnet], self.config.optimizer)
 
     def train_step(
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
@@ -150,10 +136,6 @@ class SentenceTask:
         if "tau_mean" in scores:
             parts.append(f"mean τ {scores['tau_mean']:.4f}")
         return "; ".join(parts)
-
-    def rating(self, scores: Mapping[str, float]) -> None:
-        """Return None, so that the last model is exported: no score tells how well the embeddings transfer."""
-        return
 
     def export(self) -> None:
         """Write the encoder in the format of sentence-transformers, and the TempNet."""

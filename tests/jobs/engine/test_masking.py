@@ -170,7 +170,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     publish_columns(evaluation, columns=[], render=str, identity=[])
     written += (tmp_path / "a" / "results.json").read_text()
     written += describe_plan(
-        config, about={}, num_units=1, unit="x", parameters="", state_gib=0.0, tracking_uri=secret.uri
+        config, about={}, num_units=1, unit="x", parameters="", num_trained=0, tracking_uri=secret.uri
     )  # fmt: skip
     assert written.count("http://***@h") == 4
     for file in tmp_path.rglob("*"):
