@@ -91,13 +91,13 @@ def calibrate_rho(job: Rho) -> None:
     """Run the subcommand `rho`: prepare the text, calibrate in a Ray task, print and plot the result."""
     from jobs.engine.cluster import start_ray
     from jobs.engine.config import RunSection, WorkersSection
+    from jobs.tasks.base import resolve_paths
     from jobs.tasks.language_model.calibration import calibration_of
     from jobs.tasks.language_model.config import (
         DataSection,
         LanguageModelConfig,
         ModelSection,
         TemperatureSection,
-        with_absolute_paths,
     )
     from jobs.tasks.language_model.data import prepared
     from jobs.tasks.language_model.models import base_shapes
@@ -128,7 +128,7 @@ def calibrate_rho(job: Rho) -> None:
     if not job.context_length:
         length = min(_DEFAULT_CONTEXT_LENGTH, getattr(base, "max_position_embeddings", None) or _DEFAULT_CONTEXT_LENGTH)
         config = replace(config, data=replace(config.data, context_length=length))
-    config = with_absolute_paths(config)
+    config = resolve_paths(config)
     start_ray()
     started = time.monotonic()
     values = calibration_of(config, prepared(config, "train"))

@@ -11,6 +11,14 @@ from typing import Any, Literal, TypeVar
 
 Section = TypeVar("Section")
 
+FREE_TO_CHANGE = {"is_free_to_change": True}
+"""Metadata of a field that may change when a run is continued, such as how often it logs, or how it uses the machines.
+
+All other fields identify the run (`jobs.engine.identity`).
+"""
+PATH = {"is_path": True}
+"""Metadata of a field that can hold a local path, which :func:`with_absolute_paths` makes absolute for the workers."""
+
 
 def check_positive(section: str, config: Any, *names: str) -> None:
     """Raise ValueError if a named value of a section is not positive or not finite."""
@@ -42,24 +50,24 @@ class RunSection:
 
     name: str
     """Name of the run, and of its directory in run.storage. Starting a run of the same name again continues it."""
-    storage: str = ""
+    storage: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or pyarrow URI that holds the runs, the prepared data and the MLflow database. If empty: $TEMPNET_HOME,
     else ./runs."""
-    prepared: str = ""
+    prepared: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or URI of prepared data, which several runs can share. If empty: the directory `prepared` in run.storage."""
     seed: int = 0
     """Random seed of the initial weights, dropout and the order of the data."""
     num_steps: int = 1000
     """Number of optimizer steps."""
-    checkpoint_every: int = 500
+    checkpoint_every: int = field(default=500, metadata=FREE_TO_CHANGE)
     """Steps between checkpoints; one more is written after the last step."""
-    num_checkpoints_kept: int = 2
+    num_checkpoints_kept: int = field(default=2, metadata=FREE_TO_CHANGE)
     """Number of most recent checkpoints to keep; older ones are deleted."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=FREE_TO_CHANGE)
     """Steps between progress lines and full statistics. The loss is logged for every step."""
-    max_restarts: int = 3
+    max_restarts: int = field(default=3, metadata=FREE_TO_CHANGE)
     """How many times a failed group of workers is restarted from the last checkpoint before the run fails."""
-    max_wait_minutes: float = 60.0
+    max_wait_minutes: float = field(default=60.0, metadata=FREE_TO_CHANGE)
     """Minutes to wait for enough free machines for all workers, at the start or after a machine is lost, before the run
     fails."""
 
@@ -162,11 +170,11 @@ class OptimizerSection:
 class WorkersSection:
     """Worker processes, and how they use devices and memory."""
 
-    num_workers: int = 1
+    num_workers: int = field(default=1, metadata=FREE_TO_CHANGE)
     """Number of Ray Train workers."""
     use_gpu: bool = False
     """Whether every worker uses one GPU; otherwise workers compute on CPUs."""
-    cpus_per_worker: float = 1.0
+    cpus_per_worker: float = field(default=1.0, metadata=FREE_TO_CHANGE)
     """Logical CPUs that Ray reserves for each worker. Reading data takes further CPUs."""
     num_threads: int = 0
     """PyTorch threads of each worker. 0: an equal share of the machine's cores, or `cpus_per_worker` threads in trials
@@ -193,24 +201,24 @@ class WorkersSection:
 class TrackingSection:
     """Logging to MLflow."""
 
-    uri: str = field(default="", repr=False)
+    uri: str = field(default="", repr=False, metadata=FREE_TO_CHANGE)
     """MLflow tracking URI. If empty: $MLFLOW_TRACKING_URI, else an SQLite database in run.storage. A password in the
     URI is never shown or recorded; pass it by the environment variable, because other users of the machine can read
     command lines."""
     experiment: str = "language-models"
     """Name of the MLflow experiment."""
-    enabled: bool = True
+    enabled: bool = field(default=True, metadata=FREE_TO_CHANGE)
     """Whether the run is logged to MLflow."""
-    optional: bool = False
+    optional: bool = field(default=False, metadata=FREE_TO_CHANGE)
     """Train without MLflow if it cannot be reached at the start, instead of refusing to start. A run that has started
     is never stopped by an MLflow outage, whatever this says."""
-    preset: str = ""
+    preset: str = field(default="", metadata=FREE_TO_CHANGE)
     """Name of the preset that the configuration was made from, logged as the tag `preset`. Presets set it themselves."""
-    paper: str = ""
+    paper: str = field(default="", metadata=FREE_TO_CHANGE)
     """Table of a paper that the run belongs to, logged as the tag `paper.table`, for example: TempNet, Table 3."""
-    system_metrics: bool = True
+    system_metrics: bool = field(default=True, metadata=FREE_TO_CHANGE)
     """Whether to log CPU, memory, disk, network and GPU usage of the first worker's machine every 10 s."""
-    max_model_gib: float = 1.0
+    max_model_gib: float = field(default=1.0, metadata=FREE_TO_CHANGE)
     """Largest export, in GiB, that is copied into MLflow as a model that predicts temperatures. Of a larger export,
     MLflow gets only the TempNet and the path of the whole export. 0: always only the TempNet."""
 
@@ -290,7 +298,7 @@ class SteeredTempNetSection(TempNetSection):
 class EncoderSection:
     """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers encoder. If empty: a randomly initialised RoBERTa of the sizes below."""
     hidden_size: int = 768
     """Hidden size of the random RoBERTa; must be a multiple of num_heads. Ignored if path is given."""
@@ -365,6 +373,13 @@ def absolute_path(value: str) -> str:
     return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value
 
 
-def with_absolute_fields(section: Section, *names: str) -> Section:
-    """Return a copy of a configuration section with :func:`absolute_path` applied to the named fields."""
-    return dataclasses.replace(section, **{name: absolute_path(getattr(section, name)) for name in names})  # type: ignore[type-var]
+def with_absolute_paths(config: Section) -> Section:
+    """Return a copy of a section or configuration with :func:`absolute_path` applied to its fields that are paths."""
+    changes: dict[str, Any] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            changes[item.name] = with_absolute_paths(value)
+        elif item.metadata.get("is_path"):
+            changes[item.name] = absolute_path(value)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]

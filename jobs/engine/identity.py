@@ -7,49 +7,25 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
-# Fields that may change when a run is continued: where and how often it logs and saves, and how it uses the machines
-# (which trials of a sweep are ended early is among that: what a trial did is in its outcome).
-_FREE_TO_CHANGE = {
-    "run.storage",
-    "run.prepared",
-    "run.checkpoint_every",
-    "run.num_checkpoints_kept",
-    "run.log_every",
-    "run.max_restarts",
-    "run.max_wait_minutes",
-    "workers.num_workers",
-    "workers.cpus_per_worker",
-    "tracking.uri",
-    "tracking.enabled",
-    "tracking.optional",
-    "tracking.preset",
-    "tracking.paper",
-    "tracking.system_metrics",
-    "tracking.max_model_gib",
-    "storage",
-    "num_concurrent",
-    "grid.num_concurrent",
-    "sweep.num_concurrent",
-    "sweep.scheduler",
-}
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Any) -> dict[str, Any]:
     """Convert a nested dataclass into a dictionary `section.field` → value."""
-    values: dict[str, Any] = {}
+    return {name: value for name, value, _ in _flat_fields(config)}
+
+
+def _flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield name (`section.field`), value and metadata of every field of a nested dataclass."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            values |= flatten(value, f"{prefix}{item.name}.")
+            yield from _flat_fields(value, f"{prefix}{item.name}.")
         else:
-            values[prefix + item.name] = value
-    return values
+            yield prefix + item.name, value, item.metadata
 
 
 def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
@@ -101,8 +77,10 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
 
 
 def fixed_values(config: Any) -> dict[str, Any]:
-    """Return the fields that identify a run, or a group of runs: all but those that may change on continuation."""
-    return {name: value for name, value in flatten(config).items() if name.removeprefix("base.") not in _FREE_TO_CHANGE}
+    """Return the fields that identify a run, or a group of runs: all that are not marked with `FREE_TO_CHANGE`."""
+    return {
+        name: value for name, value, metadata in _flat_fields(config) if not metadata.get("is_free_to_change", False)
+    }
 
 
 def configuration_hash(config: Any) -> str:

@@ -5,6 +5,7 @@ A kind of training derives from both and adds what is special to it; the interfa
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from jobs.engine.config import OptimizerSection, TrainingConfig
+from jobs.engine.config import OptimizerSection, TrainingConfig, with_absolute_paths
 from jobs.engine.task import ParameterGroup, PreparedTask, trainable
 from jobs.engine.tracking import TrackedRun
 from pipelines.plan import StreamPlan
@@ -109,6 +110,21 @@ class BaseTask(ABC, Generic[Config]):
 
     def load(self, directory: Path, num_writers: int) -> None:
         """Load nothing: there is no state besides what DeepSpeed saves."""
+
+
+def resolve_paths(config: Config) -> Config:
+    """Return the configuration for the workers, which have another working directory than the driver.
+
+    Local paths are absolute, the storage is the resolved one, and `data.tokenizer` names the tokenizer that is used.
+    """
+    given: Any = config  # the data section and the tokenizer differ between tasks
+    return with_absolute_paths(
+        dataclasses.replace(
+            given,
+            run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
+            data=dataclasses.replace(given.data, tokenizer=given.tokenizer),
+        )
+    )
 
 
 def base_and_tempnet_groups(

@@ -15,7 +15,8 @@ from ray.train.torch import TorchTrainer
 from torch import Tensor
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
-from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
+from jobs.tasks.base import resolve_paths
+from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import prepared
 from jobs.tasks.dual_encoder.plan import create_task
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
@@ -62,12 +63,12 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
         start_ray()
-        config = with_absolute_paths(configuration("sogclr", images, 1))
+        config = resolve_paths(configuration("sogclr", images, 1))
         train, validation = prepared(config, "train").directory, prepared(config, "validation").directory
         for size in WORLD_SIZES:
             tasks = {}
             for loss in LOSS_KINDS:
-                config = with_absolute_paths(configuration(loss, images, size))
+                config = resolve_paths(configuration(loss, images, size))
                 given = given_tau if loss == "sogclr_given" else None
                 tasks[loss] = partial(create_task, config, train, validation, given)
             environment = {

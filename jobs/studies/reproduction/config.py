@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jobs.engine.config import RunSection, TrackingSection, absolute_path
+from jobs.engine.config import FREE_TO_CHANGE, RunSection, TrackingSection, absolute_path
 from jobs.engine.named_values import named_values
 from jobs.studies.reproduction.experiment import Scale
 from jobs.studies.reproduction.experiments.registry import find
@@ -44,12 +44,12 @@ class ReproduceConfig:
     changes take precedence."""
     data: tuple[str, ...] = ()
     """Data that models are scored on, as NAME=PATH: senteval=DIR, wikitext=FILE. A dry run shows the names."""
-    num_concurrent: int = 0
+    num_concurrent: int = field(default=0, metadata=FREE_TO_CHANGE)
     """Maximum number of runs at a time. 0: as many as fit into the cluster."""
     name: str = ""
     """Name of the results' directory in storage. Default: reproduce-EXPERIMENT-SCALE, with a digest of any settings
     that are not the defaults."""
-    storage: str = ""
+    storage: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or URI that holds runs, prepared data and the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="reproduce"))
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.config import FREE_TO_CHANGE, RunSection, TrainingConfig
 from jobs.engine.identity import with_fields
 from jobs.engine.named_values import named_values, twice
 from jobs.studies.sweeps.band_search import search_band
@@ -40,11 +40,11 @@ class SweepSection:
     """Random seed of a random search. The seed of the training runs is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
     """Lower and upper bound of the band in which the mean temperature of the validation should lie."""
-    scheduler: Literal["none", "asha"] = "none"
+    scheduler: Literal["none", "asha"] = dataclasses.field(default="none", metadata=FREE_TO_CHANGE)
     """What ends trials of a grid or random search early. none: nothing. asha: Ray Tune's ASHAScheduler, which ends
     those whose loss is above the median when half of their steps are done; trials whose mean temperature cannot end in
     the band any more are ended before they are compared."""
-    num_concurrent: int = 0
+    num_concurrent: int = dataclasses.field(default=0, metadata=FREE_TO_CHANGE)
     """Maximum number of trials at a time. 0: as many as fit into the cluster."""
 
     def __post_init__(self) -> None:

@@ -10,13 +10,15 @@ import itertools
 from dataclasses import dataclass, field
 
 from jobs.engine.config import (
+    FREE_TO_CHANGE,
+    PATH,
     EncoderSection,
     RunSection,
     TrackingSection,
     TrainingConfig,
     check_positive,
     check_share,
-    with_absolute_fields,
+    with_absolute_paths,
 )
 from jobs.engine.named_values import twice
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
@@ -27,12 +29,12 @@ from tempnet.soft_triple import SoftTripleConfig
 class LabelledSection:
     """The labelled sentences: tasks of SentEval, or a file of your own."""
 
-    directory: str = ""
+    directory: str = field(default="", metadata=PATH)
     """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Give either this or `file`."""
     tasks: tuple[str, ...] = ()
     """Tasks to train on, from MR, CR, SUBJ, MPQA, SST2, TREC and MRPC. If a task has a training split, only its
     training sentences are divided into folds. If empty: all tasks found in `directory`."""
-    file: str = ""
+    file: str = field(default="", metadata=PATH)
     """File with your own data instead of `directory`: one example per line, as label, tab, sentence and, for pairs,
     another tab and the second sentence."""
     classes: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class LabelledSection:
     """Number of sentences to use, drawn in proportion to the classes, as in TREC-1k. 0: all sentences."""
     seed: int = 0
     """Random seed for drawing num_examples sentences."""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of model.path."""
     num_tokens: int = 128
     """Maximum number of tokens per sentence; longer sentences are truncated and counted."""
@@ -69,7 +71,7 @@ class LabelledSection:
 class ClassifierModelSection(EncoderSection):
     """The model: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory or hub name of any Transformers text model, which gets a new classification head. If empty: a randomly
     initialised RoBERTa."""
 
@@ -137,7 +139,7 @@ class GridSection:
     """Random seeds, each of which determines the folds, the initial weights, dropout and the order of the data."""
     num_folds: int = 5
     """Number of folds of the cross-validation, at least 2."""
-    num_concurrent: int = 0
+    num_concurrent: int = field(default=0, metadata=FREE_TO_CHANGE)
     """Number of cells trained at the same time. 0: as many as fit into the cluster."""
     keep_models: bool = False
     """Keep the checkpoint and the exported classifier of every cell."""
@@ -266,11 +268,11 @@ class CrossValidationConfig(TrainingConfig):
 
     def _cell(self, run: RunSection, task: str, setting: SettingSection, fold: int) -> ClassifierConfig:
         return ClassifierConfig(
-            data=with_absolute_fields(self.data, "directory", "file", "tokenizer"),
+            data=with_absolute_paths(self.data),
             run=run,
             fold=FoldSection(task=task, num_folds=self.grid.num_folds, fold=fold, keep_model=self.grid.keep_models),
             setting=setting,
-            model=with_absolute_fields(self.model, "path"),
+            model=with_absolute_paths(self.model),
             centers=self.centers,
             optimizer=self.optimizer,
             workers=self.workers,

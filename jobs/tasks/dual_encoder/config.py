@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from jobs.engine.config import (
+    PATH,
     ValidationSection,
     check_not_negative,
     check_positive,
     check_share,
-    with_absolute_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.images.views import AugmentationConfig
@@ -27,20 +26,20 @@ MAX_IMAGE_SIZE = 4096
 class PairDataSection:
     """The images and captions, and how training views (augmented images) and tokens are made from them."""
 
-    train: str
+    train: str = field(metadata=PATH)
     """Training pairs: path or URI of an img2dataset WebDataset tar (`.jpg`, `.txt`, `.json`), or of a directory of tars."""
-    validation: str
+    validation: str = field(metadata=PATH)
     """Validation images, each with one or several captions, in the same formats as `train`."""
-    train_captions: str = ""
+    train_captions: str = field(default="", metadata=PATH)
     """JSON file with the captions of `train`, in Karpathy's format or as a list of {"image", "caption"}. If empty: the
     captions in the tars."""
-    validation_captions: str = ""
+    validation_captions: str = field(default="", metadata=PATH)
     """JSON file with the captions of `validation`, in the same formats. If empty: the captions in the tars."""
     train_splits: tuple[str, ...] = ()
     """Splits of train_captions (Karpathy's format) to use. If empty: all."""
     validation_splits: tuple[str, ...] = ()
     """Splits of validation_captions (Karpathy's format) to use. If empty: all."""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
     num_text_tokens: int = 30
     """Number of tokens of a caption, including padding; longer captions are truncated."""
@@ -81,15 +80,15 @@ class PairDataSection:
 class DualEncoderSection:
     """The two encoders (towers): pretrained weights to start from, or the sizes of randomly initialised ones."""
 
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory or hub name of a dual encoder to start from: an export of this job, or a Transformers CLIPModel. If
     empty: the towers are given by image_path and text_path, or randomly initialised."""
     freeze: bool = False
     """Train only the TempNets and keep the dual encoder fixed, in eval mode and without gradients. Needs `path`."""
-    image_path: str = ""
+    image_path: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
     of the sizes below."""
-    text_path: str = ""
+    text_path: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers text encoder for the text tower. If empty: a randomly initialised
     DistilBERT of the sizes below."""
     image_size: int = 224
@@ -149,7 +148,7 @@ class PairTemperatureSection(ContrastiveSection):
     The TempNets for images and texts have the same configuration.
     """
 
-    table: str = ""
+    table: str = field(default="", metadata=PATH)
     """Table with the temperatures of the training pairs, as `jobs.predict_temperatures` writes it. Required by the loss
     sogclr_given; other losses do not accept one."""
 
@@ -202,16 +201,3 @@ class ClipConfig(ContrastiveTrainingConfig):
         beside_text_tower = Path(self.model.path) / TEXT_ENCODER_DIRECTORY
         of_model = str(beside_text_tower) if self.model.path and beside_text_tower.is_dir() else self.model.path
         return self.data.tokenizer or self.model.text_path or of_model
-
-
-def with_absolute_paths(config: ClipConfig) -> ClipConfig:
-    """Return the configuration with absolute local paths, because the workers have another working directory."""
-    data = dataclasses.replace(config.data, tokenizer=config.tokenizer)
-    paths = ("train", "validation", "train_captions", "validation_captions", "tokenizer")
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=with_absolute_fields(data, *paths),
-        model=with_absolute_fields(config.model, "path", "image_path", "text_path"),
-        temperature=with_absolute_fields(config.temperature, "table"),
-    )

@@ -14,9 +14,9 @@ from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
-from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.dual_encoder import report
-from jobs.tasks.dual_encoder.config import ClipConfig, with_absolute_paths
+from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
 from pipelines.images.captions import CaptionEncoder
@@ -93,7 +93,7 @@ class ClipPlan(BasePlan[ClipConfig]):
 
     def prepare(self) -> PreparedTask:
         """Index the images, unless this was done before, and read the table of temperatures if one is given."""
-        config = with_absolute_paths(self.config)
+        config = resolve_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
         check_sizes(
             config,

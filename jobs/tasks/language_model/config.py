@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import (
+    PATH,
     SteeredTempNetSection,
     TrainingConfig,
     ValidationSection,
     check_not_negative,
     check_positive,
     check_share,
-    with_absolute_fields,
 )
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
@@ -23,12 +23,12 @@ from tempnet.softmax.reference import LOSS_KINDS
 class DataSection:
     """The text, and how its documents are tokenised and packed into blocks."""
 
-    train: str
+    train: str = field(metadata=PATH)
     """Training text: path or URI of a .jsonl.zst, .tar, .jsonl, .jsonl.gz or .parquet file, or of a directory of such
     files."""
-    validation: str
+    validation: str = field(metadata=PATH)
     """Validation text, in the same formats as `train`."""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=PATH)
     """A Transformers fast tokenizer: directory, tokenizer.json file or hub name. If empty: the tokenizer of model.path."""
     context_length: int = 1024
     """Number of tokens per block, at least 2."""
@@ -53,7 +53,7 @@ class DataSection:
 class ModelSection:
     """The base model: pretrained weights to start from, or the architecture of a randomly initialised one."""
 
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
     architecture and sizes below."""
     freeze: bool | None = None
@@ -112,7 +112,7 @@ class TemperatureSection(SteeredTempNetSection):
     """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
     """τ_max, the upper bound of the temperature."""
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""
 
     def __post_init__(self) -> None:
@@ -211,19 +211,6 @@ class LanguageModelConfig(TrainingConfig):
     def tokenizer(self) -> str:
         """Directory, file or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
-
-
-def with_absolute_paths(config: LanguageModelConfig) -> LanguageModelConfig:
-    """Return the configuration with absolute local paths, because the workers have another working directory."""
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=with_absolute_fields(
-            dataclasses.replace(config.data, tokenizer=config.tokenizer), "train", "validation", "tokenizer"
-        ),
-        model=with_absolute_fields(config.model, "path"),
-        temperature=with_absolute_fields(config.temperature, "path"),
-    )
 
 
 def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:

@@ -15,10 +15,10 @@ from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
-from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, calibrated, describe_calibration
-from jobs.tasks.language_model.config import LanguageModelConfig, with_absolute_paths, with_rho
+from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import prepared
 from jobs.tasks.language_model.models import base_shapes, resolved_rho
 from pipelines.archives import list_archives
@@ -88,7 +88,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
 
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
-        config = with_absolute_paths(self.config)
+        config = resolve_paths(self.config)
         train_data = prepared(config, "train")
         validation_data = prepared(config, "validation")
         rho = self.rho

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from jobs.engine.config import (
+    PATH,
     EncoderSection,
     RunSection,
     ValidationSection,
     check_positive,
     check_share,
-    with_absolute_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.sentences.spans import SpanConfig, Strategy
@@ -22,12 +21,12 @@ from tempnet.contrastive.config import LOSS_KINDS
 class DocumentSection:
     """The documents, and how spans (anchors and their positives) are drawn from them (DeCLUTR §3.1)."""
 
-    train: str
+    train: str = field(metadata=PATH)
     """Training text: path or URI of an archive, or of a directory of archives, in any format that `jobs.prepare_text`
     reads."""
-    validation: str
+    validation: str = field(metadata=PATH)
     """Validation text, in the same formats as `train`."""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
     text_field: str = "text"
     """Name of the field (column) of a record that holds the text."""
@@ -71,7 +70,7 @@ class DocumentSection:
 class SentenceEncoderSection(EncoderSection):
     """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
-    path: str = ""
+    path: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
     sizes below."""
 
@@ -158,14 +157,3 @@ class SentenceConfig(ContrastiveTrainingConfig):
     def num_pairs_per_batch(self) -> int:
         """Number of anchors in a global batch, each of which forms one pair with the mean of its positives."""
         return self.optimizer.batch_size * self.data.num_anchors
-
-
-def with_absolute_paths(config: SentenceConfig) -> SentenceConfig:
-    """Return the configuration with absolute local paths, because the workers have another working directory."""
-    data = dataclasses.replace(config.data, tokenizer=config.tokenizer)
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-        data=with_absolute_fields(data, "train", "validation", "tokenizer"),
-        model=with_absolute_fields(config.model, "path"),
-    )

@@ -9,9 +9,9 @@ from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
-from jobs.tasks.base import BasePlan, count_parameters, naming_field
+from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder import report
-from jobs.tasks.sentence_encoder.config import SentenceConfig, with_absolute_paths
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.data import prepared
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
 from pipelines.archives import list_archives
@@ -72,7 +72,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
 
     def prepare(self) -> PreparedTask:
         """Tokenise the documents, unless this was done before."""
-        config = with_absolute_paths(self.config)
+        config = resolve_paths(self.config)
         train, validation = prepared(config, "train"), prepared(config, "validation")
         check_sizes(
             config,

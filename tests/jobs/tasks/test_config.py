@@ -11,7 +11,8 @@ import pytest
 from jobs.engine.command_line import parse_preset
 from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten
-from jobs.tasks.language_model.config import LanguageModelConfig, with_absolute_paths
+from jobs.tasks.base import resolve_paths
+from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.models import resolved_rho
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.dro import check_rho
@@ -172,7 +173,7 @@ def test_local_paths_become_absolute_and_hub_names_stay(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     config = changed(PRESETS["gpt2-scratch"](), "data", train="text", validation="s3://bucket/x")
-    values = flatten(with_absolute_paths(config))
+    values = flatten(resolve_paths(config))
     assert values["data.train"] == str(tmp_path / "text")
     assert values["data.validation"] == "s3://bucket/x"
     assert values["data.tokenizer"] == "gpt2"

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForMaskedLM, RobertaTokenizerFast
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.contrastive import check_sizes
+from jobs.tasks.base import resolve_paths
 from jobs.tasks.presets.sentences import PRESETS
-from jobs.tasks.sentence_encoder.config import SentenceConfig, with_absolute_paths
+from jobs.tasks.sentence_encoder.config import SentenceConfig
 from jobs.tasks.sentence_encoder.models import build_encoder
 from jobs.tasks.sentence_encoder.plan import make_plan
 from pipelines.text.tokenization import load_tokenizer, train_bpe, train_wordpiece
@@ -173,7 +174,7 @@ def test_paths_are_made_absolute_for_the_workers(data: Path, monkeypatch: pytest
         job="train_sentences",
         purpose="",
     )
-    found = with_absolute_paths(config)
+    found = resolve_paths(config)
     assert (found.data.train, found.data.tokenizer) == (str(data / "train"), str(data / "tokenizer"))
 
 

@@ -1,0 +1,91 @@
+"""What identifies a run is told by its fields, and a run that was made before is recognised by the same hash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jobs.engine.config import absolute_path, with_absolute_paths
+from jobs.engine.identity import configuration_hash, fixed_values, flatten
+from jobs.studies.reproduction.config import ReproduceConfig
+from jobs.studies.sweeps import presets as sweeps
+from jobs.tasks.presets import classifiers, clip, language_models, sentences
+
+PRESETS: dict[str, Any] = {
+    **language_models.PRESETS,
+    **clip.PRESETS,
+    **sentences.PRESETS,
+    **classifiers.PRESETS,
+    **sweeps.PRESETS,
+}
+FREE_IN_EVERY_RUN = {
+    "run.storage",
+    "run.prepared",
+    "run.checkpoint_every",
+    "run.num_checkpoints_kept",
+    "run.log_every",
+    "run.max_restarts",
+    "run.max_wait_minutes",
+    "workers.num_workers",
+    "workers.cpus_per_worker",
+    "tracking.uri",
+    "tracking.enabled",
+    "tracking.optional",
+    "tracking.preset",
+    "tracking.paper",
+    "tracking.system_metrics",
+    "tracking.max_model_gib",
+}
+HASHES = {
+    "gpt2-scratch": "56b55c3fed0f",
+    "gpt2-scratch-small": "572d25b89b4c",
+    "frozen-small": "8a6676e210fa",
+    "llama2-chat-70b-frozen": "a1cd4de7c4c7",
+    "clip-cc3m-tempnet": "cc0d47c680a7",
+    "clip-cc3m-tempnet-small": "a7c3f475ec90",
+    "clip-cc3m-sogclr-given-small": "b00a61f13f3f",
+    "declutr-small": "7ab484bbaa9e",
+    "declutr-small-tempnet-small": "55400e3d3d15",
+    "triple-entropy-grid": "8eea8feea226",
+    "triple-entropy-small": "2f914e9e39bf",
+}
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_runs_made_before_are_recognised(name: str) -> None:
+    assert configuration_hash(PRESETS[name]()) == HASHES[name], "runs made before could not be continued"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_may_change_when_a_run_is_continued(name: str) -> None:
+    config = PRESETS[name]()
+    free = {field.removeprefix("base.") for field in flatten(config).keys() - fixed_values(config).keys()}
+    assert free - {"grid.num_concurrent", "sweep.num_concurrent"} == FREE_IN_EVERY_RUN
+    assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
+    assert ("sweep.num_concurrent" in free) == hasattr(config, "sweep")
+
+
+def test_what_may_change_when_a_reproduction_is_continued() -> None:
+    config = ReproduceConfig(experiment="T2")
+    free = flatten(config).keys() - fixed_values(config).keys()
+    of_tracking = {field for field in FREE_IN_EVERY_RUN if field.startswith("tracking.")}
+    assert free == {"storage", "num_concurrent"} | of_tracking
+    assert configuration_hash(config) == "a5bcd0a7d548"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_field_that_names_data_or_a_model_is_a_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.engine.config.absolute_path", lambda value: value and "absolute")
+    config = PRESETS[name]()
+    found = {field for field, value in flatten(with_absolute_paths(config)).items() if value == "absolute"}
+    names = ("train", "validation", "train_captions", "validation_captions", "tokenizer", "path", "image_path",
+             "text_path", "table", "directory", "file")  # fmt: skip
+    assert found == {field for field, value in flatten(config).items() if value and field.rpartition(".")[2] in names}
+
+
+def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert absolute_path("model") == str(tmp_path / "model")
+    assert [absolute_path(value) for value in ("", "gpt2", "s3://b/model")] == ["", "gpt2", "s3://b/model"]
