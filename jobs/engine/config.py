@@ -44,6 +44,17 @@ def check_share(section: str, config: Any, *names: str) -> None:
             raise ValueError(f"{section}.{name} = {value:g} must lie in [0, 1]")
 
 
+def shared_fields(section: Any, config_type: type) -> dict[str, Any]:
+    """Return the values of a section's fields that a configuration of the library has under the same name.
+
+    A field that is None is left out, so that the library's default applies. A section does not hold the library's
+    configuration itself, because its fields would get another name on the command line and in what identifies a run.
+    """
+    names = {item.name for item in dataclasses.fields(config_type)}
+    values = {item.name: getattr(section, item.name) for item in dataclasses.fields(section) if item.name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     """The run: its name, its directories, its length, and how often it logs and saves."""
@@ -225,73 +236,6 @@ class TrackingSection:
     def __post_init__(self) -> None:
         if not self.max_model_gib >= 0:  # also refuses NaN
             raise ValueError(f"tracking.max_model_gib = {self.max_model_gib:g} must not be negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TempNetSection:
-    """Sizes and ablation switches of a TempNet; each kind of task adds the loss that trains it."""
-
-    hidden_size: int = 256
-    """d1, the width of the TempNet's transform layer."""
-    num_prototypes: int = 256
-    """d2, the width of the TempNet's projection layer."""
-    phi_init: float = 1.0
-    """Initial value of φ, the temperature inside the TempNet's pooling layer."""
-    input_shift: Literal["none", "mean", "max"] = "none"
-    """What is subtracted from the logits before the TempNet reads them: nothing, the mean of the row, or its maximum. A
-    TempNet that reads embeddings accepts only none."""
-    normalize_input: bool = True
-    """Whether the TempNet divides its input by the L2 norm (ablation: Table 20)."""
-    transform: bool = True
-    """Whether the TempNet has the transform layer (ablation: Table 20)."""
-    projection: bool = True
-    """Whether the TempNet has the projection layer (ablation: Table 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Pooling of the TempNet: parametrised, as in the paper, or one linear layer instead (ablation: Table 20)."""
-    depth: Literal[3, 4] = 3
-    """Depth of the TempNet; 4 adds a second transform layer (ablation: Tables 21 and 22)."""
-    stop_gradient: bool = True
-    """Whether the TempNet's input is detached, so that no gradient reaches the base model through it (ablation: Table 18)."""
-
-    @property
-    def network_options(self) -> dict[str, Any]:
-        """The fields above as keyword arguments of `TempNetConfig`."""
-        return {option.name: getattr(self, option.name) for option in dataclasses.fields(TempNetSection)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteeredTempNetSection(TempNetSection):
-    """A TempNet whose ρ can be adjusted automatically during training."""
-
-    target_tau: float | None = None
-    """Mean temperature that training should reach and keep by adjusting ρ, which starts at `rho`. Must lie between τ₀
-    and τ_max. Meant for joint training of base model and TempNet. ρ is constant while the TempNet rests
-    (rest_share_tempnet). None: ρ is always constant."""
-    rho_gain: float = 5.0
-    """Gain κ of the adjustment, in nats: how far ρ moves if the mean temperature is off by a factor of e. Must be
-    positive; used only with target_tau."""
-
-    def check_steering(self, *, has_learned_rho: bool, tau_min: float, tau_max: float) -> None:
-        """Check that `target_tau` and `rho_gain` are possible for the loss.
-
-        Args:
-            has_learned_rho: whether the loss is a robust loss with a TempNet.
-
-        Raises:
-            ValueError: if they are not; the message names the field, the value and the legal values.
-        """
-        check_positive("temperature", self, "rho_gain")
-        if self.target_tau is None:
-            return
-        if not has_learned_rho:
-            raise ValueError(
-                f"temperature.target_tau = {self.target_tau:g} steers the ρ of a robust loss with TempNets: choose "
-                "temperature.loss dro (language models) or tempnet (contrastive), or None"
-            )
-        if not tau_min < self.target_tau < tau_max:
-            raise ValueError(
-                f"temperature.target_tau = {self.target_tau:g} must lie between τ₀ = {tau_min:g} and τ_max = {tau_max:g}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.engine.config import SteeredTempNetSection, TrainingConfig
+from jobs.engine.config import TrainingConfig, shared_fields
+from jobs.engine.temperature import TempNetSection
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 from tempnet.network_config import TempNetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastiveSection(SteeredTempNetSection):
-    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`)."""
+class ContrastiveSection(TempNetSection):
+    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`).
+
+    Fields that `ContrastiveLossConfig` has too are passed on to it.
+    """
 
     loss: str = "tempnet"
     """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or
@@ -69,9 +73,7 @@ class ContrastiveSection(SteeredTempNetSection):
     @property
     def loss_config(self) -> ContrastiveLossConfig:
         """The configuration of the loss that this section describes."""
-        names = ("rho", "tau", "tau_min", "tau_max", "gamma", "gamma_schedule", "gamma_min", "tau_step", "tau_momentum")
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return ContrastiveLossConfig.for_name(self.loss, **values)
+        return ContrastiveLossConfig.for_name(self.loss, **shared_fields(self, ContrastiveLossConfig))
 
     @property
     def tau_range(self) -> tuple[float, float]:
@@ -81,10 +83,9 @@ class ContrastiveSection(SteeredTempNetSection):
 
     def network_config(self, embedding_size: int) -> TempNetConfig:
         """Return the configuration of a TempNet that reads embeddings of the given size."""
-        loss = self.loss_config
-        return TempNetConfig.for_embeddings(
-            embedding_size, rho=self.rho, tau_min=loss.tau_min, tau_max=loss.tau_max, **self.network_options
-        )
+        low, high = self.tau_range
+        options = shared_fields(self, TempNetConfig) | {"tau_min": low, "tau_max": high}
+        return TempNetConfig.for_embeddings(embedding_size, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

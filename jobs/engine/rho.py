@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from jobs.engine.config import SteeredTempNetSection
 from jobs.engine.contrastive import ContrastiveSection
+from jobs.engine.temperature import TempNetSection
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveOutput
 from tempnet.rho_controller import RhoController
 
@@ -36,7 +36,7 @@ class RhoSteering:
 
     def __init__(
         self,
-        section: SteeredTempNetSection,
+        section: TempNetSection,
         *,
         rho: float,
         limit: float,

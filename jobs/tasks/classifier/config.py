@@ -18,6 +18,7 @@ from jobs.engine.config import (
     TrainingConfig,
     check_positive,
     check_share,
+    shared_fields,
     with_absolute_paths,
 )
 from jobs.engine.named_values import twice
@@ -287,11 +288,4 @@ def soft_triple_config(setting: SettingSection, centers: CentersSection) -> Soft
     Raises:
         ValueError: if a value is not legal; the message names the field.
     """
-    return SoftTripleConfig(
-        num_centers=setting.num_centers,
-        gamma=setting.gamma,
-        scale=setting.scale,
-        margin=setting.margin,
-        beta=setting.beta,
-        regularizer=centers.regularizer,
-    )
+    return SoftTripleConfig(**shared_fields(setting, SoftTripleConfig), **shared_fields(centers, SoftTripleConfig))

@@ -8,13 +8,14 @@ from typing import Literal
 
 from jobs.engine.config import (
     PATH,
-    SteeredTempNetSection,
     TrainingConfig,
     ValidationSection,
     check_not_negative,
     check_positive,
     check_share,
+    shared_fields,
 )
+from jobs.engine.temperature import TempNetSection
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS
 
@@ -91,7 +92,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureSection(SteeredTempNetSection):
+class TemperatureSection(TempNetSection):
     """The loss, its temperature and the TempNet."""
 
     loss: str = "dro"
@@ -158,9 +159,7 @@ class TemperatureSection(SteeredTempNetSection):
 
     def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
         """Return the configuration of a TempNet that reads the logits of the given vocabulary (the tokenizer's)."""
-        return TempNetConfig.for_logits(
-            vocab_size, rho=rho, tau_min=self.tau_min, tau_max=self.tau_max, **self.network_options
-        )
+        return TempNetConfig.for_logits(vocab_size, **shared_fields(self, TempNetConfig) | {"rho": rho})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from jobs.engine.config import (
     ValidationSection,
     check_positive,
     check_share,
+    shared_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from pipelines.sentences.spans import SpanConfig, Strategy
@@ -62,8 +63,7 @@ class DocumentSection:
     @property
     def spans(self) -> SpanConfig:
         """The configuration of the drawing of spans."""
-        names = ("num_anchors", "num_positives", "min_length", "max_length", "strategy", "min_num_tokens")
-        return SpanConfig(**{name: getattr(self, name) for name in names})
+        return SpanConfig(**shared_fields(self, SpanConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,51 @@
+"""The sections about temperatures say the same as the configurations of the library that are made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jobs.engine.config import shared_fields
+from jobs.engine.contrastive import ContrastiveSection
+from jobs.tasks.language_model.config import TemperatureSection
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.network import TempNetConfig
+
+
+@pytest.mark.parametrize(
+    ("section", "made"),
+    [
+        (TemperatureSection(), TempNetConfig.for_logits(50_257)),
+        (ContrastiveSection(), TempNetConfig.for_embeddings(512)),
+        (ContrastiveSection(), ContrastiveLossConfig.for_name("tempnet")),
+    ],
+)
+def test_fields_of_the_same_name_have_the_same_default(section: object, made: object) -> None:
+    shared = shared_fields(section, type(made))
+    assert len(shared) >= 6
+    assert {name: getattr(made, name) for name in shared} == shared
+
+
+def test_every_option_of_the_section_reaches_the_network() -> None:
+    changed: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_prototypes": 4,
+        "phi_init": 0.5,
+        "normalize_input": False,
+        "transform": False,
+        "projection": False,
+        "pooling": "linear",
+        "stop_gradient": False,
+        "tau_min": 0.2,
+        "tau_max": 0.9,
+    }
+    network = dataclasses.asdict(TemperatureSection(rho=2.0, **changed).network_config(100, 3.0))
+    assert {name: network[name] for name in changed} == changed
+    assert (network["rho"], network["input_size"]) == (3.0, 100)
+    section = ContrastiveSection(loss="tempnet", rho=2.0, **changed)
+    network = dataclasses.asdict(section.network_config(16))
+    assert {name: network[name] for name in changed} == changed
+    assert network["rho"] == 2.0
+    assert (section.loss_config.rho, section.loss_config.tau_max) == (2.0, 0.9)
