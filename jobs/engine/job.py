@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
-from jobs.engine.config import TrainingConfig
 from jobs.engine.task import CreateTask
 from jobs.engine.tracking import TrackedRun
 from jobs.engine.watch import Watch
@@ -20,8 +19,8 @@ class FatalTrainingError(RuntimeError):
 class WorkerJob:
     """Everything that the driver sends to every worker."""
 
-    config: TrainingConfig
     create_task: CreateTask
+    """Creates the task, which holds the configuration of the run."""
     tracked_run: TrackedRun | None
     mailbox: ActorHandle | None
     """Actor that carries progress to the driver's terminal; None if progress is not shown there."""

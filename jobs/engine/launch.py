@@ -113,7 +113,6 @@ def train(
             Console(config.run.num_steps) if with_progress else nullcontext() as console,
         ):
             job = WorkerJob(
-                config=prepared.config,
                 create_task=prepared.create_task,
                 tracked_run=tracked,
                 mailbox=console.mailbox if console else None,

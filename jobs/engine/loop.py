@@ -79,8 +79,9 @@ class TrainingLoop:
 
     def __init__(self, job: WorkerJob, directory: Path | None) -> None:
         context = ray.train.get_context()
-        self.config = config = job.config
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.task: Task = job.create_task(self.rank, self.world_size)
+        self.config = config = self.task.config
         # Counters are reduced on the host (gloo), so that no step waits for the device.
         self.host_group = dist.new_group(backend="gloo") if config.workers.use_gpu else dist.group.WORLD
         state = FRESH_STATE
@@ -93,7 +94,6 @@ class TrainingLoop:
         self.best_rating = state.best_rating
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
-        self.task: Task = job.create_task(self.rank, self.world_size)
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))

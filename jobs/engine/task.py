@@ -52,6 +52,11 @@ class Task(Protocol):
     """A task on one worker: its data, its model, and how to train, validate, save and export it."""
 
     @property
+    def config(self) -> TrainingConfig:
+        """Configuration of the run, with absolute paths and all defaults resolved."""
+        ...
+
+    @property
     def stream(self) -> RankStream:
         """This rank's part of the training data."""
         ...
@@ -149,10 +154,8 @@ task's module itself, because that loads DeepSpeed, which the driver does not ne
 class PreparedTask:
     """A plan whose data are prepared: everything needed to start the workers and to record the run."""
 
-    config: TrainingConfig
-    """Configuration for the workers, with absolute paths and all defaults resolved."""
     create_task: CreateTask
-    """Creates the task on a worker."""
+    """Creates the task on a worker, with the configuration in which paths are absolute and all defaults resolved."""
     num_samples: int
     """Number of training samples, which form one epoch."""
     parameters: Mapping[str, Any]

@@ -80,7 +80,6 @@ class ClassifierPlan(BasePlan[ClassifierConfig]):
         """Return the prepared task; the data need no preparation."""
         source = self.config.data.file or f"{self.config.data.directory}/{self.data_name}"
         return PreparedTask(
-            config=self.config,
             create_task=partial(create_task, self.config),
             num_samples=self.num_train,
             parameters={"num_train": self.num_train, "num_held_out": self.num_held_out, "num_cut": self.num_cut},

@@ -106,7 +106,6 @@ class ClipPlan(BasePlan[ClipConfig]):
         share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
         share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
         return PreparedTask(
-            config=config,
             create_task=partial(create_task, config, train.directory, validation.directory, _given_tau(config, train)),
             num_samples=train.num_pairs,
             parameters={

@@ -100,7 +100,6 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         config = with_rho(config, rho)
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            config=config,
             create_task=partial(create_task, config, train_data.directory, validation_data.directory),
             num_samples=train_data.num_rows,
             parameters={

@@ -83,7 +83,6 @@ class SentencePlan(BasePlan[SentenceConfig]):
         )
         loss = config.temperature.loss_config
         return PreparedTask(
-            config=config,
             create_task=partial(create_task, config, train.directory, validation.directory),
             num_samples=train.num_rows,
             parameters={
