@@ -19,7 +19,7 @@ from jobs.tasks.classifier.config import (
     LabelledSection,
 )
 from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import with_twins
+from jobs.tasks.presets.twins import twins_of
 
 Preset = Callable[[], CrossValidationConfig]
 
@@ -96,5 +96,7 @@ _FULL: dict[str, Preset] = {
     "triple-entropy-grid": triple_entropy_grid,
 }
 
-PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "a small encoder"))
+PRESETS: dict[str, Preset] = named(
+    twins_of(_FULL, small, "a small encoder", aliases={"triple-entropy-large": "triple-entropy"}) | _FULL
+)
 """Preset name → function that returns its configuration."""

@@ -14,7 +14,7 @@ from jobs.tasks.dual_encoder.config import (
     RetrievalValidationSection,
 )
 from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import with_twins
+from jobs.tasks.presets.twins import twins_of
 
 Preset = Callable[[], ClipConfig]
 
@@ -196,5 +196,5 @@ _FULL: dict[str, Preset] = {
     **{f"clip-cc3m-noise-{percent:02d}": _noise(percent) for percent in (5, 10, 15)},
 }
 
-PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "sample images"))
+PRESETS: dict[str, Preset] = named(twins_of(_FULL, small, "sample images") | _FULL)
 """Preset name → function that returns its configuration."""

@@ -14,6 +14,7 @@ from jobs.tasks.language_model.config import (
     TemperatureSection,
 )
 from jobs.tasks.presets.naming import named
+from jobs.tasks.presets.twins import twins_of
 
 Preset = Callable[[], LanguageModelConfig]
 
@@ -182,58 +183,28 @@ def frozen_small() -> LanguageModelConfig:
     return replace(small, temperature=replace(small.temperature, target_entropy=None))
 
 
-def llama1_7b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-1 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama1_7b_frozen())
+def _by_name(*presets: Preset) -> dict[str, Preset]:
+    return {preset.__name__.replace("_", "-"): preset for preset in presets}
 
 
-def llama2_7b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-2 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama2_7b_frozen())
-
-
-def llama2_13b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-2 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama2_13b_frozen())
-
-
-def llama2_chat_7b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-2 Chat 7B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama2_chat_7b_frozen())
-
-
-def llama2_chat_13b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-2 Chat 13B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama2_chat_13b_frozen())
-
-
-def llama2_chat_70b_frozen_small() -> LanguageModelConfig:
-    """LLaMA-2 Chat 70B's optimizer settings with a new TempNet for the frozen model of gpt2-scratch-small."""
-    return _frozen_small(llama2_chat_70b_frozen())
-
+_LLAMA = _by_name(
+    llama1_7b_frozen,
+    llama2_7b_frozen,
+    llama2_13b_frozen,
+    llama2_chat_7b_frozen,
+    llama2_chat_13b_frozen,
+    llama2_chat_70b_frozen,
+)
 
 PRESETS: dict[str, Preset] = named(
-    {
-        function.__name__.replace("_", "-"): function
-        for function in (
-            gpt2_scratch,
-            gpt2_finetune,
-            frozen,
-            llama1_7b_frozen,
-            llama2_7b_frozen,
-            llama2_13b_frozen,
-            llama2_chat_7b_frozen,
-            llama2_chat_13b_frozen,
-            llama2_chat_70b_frozen,
-            gpt2_scratch_small,
-            gpt2_finetune_small,
-            frozen_small,
-            llama1_7b_frozen_small,
-            llama2_7b_frozen_small,
-            llama2_13b_frozen_small,
-            llama2_chat_7b_frozen_small,
-            llama2_chat_13b_frozen_small,
-            llama2_chat_70b_frozen_small,
-        )
-    }
+    _by_name(gpt2_scratch, gpt2_finetune, frozen)
+    | _LLAMA
+    | _by_name(gpt2_scratch_small, gpt2_finetune_small, frozen_small)
+    | twins_of(
+        _LLAMA,
+        _frozen_small,
+        "gpt2-scratch-small's model with the optimizer settings of",
+        # The models of LLaMA-2 differ in size, which their twins share.
+        aliases={name: "llama2-7b-frozen" for name in _LLAMA if name.startswith("llama2-") and "2-7b" not in name},
+    )
 )

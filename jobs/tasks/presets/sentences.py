@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jobs.engine.config import OptimizerSection, RunSection, TrackingSection, WorkersSection
 from jobs.tasks.presets.naming import named
-from jobs.tasks.presets.twins import with_twins
+from jobs.tasks.presets.twins import twins_of
 from jobs.tasks.sentence_encoder.config import (
     DocumentSection,
     DocumentTemperatureSection,
@@ -117,5 +117,7 @@ _FULL: dict[str, Preset] = {
     "declutr-small-tempnet": declutr_small_tempnet,
 }
 
-PRESETS: dict[str, Preset] = named(with_twins(_FULL, small, "sample text"))
+PRESETS: dict[str, Preset] = named(
+    twins_of(_FULL, small, "sample text", aliases={"declutr-base": "declutr-small"}) | _FULL
+)
 """Preset name → function that returns its configuration."""

@@ -1,4 +1,4 @@
-"""Adds a small version (twin) to every preset, which two CPU cores can run."""
+"""Makes a small version (twin) of every preset, which two CPU cores can run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from typing import TypeVar
 Config = TypeVar("Config")
 
 
-def with_twins(
-    presets: Mapping[str, Callable[[], Config]], small: Callable[[Config], Config], data: str
+def twins_of(
+    presets: Mapping[str, Callable[[], Config]],
+    small: Callable[[Config], Config],
+    data: str,
+    *,
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Callable[[], Config]]:
-    """Return the presets and their twins, which come first and have names that end in `-small`.
+    """Return the twins of the presets, whose names end in `-small`.
 
     Args:
         presets: preset name → function that returns its configuration.
         small: converts a configuration into that of its twin.
         data: the data that the twins use, for their help text.
+        aliases: preset name → name of the preset whose twin trains the same; the twin's help text says so.
     """
 
-    def twin_of(preset: Callable[[], Config]) -> Callable[[], Config]:
+    def twin_of(name: str, preset: Callable[[], Config]) -> Callable[[], Config]:
         def twin() -> Config:
             return small(preset())
 
         twin.__doc__ = f"Two cores, {data}: {(preset.__doc__ or '').strip()}"
+        if aliases and name in aliases:
+            twin.__doc__ = f"The same as {aliases[name]}-small under the name of {name}'s twin."
         return twin
 
-    return {f"{name}-small": twin_of(preset) for name, preset in presets.items()} | dict(presets)
+    return {f"{name}-small": twin_of(name, preset) for name, preset in presets.items()}

@@ -66,6 +66,14 @@ def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     assert ("sweep.num_concurrent" in free) == hasattr(config, "sweep")
 
 
+def test_presets_that_differ_only_by_name_say_so() -> None:
+    first: dict[str, str] = {}
+    for name, preset in PRESETS.items():
+        values = {key: value for key, value in fixed_values(preset()).items() if not key.endswith("run.name")}
+        same = first.setdefault(repr(values), name)
+        assert (f"The same as {same}" in (preset.__doc__ or "")) == (same != name), (name, same)
+
+
 def test_what_may_change_when_a_reproduction_is_continued() -> None:
     config = ReproduceConfig(experiment="T2")
     free = flatten(config).keys() - fixed_values(config).keys()
