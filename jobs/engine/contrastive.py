@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jobs.engine.config import TrainingConfig, shared_fields
+from jobs.engine.config import TrainingConfig
+from jobs.engine.fields import shared_fields
 from jobs.engine.temperature import TempNetSection
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 from tempnet.network_config import TempNetConfig

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from jobs.engine.config import OptimizerSection, TrainingConfig, with_absolute_paths
+from jobs.engine.config import OptimizerSection, TrainingConfig
+from jobs.engine.fields import with_absolute_paths
 from jobs.engine.task import ParameterGroup, PreparedTask, trainable
 from jobs.engine.tracking import TrackedRun
 from pipelines.plan import StreamPlan

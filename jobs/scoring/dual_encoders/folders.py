@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from pyarrow import fs
 
-from jobs.engine.config import absolute_path
+from jobs.engine.fields import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives
 from pipelines.images.samples import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.ranges import ByteRange, range_reader

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jobs.engine.config import FREE_TO_CHANGE, RunSection, TrackingSection, absolute_path
+from jobs.engine.config import RunSection, TrackingSection
+from jobs.engine.fields import FREE_TO_CHANGE, absolute_path
 from jobs.engine.named_values import named_values
 from jobs.studies.reproduction.experiment import Scale
 from jobs.studies.reproduction.experiments.registry import find

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from jobs.engine.config import FREE_TO_CHANGE, RunSection, TrainingConfig
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.fields import FREE_TO_CHANGE
 from jobs.engine.identity import with_fields
 from jobs.engine.named_values import named_values, twice
 from jobs.studies.sweeps.band_search import search_band

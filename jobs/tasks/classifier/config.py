@@ -10,17 +10,14 @@ import itertools
 from dataclasses import dataclass, field
 
 from jobs.engine.config import (
-    FREE_TO_CHANGE,
-    PATH,
     EncoderSection,
     RunSection,
     TrackingSection,
     TrainingConfig,
     check_positive,
     check_share,
-    shared_fields,
-    with_absolute_paths,
 )
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, shared_fields, with_absolute_paths
 from jobs.engine.named_values import twice
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
 from tempnet.soft_triple import SoftTripleConfig

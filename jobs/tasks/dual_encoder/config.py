@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.engine.config import (
-    PATH,
     ValidationSection,
     check_not_negative,
     check_positive,
     check_share,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
+from jobs.engine.fields import PATH
 from pipelines.images.views import AugmentationConfig
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import (
-    PATH,
     TrainingConfig,
     ValidationSection,
     check_not_negative,
     check_positive,
     check_share,
-    shared_fields,
 )
+from jobs.engine.fields import PATH, shared_fields
 from jobs.engine.temperature import TempNetSection
 from tempnet.network_config import TempNetConfig
 from tempnet.softmax.reference import LOSS_KINDS

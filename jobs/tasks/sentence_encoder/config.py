@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jobs.engine.config import (
-    PATH,
     EncoderSection,
     RunSection,
     ValidationSection,
     check_positive,
     check_share,
-    shared_fields,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
+from jobs.engine.fields import PATH, shared_fields
 from pipelines.sentences.spans import SpanConfig, Strategy
 from tempnet.contrastive.config import LOSS_KINDS
 

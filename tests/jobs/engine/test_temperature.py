@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.engine.config import shared_fields
 from jobs.engine.contrastive import ContrastiveSection
+from jobs.engine.fields import shared_fields
 from jobs.tasks.language_model.config import TemperatureSection
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.network import TempNetConfig
