@@ -65,7 +65,8 @@ def make_config(arguments: Arguments) -> LanguageModelConfig:
 def run_job(config: LanguageModelConfig) -> dict[str, float]:
     """Run the job itself, and return the speed from its own log."""
     from jobs.engine.launch import train
-    from jobs.engine.tracking import TrackedRun, metric_history
+    from jobs.engine.metrics import metric_history
+    from jobs.engine.tracking import TrackedRun
     from jobs.tasks.language_model.plan import make_plan
 
     outcome = train(make_plan(config))

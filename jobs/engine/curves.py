@@ -10,7 +10,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from jobs.engine.tracking import TrackedRun, metric_history, survive_outage
+from jobs.engine.metrics import metric_history
+from jobs.engine.tracking import TrackedRun, survive_outage
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

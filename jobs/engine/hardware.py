@@ -1,4 +1,4 @@
-"""Estimates of the memory and threads that a run uses, and the peak speed of its devices."""
+"""The memory and threads that a run uses, and the peak speed of its devices."""
 
 from __future__ import annotations
 
@@ -59,3 +59,12 @@ def peak_flops_per_second(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS_PER_SECOND.items() if part in name), None)
+
+
+def peak_memory_gib() -> float:
+    """Return the peak memory of this process in GiB: device memory if there is a GPU, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 Config = TypeVar("Config")
 
+
 def flatten(config: Any) -> dict[str, Any]:
     """Convert a nested dataclass into a dictionary `section.field` → value."""
     return {name: value for name, value, _ in _flat_fields(config)}

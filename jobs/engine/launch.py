@@ -29,15 +29,9 @@ from jobs.engine.masking import masked
 from jobs.engine.recording import RecordModels, keep_end, record_end
 from jobs.engine.resumption import find_resumption, write_snapshot
 from jobs.engine.rivals import verdict
+from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
-from jobs.engine.tracking import (
-    TrackedRun,
-    mark_if_ended,
-    open_run,
-    resolved_uri,
-    run_tags,
-    survive_outage,
-)
+from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolved_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
 from pipelines.storage import read_json, resolve, write_json

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from jobs.engine.checkpoint import (
     FRESH_STATE,
-    DamagedCheckpointError,
     RunState,
     check_checkpoint,
     load_checkpoint,
@@ -33,39 +31,16 @@ from jobs.engine.checkpoint import (
 from jobs.engine.console import Progress
 from jobs.engine.deepspeed_engine import start_engine
 from jobs.engine.failures import naming_full_disk
-from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second
+from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, peak_memory_gib
 from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
-from jobs.engine.tracking import MetricLogger
 from jobs.engine.watch import Validation
 from pipelines.stream import Batch
 
 _DIGEST_MODULUS = 1 << 48
-
-
-def train_worker(job: WorkerJob) -> dict[str, Any]:
-    """Train to the end of the run.
-
-    Returns:
-        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted, or
-        `{"damaged": {checkpoint: message}}` if it must continue from an older checkpoint.
-    """
-    checkpoint = ray.train.get_checkpoint()
-    try:
-        with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
-            loop = TrainingLoop(job, Path(directory) if directory else None)
-        try:
-            outcome = loop.run()
-        finally:
-            unsent = loop.close()
-        return {**outcome, "unsent_metrics": unsent}
-    except FatalTrainingError as error:
-        return {"fatal": str(error)}
-    except DamagedCheckpointError as error:
-        assert checkpoint is not None
-        return {"damaged": {Path(checkpoint.path).name: str(error)}}
 
 
 class TrainingLoop:
@@ -159,7 +134,7 @@ class TrainingLoop:
             "seconds_trained": self.seconds_before + self.total.seconds,
             f"{self.task.unit}_per_second": self.total.units_per_second if self.total.seconds else None,
             "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
-            "peak_memory_gib": _peak_memory_gib(),
+            "peak_memory_gib": peak_memory_gib(),
             "world_size": self.world_size,
         }
         return outcome if self.is_first else {}
@@ -306,12 +281,3 @@ class TrainingLoop:
 def _seed_of(*values: int) -> int:
     """Return a 64-bit seed computed from the values, which may be of any size."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-
-
-def _peak_memory_gib() -> float:
-    """Return the peak memory of this process in GiB: device memory if there is a GPU, else resident memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

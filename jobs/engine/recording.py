@@ -10,7 +10,8 @@ import pyarrow.fs
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
-from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, send_metrics, survive_outage
+from jobs.engine.metrics import send_metrics
+from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
 from pipelines.storage import read_json, resolve, write_json
 
 

@@ -16,7 +16,7 @@ from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
 
-from jobs.engine.tracking import MetricLogger
+from jobs.engine.metrics import MetricLogger
 
 
 class SystemMetrics:

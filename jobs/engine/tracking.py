@@ -1,43 +1,37 @@
 """Logging to MLflow: one MLflow run for each training run, even if it restarts; an outage never stops training.
 
-The driver creates or finds the MLflow run. Rank 0 logs to it from a background thread, which keeps what could not be
-sent and retries. `MlflowClient` is used directly because MLflow's fluent API would open a new run on every restart.
+The driver creates or finds the MLflow run, and rank 0 logs its metrics (`jobs.engine.metrics`). `MlflowClient` is used
+directly because MLflow's fluent API would open a new run on every restart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import logging
 import math
 import os
 import shlex
-import sys
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
-from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
-from jobs.engine.revision import revision_tags
+from jobs.engine.tags import JOB_TAG, origin_tags
 
 logger = logging.getLogger(__name__)
 
-_MAX_METRICS_PER_CALL = 1000
 _SECONDS_TO_ANSWER = 10
 # By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -45,9 +39,6 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
-_JOB_TAG = "ray_job_id"
-# Environment variable by which Ray describes a submitted job to its driver, in JSON.
-_SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +161,9 @@ def open_run(
         if existing:
             (run,) = existing
             client.set_terminated(run.info.run_id, status="RUNNING")
-            known, job = run.data.tags.get(_JOB_TAG, ""), tags.get(_JOB_TAG, "")
+            known, job = run.data.tags.get(JOB_TAG, ""), tags.get(JOB_TAG, "")
             if job and job not in known.split(", "):
-                client.set_tag(run.info.run_id, _JOB_TAG, f"{known}, {job}" if known else job)
+                client.set_tag(run.info.run_id, JOB_TAG, f"{known}, {job}" if known else job)
             return TrackedRun(uri=uri, run_id=run.info.run_id)
         run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags})
         run_id = run.info.run_id
@@ -207,125 +198,9 @@ def where_to_browse(uri: str) -> str:
     return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
 
 
-def run_tags(config: Any, tracking: TrackingSection) -> dict[str, str]:
-    """Return tags by which a run can be found: configuration hash, preset and table of a paper; empty tags are omitted.
-
-    Args:
-        config: the configuration of the run, a dataclass.
-        tracking: the tracking section of the configuration.
-    """
-    tags = {
-        "configuration_hash": configuration_hash(config),
-        "preset": tracking.preset,
-        "paper.table": tracking.paper,
-    }
-    return {name: value for name, value in tags.items() if value}
-
-
-def ray_job_id() -> str:
-    """Return the ID of the Ray job whose driver this process is; empty if Ray is not running.
-
-    For a job started by `ray job submit` this is its submission ID, else Ray's internal job ID.
-    """
-    submitted = json.loads(os.environ.get(_SUBMITTED_JOB, "{}")).get("metadata", {})
-    if name := submitted.get("job_submission_id", ""):
-        return str(name)
-    return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else ""
-
-
-def origin_tags() -> dict[str, str]:
-    """Return tags that say who started a run, with which command, in which Ray job and from which revision of the code.
-
-    Must be called in the process that started the job; what is unknown is omitted.
-    """
-    tags = revision_tags()
-    if ray_job := ray_job_id():
-        tags[_JOB_TAG] = ray_job
-    with contextlib.suppress(OSError, KeyError):  # in a container the user ID may have no name
-        tags["mlflow.user"] = getpass.getuser()
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None and module.name.startswith("jobs."):
-        tags |= {"mlflow.source.name": module.name, "mlflow.source.type": "JOB"}
-    return tags
-
-
-class MetricLogger:
-    """Sends metrics to one run from a background thread; never raises and never blocks training."""
-
-    def __init__(self, run: TrackedRun, *, warn: Callable[[str], None], seconds_between_sends: float = 2.0) -> None:
-        self._client = MlflowClient(run.uri)
-        self._run_id = run.run_id
-        self._warn = warn
-        self._seconds = seconds_between_sends
-        self._lock = threading.Lock()
-        self._waiting: list[Metric] = []
-        self._stop = threading.Event()
-        self._deadline = math.inf  # for the last attempts to send, set by close()
-        self._thread = threading.Thread(target=self._run, name="mlflow-metrics", daemon=True)
-        self._thread.start()
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the finite values of a step; undefined ones (such as a quantile of an empty set) are dropped."""
-        now = int(time.time() * 1000)
-        with self._lock:
-            self._waiting += [
-                Metric(metric_name(key), float(value), now, step)
-                for key, value in metrics.items()
-                if math.isfinite(value)
-            ]
-
-    def unsent(self) -> list[list[Any]]:
-        """Return the values that have not been sent, as plain data for a checkpoint."""
-        with self._lock:
-            return [[metric.key, metric.value, metric.timestamp, metric.step] for metric in self._waiting]
-
-    def resend(self, metrics: Iterable[Sequence[Any]]) -> None:
-        """Queue values that :meth:`unsent` returned; sending a value twice is harmless."""
-        with self._lock:
-            self._waiting += [Metric(*metric) for metric in metrics]
-
-    def close(self, *, seconds: float = 30.0) -> int:
-        """Send the remaining values within the given time; returns the number of values that could not be sent."""
-        self._deadline = time.monotonic() + seconds
-        self._stop.set()
-        # Only the thread sends values: a server that hangs would block the sender, and two senders of the same values
-        # would both remove them from the queue.
-        self._thread.join(timeout=seconds)
-        if self._waiting:
-            self._warn(f"{len(self._waiting)} metric values could not be sent to MLflow")
-        return len(self._waiting)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._send()
-        while self._waiting and not self._send() and time.monotonic() < self._deadline:
-            time.sleep(min(self._seconds, 1.0))
-
-    def _send(self) -> bool:
-        """Send all queued values, oldest first; returns False on a failure, after which unsent values stay in the queue."""
-        with self._lock:
-            batch = self._waiting[:_MAX_METRICS_PER_CALL]
-        while batch:
-            try:
-                self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
-            except Exception as error:  # training must go on, whatever the error
-                self._warn(f"MLflow is unreachable, {len(self._waiting)} values wait: {masked(str(error))}")
-                return False
-            with self._lock:
-                self._waiting = self._waiting[len(batch) :]
-                batch = self._waiting[:_MAX_METRICS_PER_CALL]
-        return True
-
-
 def metric_name(key: str) -> str:
     """Return a metric name that MLflow accepts, which does not allow @."""
     return key.replace("@", "_at_")
-
-
-def metric_history(run: TrackedRun, key: str) -> dict[int, float]:
-    """Return step → value of a metric; if a restart logged a step again, the latest value counts."""
-    history = MlflowClient(run.uri).get_metric_history(run.run_id, metric_name(key))
-    return {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
 
 
 @contextlib.contextmanager
@@ -367,15 +242,6 @@ def end_children(run: TrackedRun, status: str) -> None:
     under = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
     for child in client.search_runs([client.get_run(run.run_id).info.experiment_id], filter_string=under):
         client.set_terminated(child.info.run_id, status=status)
-
-
-def send_metrics(run: TrackedRun, metrics: Sequence[Sequence[Any]]) -> None:
-    """Send values that :meth:`MetricLogger.unsent` returned; sending a value twice is harmless."""
-    client = MlflowClient(run.uri)
-    for first in range(0, len(metrics), _MAX_METRICS_PER_CALL):
-        client.log_batch(
-            run.run_id, metrics=[Metric(*metric) for metric in metrics[first : first + _MAX_METRICS_PER_CALL]]
-        )
 
 
 def finish_run(

@@ -7,6 +7,8 @@ and half a gigabyte of memory.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from ray import cloudpickle
@@ -18,7 +20,29 @@ def packed(job: object) -> dict[str, Any]:
 
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job and train; see `jobs.engine.loop.train_worker`."""
-    from jobs.engine.loop import train_worker
+    """Unpack the job and train to the end of the run.
 
-    return train_worker(cloudpickle.loads(settings["job"]))
+    Returns:
+        On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted, or
+        `{"damaged": {checkpoint: message}}` if it must continue from an older checkpoint.
+    """
+    import ray.train
+
+    from jobs.engine.checkpoint import DamagedCheckpointError
+    from jobs.engine.job import FatalTrainingError
+    from jobs.engine.loop import TrainingLoop
+
+    checkpoint = ray.train.get_checkpoint()
+    try:
+        with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
+            loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory) if directory else None)
+        try:
+            outcome = loop.run()
+        finally:
+            unsent = loop.close()
+        return {**outcome, "unsent_metrics": unsent}
+    except FatalTrainingError as error:
+        return {"fatal": str(error)}
+    except DamagedCheckpointError as error:
+        assert checkpoint is not None
+        return {"damaged": {Path(checkpoint.path).name: str(error)}}

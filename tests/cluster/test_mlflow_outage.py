@@ -19,7 +19,8 @@ import psutil
 import pytest
 from support import BIN, ROOT, free_port, wait_for, wait_for_ports
 
-from jobs.engine.tracking import MetricLogger, metric_history, open_run
+from jobs.engine.metrics import MetricLogger, metric_history
+from jobs.engine.tracking import open_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

@@ -17,8 +17,9 @@ from support import training_worker_pids, wait_for
 from jobs.engine.checkpoint_files import find_changed_file, find_damage
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.launch import train
+from jobs.engine.metrics import metric_history
 from jobs.engine.resumption import SNAPSHOT_FILE
-from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.engine.tracking import TrackedRun
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 

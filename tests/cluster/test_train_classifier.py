@@ -22,7 +22,8 @@ from support import readme_lines, run_until, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from jobs.engine.command_line import parse_preset
-from jobs.engine.tracking import TrackedRun, metric_history, open_run
+from jobs.engine.metrics import metric_history
+from jobs.engine.tracking import TrackedRun, open_run
 from jobs.engine.watch import Validation
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
 from jobs.studies.trials.parent import open_parent

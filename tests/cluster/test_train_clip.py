@@ -26,7 +26,8 @@ from transformers import AutoModel
 
 from jobs import evaluate_clip
 from jobs.engine.launch import train
-from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.engine.metrics import metric_history
+from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan

@@ -27,7 +27,8 @@ from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.engine.identity import flatten
 from jobs.engine.launch import train as run_plan
-from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.engine.metrics import metric_history
+from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan

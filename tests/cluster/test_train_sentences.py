@@ -19,7 +19,8 @@ from support import tiny_run, training_worker_pids, wait_for
 from transformers import AutoModel, AutoTokenizer
 
 from jobs.engine.launch import train
-from jobs.engine.tracking import TrackedRun, metric_history
+from jobs.engine.metrics import metric_history
+from jobs.engine.tracking import TrackedRun
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.tasks.presets.sentences import PRESETS
 from jobs.tasks.sentence_encoder.config import DocumentTemperatureSection, SentenceConfig

@@ -22,8 +22,9 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.launch import train
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
+from jobs.engine.tags import origin_tags
 from jobs.engine.task import Plan
-from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, origin_tags, survive_outage
+from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.progress import ProgressLines
 from jobs.studies.trials.searcher import NO_OUTCOME, RoundSearcher

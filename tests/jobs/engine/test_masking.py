@@ -19,15 +19,8 @@ from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten, with_fields
 from jobs.engine.masking import masked
-from jobs.engine.tracking import (
-    MetricLogger,
-    TrackedRun,
-    open_run,
-    reconnection_uri,
-    resolved_uri,
-    survive_outage,
-    where_to_browse,
-)
+from jobs.engine.metrics import MetricLogger
+from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolved_uri, survive_outage, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials

@@ -10,8 +10,9 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs.engine.identity import with_fields
+from jobs.engine.metrics import metric_history
 from jobs.engine.recording import keep_end, record_end
-from jobs.engine.tracking import metric_history, open_run
+from jobs.engine.tracking import open_run
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import make_plan_in_outage
 from jobs.studies.trials.trial import Trial

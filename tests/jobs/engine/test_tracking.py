@@ -17,18 +17,16 @@ from mlflow import MlflowClient
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import configuration_hash, flatten
+from jobs.engine.metrics import MetricLogger, metric_history
 from jobs.engine.system_metrics import SystemMetrics
+from jobs.engine.tags import ray_job_id, run_tags
 from jobs.engine.tracking import (
-    MetricLogger,
     TrackedRun,
     default_uri,
     finish_run,
     mark_if_ended,
-    metric_history,
     open_run,
-    ray_job_id,
     resolved_uri,
-    run_tags,
     survive_outage,
     where_to_browse,
 )

@@ -16,7 +16,8 @@ from prediction_support import save_tiny_model, some_texts
 from transformers import AutoConfig, AutoModel
 
 from jobs.engine.checkpoint_files import write_file_list
-from jobs.engine.tracking import MetricLogger, TrackedRun, open_run
+from jobs.engine.metrics import MetricLogger
+from jobs.engine.tracking import TrackedRun, open_run
 from jobs.scoring.mlflow_models.predictors import EXAMPLES, CaptionTemperatures, SentenceTemperatures, predictor_kind
 from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
