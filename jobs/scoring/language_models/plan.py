@@ -13,6 +13,7 @@ from pathlib import Path
 from lm_eval.models.utils import resolve_max_length
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
 from jobs.engine.tracking import resolved_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
@@ -182,8 +183,8 @@ def _model_spec(
         raise ValueError(f"max_length = {config.max_length} is more than the {max_length} positions of {path}")
     spec = LanguageModelSpec(
         label=label,
-        path=_absolute(path),
-        tempnet=_absolute(tempnet),
+        path=absolute_path(path),
+        tempnet=absolute_path(tempnet),
         vocab_size=network.config.input_size if network else None,
         max_length=config.max_length or max_length,
         digest=model_digest(path, trust_remote_code=config.trust_remote_code),
@@ -203,8 +204,3 @@ def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"models: {path!r} is no Transformers model directory or hub name: {reason}") from error
-
-
-def _absolute(path: str) -> str:
-    """Returns an absolute path, because workers have another working directory; hub names are left unchanged."""
-    return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
 from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
@@ -55,7 +55,7 @@ class SentenceEncoderSpec(ModelSpec):
             raise ValueError(f"num_tokens = {config.num_tokens} is more than the {most} positions of {path!r}")
         return cls(
             label=label,
-            path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+            path=absolute_path(path),
             digest=model_digest(path),
             num_tokens=config.num_tokens or saved_num_tokens(path) or min(most, _MOST_TOKENS),
         )

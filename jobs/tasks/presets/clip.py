@@ -163,7 +163,7 @@ def small(config: ClipConfig) -> ClipConfig:
         # faster than the temperatures learn to differ. So ρ is adjusted to that KL, which keeps the mean τ at
         # target_tau. The TempNets have a high learning rate, but start only after the base model has learned something.
         temperature = replace(temperature, rho=3.0, target_tau=0.02)
-        optimizer = replace(optimizer, learning_rate_tempnet=1e-2, rest_share_tempnet=0.4)
+        optimizer = replace(optimizer, learning_rate_tempnet=3e-3, rest_share_tempnet=0.4)
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-small", num_steps=800, checkpoint_every=200, log_every=20),

@@ -43,7 +43,7 @@ HASHES = {
     "frozen-small": "8a6676e210fa",
     "llama2-chat-70b-frozen": "a1cd4de7c4c7",
     "clip-cc3m-tempnet": "cc0d47c680a7",
-    "clip-cc3m-tempnet-small": "a7c3f475ec90",
+    "clip-cc3m-tempnet-small": "78371dea7a2e",
     "clip-cc3m-sogclr-given-small": "b00a61f13f3f",
     "declutr-small": "7ab484bbaa9e",
     "declutr-small-tempnet-small": "55400e3d3d15",

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
+
+from tempnet.statistics import histogram_quantile
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 NUM_BINS = 10_000
@@ -71,10 +74,15 @@ class Totals:
         """
         count = self.num_tokens
         mean = self.tau / count if count else None
+        histogram = torch.zeros(NUM_BINS, dtype=torch.float64)
+        histogram[list(self.bins)] = torch.tensor(list(self.bins.values()), dtype=torch.float64)
         return {
             "tau_mean": mean,
             "tau_std": math.sqrt(max(self.tau_squared / count - mean**2, 0.0)) if mean is not None else None,
-            **{quantile_name(share): self._quantile(share, tau_range) for share in QUANTILES},
+            **{
+                quantile_name(share): histogram_quantile(histogram, share, *tau_range) if count else None
+                for share in QUANTILES
+            },
             "entropy_mean": self.entropy / count if count and self.entropy is not None else None,
         }
 
@@ -86,15 +94,3 @@ class Totals:
     def from_json(cls, values: dict[str, Any]) -> Totals:
         """Returns the totals that `to_json` has converted."""
         return cls(**{**values, "bins": dict(values["bins"])})
-
-    def _quantile(self, share: float, tau_range: tuple[float, float]) -> float | None:
-        """Returns the τ below which this share of the tokens lies, interpolated within its bin."""
-        if not self.bins:
-            return None
-        low, high = tau_range
-        places, counts = np.array(list(self.bins)), np.array(list(self.bins.values()))
-        ends = counts.cumsum()
-        rank = share * ends[-1]
-        index = min(int(np.searchsorted(ends, rank)), len(ends) - 1)
-        within = (rank - (ends[index] - counts[index])) / counts[index]
-        return float(low + (high - low) * (places[index] + within) / NUM_BINS)
