@@ -255,5 +255,5 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
     # A model whose cell failed has a gap, and a mean over fewer tasks would look like one over all of them.
     gap = Column(title="gap", parameters={}, metrics={"CR/accuracy": 0.9})
     table = sentence_table([dataclasses.replace(Column.of_model(spec), metrics=metrics), gap])
-    assert "| MR accuracy                 | 70.00 |     – |" in table
+    assert "| MR accuracy | 70.00 | – |" in " ".join(table.split())
     assert "mean accuracy" not in table
