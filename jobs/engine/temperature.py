@@ -12,7 +12,7 @@ from jobs.engine.config import check_positive
 class TempNetSection:
     """Sizes and ablation switches of a TempNet, and the adjustment of ρ; each kind of task adds the loss that trains it.
 
-    Fields that `tempnet.network.TempNetConfig` has too are passed on to it.
+    Fields that `tempnet.network_config.TempNetConfig` has too are passed on to it.
     """
 
     hidden_size: int = 256
