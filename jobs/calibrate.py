@@ -92,14 +92,14 @@ def calibrate_rho(job: Rho) -> None:
     from jobs.engine.cluster import start_ray
     from jobs.engine.config import RunSection, WorkersSection
     from jobs.tasks.base import resolve_paths
-    from jobs.tasks.language_model.calibration import calibration_of
+    from jobs.tasks.language_model.calibration import calibrate
     from jobs.tasks.language_model.config import (
         DataSection,
         LanguageModelConfig,
         ModelSection,
         TemperatureSection,
     )
-    from jobs.tasks.language_model.data import prepared
+    from jobs.tasks.language_model.data import prepare_split
     from jobs.tasks.language_model.models import base_shapes
     from pipelines.archives import list_archives
     from pipelines.text.tokenization import load_tokenizer
@@ -131,7 +131,7 @@ def calibrate_rho(job: Rho) -> None:
     config = resolve_paths(config)
     start_ray()
     started = time.monotonic()
-    values = calibration_of(config, prepared(config, "train"))
+    values = calibrate(config, prepare_split(config, "train"))
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
     (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")
@@ -218,26 +218,26 @@ def calibrate_tau_max(job: TauMax) -> None:
     ]
     fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
-    def generated(seed: int) -> list[torch.Tensor]:
+    def generate_texts(seed: int) -> list[torch.Tensor]:
         """Generate a text for every prompt, and return the τ of its tokens for each text."""
         texts = []
         torch.manual_seed(seed)
         for batch in batches:
             length = batch["input_ids"].shape[1]
-            found = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
-            is_end = found.sequences[:, length:] == tokenizer.eos_token_id
+            result = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
+            is_end = result.sequences[:, length:] == tokenizer.eos_token_id
             is_beyond = is_end.int().cumsum(-1) - is_end.int() > 0
-            texts += [tau[~beyond] for tau, beyond in zip(found.temperatures, is_beyond, strict=True)]
+            texts += [tau[~beyond] for tau, beyond in zip(result.temperatures, is_beyond, strict=True)]
         return texts
 
     print(f"{'round':>6}{'τ_max':>10}{'mean τ':>10}{'pooled: next τ_max':>22}{'± mean τ':>12}")
     shares: list[torch.Tensor] = []
     for number in range(1, job.max_rounds + 1):
         now = network.config.tau_max if network.config.tau_max_eval is None else network.config.tau_max_eval
-        texts = generated(job.seed + number)
-        found = [share_of_range(text, network.config) for text in texts]
+        texts = generate_texts(job.seed + number)
+        new_shares = [share_of_range(text, network.config) for text in texts]
         # The texts of the first round are not pooled: they were generated with a τ_max that may be far from the result.
-        shares = found if number <= 2 else shares + found
+        shares = new_shares if number <= 2 else shares + new_shares
         share = Share.of(shares)
         network.set_tau_max_eval(tau_max_for_mean(network.config, share.mean, wanted=job.mean_tau))
         uncertainty = share.standard_error * job.mean_tau / share.mean

@@ -147,10 +147,10 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
     Raises:
         DamagedCheckpointError: on all ranks, if any file differs from its digest.
     """
-    found: list[str] = [""] * world_size
-    dist.all_gather_object(found, find_changed_file(directory, rank=rank, world_size=world_size), group=group)
-    if any(found):
-        raise DamagedCheckpointError("; ".join(filter(None, found)))
+    problems: list[str] = [""] * world_size
+    dist.all_gather_object(problems, find_changed_file(directory, rank=rank, world_size=world_size), group=group)
+    if any(problems):
+        raise DamagedCheckpointError("; ".join(filter(None, problems)))
 
 
 def read_state(directory: Path, *, world_size: int, zero_stage: int) -> RunState:

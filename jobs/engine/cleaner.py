@@ -39,4 +39,4 @@ class OwnClusterCleanerCallback(placement_group_callback.PlacementGroupCleanerCa
 def ask_own_cluster(callbacks: Iterable[Any]) -> list[Any]:
     """Return the controller's callbacks with Ray's cleaner callback replaced by `OwnClusterCleanerCallback`."""
     theirs = placement_group_callback.PlacementGroupCleanerCallback
-    return [OwnClusterCleanerCallback() if type(one) is theirs else one for one in callbacks]
+    return [OwnClusterCleanerCallback() if type(callback) is theirs else callback for callback in callbacks]

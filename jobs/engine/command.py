@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.engine.command_line import FAILED, fail, interrupted
+from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.config import TrainingConfig
 from jobs.engine.recording import RecordModels
 from jobs.engine.task import Plan
@@ -42,7 +42,7 @@ def run_command(
     except (FatalTrainingError, TrainingFailedError) as error:
         fail(str(error), FAILED)
     except KeyboardInterrupt:
-        interrupted(config.run.directory)
+        exit_interrupted(config.run.directory)
     print(f"\n{plan.summary_table(outcome)}\n")
     return outcome
 

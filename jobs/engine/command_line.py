@@ -61,13 +61,13 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     try:
         raise SystemExit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        interrupted()
+        exit_interrupted()
     except Exception:  # an unexpected error, whose text may hold an address with a password
         print(masked(traceback.format_exc()), file=sys.stderr, end="")
         raise SystemExit(1) from None
 
 
-def interrupted(directory: str = "") -> NoReturn:
+def exit_interrupted(directory: str = "") -> NoReturn:
     """Report that Ctrl-C interrupted the job and exit with the status that shells expect.
 
     Args:

@@ -13,7 +13,7 @@ from pipelines.storage import resolve
 
 
 @contextmanager
-def exported(uri: str) -> Iterator[Path]:
+def open_export(uri: str) -> Iterator[Path]:
     """Yield a local directory to write into, whose content is copied to `uri` at the end of the block.
 
     Files of an earlier export at `uri` are overwritten if they have the same names, and kept otherwise.

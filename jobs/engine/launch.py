@@ -31,7 +31,7 @@ from jobs.engine.resumption import find_resumption, write_snapshot
 from jobs.engine.rivals import verdict
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
-from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolved_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
 from pipelines.storage import read_json, resolve, write_json
@@ -41,9 +41,9 @@ def tracking_uri(config: TrainingConfig) -> str:
     """Return the MLflow URI that a run is logged to; empty if it is not logged.
 
     Raises:
-        ValueError, ConnectionError: see :func:`resolved_uri`.
+        ValueError, ConnectionError: see :func:`resolve_uri`.
     """
-    return resolved_uri(config.tracking, config.run.resolved_storage)
+    return resolve_uri(config.tracking, config.run.resolved_storage)
 
 
 def train(

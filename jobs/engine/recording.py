@@ -55,12 +55,12 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
         filesystem, path = resolve(f"{config.run.directory}/report")
         with tempfile.TemporaryDirectory() as local:
             pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
-            found = {**outcome["validation"], **rivals.metrics(outcome)}
+            final = {**outcome["validation"], **rivals.metrics(outcome)}
             finish_run(
                 tracked,
                 status="FINISHED",
                 artifacts=local,
-                metrics={f"final/{key}": value for key, value in found.items()},
+                metrics={f"final/{key}": value for key, value in final.items()},
                 tags=rivals.tags(outcome),
                 note=kept["note"],
             )

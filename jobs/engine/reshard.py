@@ -75,7 +75,7 @@ def _parts(directory: Path, num_writers: int) -> list[Path]:
     def rank(file: Path) -> int:
         return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
 
-    found = [file for file in directory.glob("*zero_pp_rank_*_optim_states.pt") if rank(file) < num_writers]
-    if len(found) != num_writers:
-        raise FileNotFoundError(f"{directory} holds {len(found)} of {num_writers} workers' optimizer states")
-    return sorted(found, key=rank)
+    files = [file for file in directory.glob("*zero_pp_rank_*_optim_states.pt") if rank(file) < num_writers]
+    if len(files) != num_writers:
+        raise FileNotFoundError(f"{directory} holds {len(files)} of {num_writers} workers' optimizer states")
+    return sorted(files, key=rank)

@@ -44,15 +44,15 @@ def verdict(outcome: Mapping[str, Any]) -> str | None:
 
 def tags(outcome: Mapping[str, Any]) -> dict[str, str]:
     """Return the MLflow tag `temperature.verdict`; empty for a run that trains no TempNet."""
-    found = outcome.get("temperature_verdict")
-    return {"temperature.verdict": found} if found else {}
+    judgement = outcome.get("temperature_verdict")
+    return {"temperature.verdict": judgement} if judgement else {}
 
 
 def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return MLflow metrics: the figures of `rivals` and, if a TempNet was trained, `beats_both_constants` (1 or 0)."""
     figures = {f"rivals/{name}": float(value) for name, value in outcome.get("rivals", {}).items()}
-    if found := outcome.get("temperature_verdict"):
-        figures["beats_both_constants"] = float(found == "beats both constants")
+    if judgement := outcome.get("temperature_verdict"):
+        figures["beats_both_constants"] = float(judgement == "beats both constants")
     return figures
 
 
@@ -62,10 +62,10 @@ def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
     The line of a rival shows by how much its loss exceeds that at the learned τ, with the half-width of the 95 %
     interval. The warning is given if the TempNet is constant.
     """
-    if (found := outcome.get("temperature_verdict")) is None:
+    if (judgement := outcome.get("temperature_verdict")) is None:
         return []
     figures, scores, judge = outcome["rivals"], outcome["validation"], outcome["judged_by"]
-    lines = [("learned τ", f"{found} ({_LOSSES[judge]} on validation data)")]
+    lines = [("learned τ", f"{judgement} ({_LOSSES[judge]} on validation data)")]
     for loss, name in _LOSSES.items():
         if f"{loss}/loss" not in figures:
             continue
@@ -75,7 +75,7 @@ def rows(outcome: Mapping[str, Any]) -> list[tuple[str, str]]:
                 figures[f"{loss}/{constant}_{key}"] for key in ("tau", "loss", "gain", "gain_half_width")
             )
             lines.append((f"  at {title}, {tau:.4g}", f"{value:.4f} ({gain:+.4f} ± {half_width:.4f})"))
-    if found == "constant":
+    if judgement == "constant":
         spread = scores["tau_std"] / scores["tau_mean"]
         advice = "raise optimizer.learning_rate_tempnet or run.num_steps, or choose another ρ"
         lines.append(("WARNING", f"the TempNet is constant: τ spreads by {spread:.2%} of its mean; {advice}"))

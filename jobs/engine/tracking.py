@@ -67,7 +67,7 @@ def default_uri(storage: str) -> str:
     return f"sqlite:///{storage}/mlflow.db"
 
 
-def resolved_uri(tracking: TrackingSection, storage: str) -> str:
+def resolve_uri(tracking: TrackingSection, storage: str) -> str:
     """Return the MLflow tracking URI; empty if nothing is to be logged.
 
     Raises:
@@ -147,14 +147,14 @@ def open_run(
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         client = MlflowClient(uri)
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
+        existing_experiment = client.get_experiment_by_name(experiment)
+        if existing_experiment is None:
             location = None
             if uri.startswith("sqlite:///"):
                 location = (Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts").as_uri()
             experiment_id = client.create_experiment(experiment, artifact_location=location)
         else:
-            experiment_id = found.experiment_id
+            experiment_id = existing_experiment.experiment_id
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
         existing = client.search_runs([experiment_id], filter_string=same, max_results=1)

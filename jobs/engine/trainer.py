@@ -15,7 +15,7 @@ from jobs.engine.cluster import CPU_ENVIRONMENT
 from jobs.engine.config import TrainingConfig
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
-from jobs.engine.worker import packed, run_worker
+from jobs.engine.worker import pack_job, run_worker
 from pipelines.storage import resolve
 
 
@@ -48,7 +48,7 @@ def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
     failure_config = FailureConfig(max_failures=config.run.max_restarts)
     trainer = Trainer(
         run_worker,  # type: ignore[arg-type]
-        train_loop_config=packed(job),
+        train_loop_config=pack_job(job),
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,

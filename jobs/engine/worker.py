@@ -14,7 +14,7 @@ from typing import Any
 from ray import cloudpickle
 
 
-def packed(job: object) -> dict[str, Any]:
+def pack_job(job: object) -> dict[str, Any]:
     """Pack a job into the settings that :func:`run_worker` takes."""
     return {"job": cloudpickle.dumps(job)}
 

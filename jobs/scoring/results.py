@@ -15,7 +15,7 @@ from typing import Any
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolved_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolve_uri, survive_outage
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
 from jobs.scoring.stages import ScoringFailedError
@@ -119,7 +119,7 @@ def publish(
             with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
                 stream.write(file.read_bytes())
         with survive_outage("the evaluation"):
-            if uri := resolved_uri(config.tracking, config.run.resolved_storage):
+            if uri := resolve_uri(config.tracking, config.run.resolved_storage):
                 _track(config, uri, columns, identity, local, "FAILED" if failed else "FINISHED")
     if failed:
         raise ScoringFailedError(failed, table)

@@ -17,7 +17,7 @@ from torch import Tensor
 from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import prepared
+from jobs.tasks.dual_encoder.data import prepare_split
 from jobs.tasks.dual_encoder.plan import create_task
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
@@ -64,7 +64,7 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             patch.setenv(name, ray_head[name])
         start_ray()
         config = resolve_paths(configuration("sogclr", images, 1))
-        train, validation = prepared(config, "train").directory, prepared(config, "validation").directory
+        train, validation = prepare_split(config, "train").directory, prepare_split(config, "validation").directory
         for size in WORLD_SIZES:
             tasks = {}
             for loss in LOSS_KINDS:

@@ -32,8 +32,8 @@ class Encoder:
         """Encode uint8 images (n, S, S, 3) into unit rows (n, d), float32; n may be 0."""
         rows = torch.empty(len(images), self._model.config.embedding_size)
         for start in range(0, len(images), self._batch_size):
-            few = slice(start, start + self._batch_size)
-            rows[few] = self._model.encode_images(torch.from_numpy(images[few]).to(self._device)).cpu()
+            batch = slice(start, start + self._batch_size)
+            rows[batch] = self._model.encode_images(torch.from_numpy(images[batch]).to(self._device)).cpu()
         return rows.numpy()
 
     @torch.inference_mode()
@@ -44,10 +44,10 @@ class Encoder:
         """
         tokens = {name: torch.from_numpy(array) for name, array in self._captions.encode(texts).items()}
         rows = torch.empty(len(texts), self._model.config.embedding_size)
-        for few in tokens["attention_mask"].sum(1).argsort(stable=True).split(self._batch_size):
-            is_needed = tokens["attention_mask"][few].any(0)
-            batch = {name: tensor[few][:, is_needed].to(self._device) for name, tensor in tokens.items()}
-            rows[few] = self._model.encode_texts(**batch).cpu()
+        for indices in tokens["attention_mask"].sum(1).argsort(stable=True).split(self._batch_size):
+            is_needed = tokens["attention_mask"][indices].any(0)
+            batch = {name: tensor[indices][:, is_needed].to(self._device) for name, tensor in tokens.items()}
+            rows[indices] = self._model.encode_texts(**batch).cpu()
         return rows.numpy()
 
 

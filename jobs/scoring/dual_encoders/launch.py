@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jobs.engine.named_values import named_values
-from jobs.engine.tracking import resolved_uri
+from jobs.engine.tracking import resolve_uri
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import DataSet, Retrieval, ZeroShot
 from jobs.scoring.dual_encoders.encoder import caption_encoder
@@ -44,7 +44,7 @@ def evaluate(config: EvaluateClipConfig) -> Results:
         TooManyProblemsError: if too large a share of the data is unreadable.
         ScoringFailedError: naming every failed unit, once all others have finished and the results are published.
     """
-    _ = resolved_uri(config.tracking, config.run.resolved_storage)
+    _ = resolve_uri(config.tracking, config.run.resolved_storage)
     models = [
         DualEncoderSpec.read(label, path)
         for label, path in zip(model_labels(config.models), config.models, strict=True)

@@ -43,9 +43,9 @@ def gold_answer(answer: str) -> str:
         ValueError: if there is no such number.
     """
     _, mark, number = answer.rpartition("####")
-    if not mark or not (found := _NUMBER.fullmatch(number.strip())):
+    if not mark or not (match := _NUMBER.fullmatch(number.strip())):
         raise ValueError("`answer` does not end in #### and a number")
-    return canonical(found.group())
+    return canonical(match.group())
 
 
 def canonical(number: str) -> str:

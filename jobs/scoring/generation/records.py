@@ -47,10 +47,10 @@ class RecordFile:
     def _take(self, line: str, number: int, settings: Mapping[str, Any]) -> None:
         try:
             record = json.loads(line)
-            key, found = (record["id"], record["sample"], record["turn"]), record["settings"]
+            key, its_settings = (record["id"], record["sample"], record["turn"]), record["settings"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} line {number} is no record of this job: give another output") from error
-        if found != self.settings:
+        if its_settings != self.settings:
             raise ValueError(
                 f"{self.path} holds texts of other settings ({self._difference(settings)}): one file holds texts of one "
                 "kind; give another output, or delete it"

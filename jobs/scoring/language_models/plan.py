@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
-from jobs.engine.tracking import resolved_uri
+from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks
 from jobs.scoring.language_models.temperatures import Temperature
@@ -66,7 +66,7 @@ def make_plan(config: EvaluateConfig) -> Plan:
     Raises:
         ValueError, OSError: naming the field, its value and the legal values.
     """
-    _ = resolved_uri(config.tracking, config.run.resolved_storage)
+    _ = resolve_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
     pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []

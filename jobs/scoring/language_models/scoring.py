@@ -85,10 +85,10 @@ def _score_batch(
     num_missed = torch.zeros(len(windows), dtype=torch.long, device=device)
     num_rows = num_rows_a_chunk(logits.shape[-1])
     for begin in range(0, len(positions), num_rows):
-        few = slice(begin, begin + num_rows)
-        rows = logits[torch.tensor(positions[few], device=device)][:, :vocab_size].float()
-        target = torch.tensor(targets[few], device=device)
-        num_missed.index_add_(0, torch.tensor(owners[few], device=device), (rows.argmax(-1) != target).long())
+        chunk = slice(begin, begin + num_rows)
+        rows = logits[torch.tensor(positions[chunk], device=device)][:, :vocab_size].float()
+        target = torch.tensor(targets[chunk], device=device)
+        num_missed.index_add_(0, torch.tensor(owners[chunk], device=device), (rows.argmax(-1) != target).long())
         entropy = _entropy(rows).cpu().numpy()
         for name, function in functions.items():
             tau = function(rows)

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from jobs.engine.named_values import named_values
-from jobs.engine.tracking import resolved_uri
+from jobs.engine.tracking import resolve_uri
 from jobs.scoring.models import model_labels
 from jobs.scoring.results import Column, Results, percent_table, publish
 from jobs.scoring.sentence_encoders.cells import Cell, CellComputer, SentenceEncoderSpec, cells
@@ -40,7 +40,7 @@ def evaluate(config: EvaluateSentencesConfig) -> Results:
         TooManyProblemsError: if too large a share of the data is unreadable.
         ScoringFailedError: naming every failed cell, once all others have finished and the results are published.
     """
-    _ = resolved_uri(config.tracking, config.run.resolved_storage)
+    _ = resolve_uri(config.tracking, config.run.resolved_storage)
     data = read_data(config)
     models = [
         SentenceEncoderSpec.read(label, path, config)

@@ -12,7 +12,7 @@ from typing import Any
 from jobs.engine.identity import check_fields
 from jobs.engine.masking import masked
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import resolved_uri
+from jobs.engine.tracking import resolve_uri
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
 from jobs.studies.reproduction.experiment import Experiment, Study
@@ -100,7 +100,7 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
     """
     experiment = find(config.experiment)
     storage = config.run.resolved_storage
-    uri = resolved_uri(config.tracking, storage)
+    uri = resolve_uri(config.tracking, storage)
     tracking = {**dataclasses.asdict(config.tracking), "uri": uri, "enabled": bool(uri)}
     del tracking["preset"], tracking["paper"]  # these are taken from the runs' own presets
     studies = [

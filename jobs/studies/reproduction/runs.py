@@ -139,8 +139,8 @@ def make_runs(
             preset = preset_of(arm, scale)
             config = _make_base_config(preset, replicate)
             known = flatten(config)
-            fitting = {name: value for name, value in overrides.items() if name in known}
-            config = with_fields(config, {**common, **study.changes, **fitting, **start, **arm.changes})
+            known_overrides = {name: value for name, value in overrides.items() if name in known}
+            config = with_fields(config, {**common, **study.changes, **known_overrides, **start, **arm.changes})
             config = _set_name(config, preset, replicate, is_small=scale == "small")
             runs[arm.name, replicate.name] = Run(
                 arm=arm, replicate=replicate, config=config, after=base.name if base else ""

@@ -242,11 +242,11 @@ class NoisyCaptions:
 
     def _difference(self, run: FinishedRun) -> float:
         from jobs.tasks.dual_encoder.config import ClipConfig
-        from jobs.tasks.dual_encoder.data import pair_source, prepared, random_pairs
+        from jobs.tasks.dual_encoder.data import pair_source, prepare_split, random_pairs
 
         config = run.config
         assert isinstance(config, ClipConfig)
-        source = pair_source(config, prepared(config, "train"))
+        source = pair_source(config, prepare_split(config, "train"))
         count = min(self.num_pairs, source.manifest.num_pairs)
         ids = random_pairs(source.manifest.num_pairs, count, config.run.seed)
         places = source.locate(ids)

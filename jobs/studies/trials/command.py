@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from jobs.engine.command_line import FAILED, fail, interrupted
+from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.launch import Named
 from jobs.engine.tracking import where_to_browse
 
@@ -68,7 +68,7 @@ def run_command(
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        interrupted(config.run.directory)
+        exit_interrupted(config.run.directory)
     print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
     for name, reason in results.failed.items():
         print(f"  FAILED    {name}: {reason}")

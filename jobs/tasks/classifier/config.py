@@ -164,13 +164,13 @@ class GridSection:
     @property
     def settings(self) -> list[SettingSection]:
         """All settings of the grid: the baseline, if requested, and every combination of the values."""
-        found = [
+        combinations = [
             SettingSection(num_centers=num_centers, gamma=gamma, scale=scale, margin=margin, beta=beta)
             for num_centers, gamma, scale, margin, beta in itertools.product(
                 self.num_centers, self.gamma, self.scale, self.margin, self.beta
             )
         ]
-        return [SettingSection(cross_entropy_alone=True)] * self.with_baseline + found
+        return [SettingSection(cross_entropy_alone=True)] * self.with_baseline + combinations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

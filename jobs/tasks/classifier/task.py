@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from jobs.engine.export import exported
+from jobs.engine.export import open_export
 from jobs.engine.task import ParameterGroup, StepResult, trainable
 from jobs.tasks.base import BaseTask
 from jobs.tasks.classifier.config import ClassifierConfig
@@ -120,7 +120,7 @@ class ClassifierTask(BaseTask[ClassifierConfig]):
         """Write the classifier and its tokenizer in Transformers' format, if models are kept."""
         if self.rank or not self.config.fold.keep_model:
             return
-        with exported(self.config.run.export_directory) as directory:
+        with open_export(self.config.run.export_directory) as directory:
             self.module.model.save_pretrained(directory)
             load_tokenizer(self.config.tokenizer, needs_eos=False).save_pretrained(directory)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from jobs.engine.export import exported
+from jobs.engine.export import open_export
 from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 
 def export_encoder(module: TemperatureDualEncoder, tokenizer: PreTrainedTokenizerFast, uri: str) -> None:
     """Write dual encoder, tokenizer and TempNets into the directory at `uri`, overwriting an earlier export."""
-    with exported(uri) as directory:
+    with open_export(uri) as directory:
         module.encoder.save_pretrained(directory, tokenizer)
         for network, name in (
             (module.loss.image_tempnet, IMAGE_TEMPNET_DIRECTORY),

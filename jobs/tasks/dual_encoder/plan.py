@@ -17,7 +17,7 @@ from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.dual_encoder import report
 from jobs.tasks.dual_encoder.config import ClipConfig
-from jobs.tasks.dual_encoder.data import pair_source, preparation, prepared
+from jobs.tasks.dual_encoder.data import pair_source, preparation, prepare_split
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
@@ -94,7 +94,7 @@ class ClipPlan(BasePlan[ClipConfig]):
     def prepare(self) -> PreparedTask:
         """Index the images, unless this was done before, and read the table of temperatures if one is given."""
         config = resolve_paths(self.config)
-        train, validation = prepared(config, "train"), prepared(config, "validation")
+        train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
         check_sizes(
             config,
             config.temperature,

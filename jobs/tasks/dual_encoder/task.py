@@ -122,8 +122,8 @@ class ClipTask(BaseTask[ClipConfig]):
         image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
         predicted = None
         if self.module.loss.image_tempnet is not None:
-            found = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
-            predicted = (found[0].cpu(), found[1].cpu())
+            tau_image, tau_text = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
+            predicted = (tau_image.cpu(), tau_text.cpu())
         scores = self._temperature_scores(predicted)
         tau = predicted or one_temperature(self.loss_config, scores)
         scores |= retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self.steering.scores()

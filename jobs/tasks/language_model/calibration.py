@@ -35,7 +35,7 @@ CALIBRATION_FILE = "calibration.json"
 _NUM_LOGITS_AT_A_TIME = 1 << 26
 
 
-def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
+def read_or_calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
     """Return the calibration of a run as plain values: read from the run's directory, or computed now, which needs Ray.
 
     This writes no file: the run's directory does not exist before the run's name is claimed, and a run whose
@@ -44,11 +44,11 @@ def calibrated(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any
     Raises:
         CalibrationError: if no ρ gives the wanted mean temperature.
     """
-    return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibration_of(config, manifest)
+    return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibrate(config, manifest)
 
 
-def calibration_of(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """Compute a calibration with Ray, without reading an earlier one; see :func:`calibrated`."""
+def calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
+    """Compute a calibration with Ray, without reading an earlier one; see :func:`read_or_calibrate`."""
     workers = config.workers
     task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=1 if workers.use_gpu else 0)(_calibrate)
     try:
@@ -104,6 +104,6 @@ def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens:
     for index in np.linspace(0, manifest.num_rows - 1, num_blocks).astype(int).tolist():
         arrays: Batch = read_range(manifest, index, index + 1)
         batch = to_tensors(arrays, device)
-        found = module.contexts(batch["input_ids"], batch["position_ids"])
-        contexts.append(found[batch["targets"] != IGNORE_INDEX])
+        hidden = module.contexts(batch["input_ids"], batch["position_ids"])
+        contexts.append(hidden[batch["targets"] != IGNORE_INDEX])
     return torch.cat(contexts)[:num_tokens]

@@ -11,7 +11,7 @@ from pipelines.text.prepare import PrepareConfig, describe, prepare_text
 from pipelines.text.tokenization import load_tokenizer
 
 
-def prepared(config: LanguageModelConfig, split: str) -> Manifest:
+def prepare_split(config: LanguageModelConfig, split: str) -> Manifest:
     """Return the manifest of the packed blocks of `train` or `validation`, preparing them unless this was done before.
 
     Ray must be running. The prepared blocks are kept in the directory of prepared data, which runs share.

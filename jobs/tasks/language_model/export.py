@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jobs.engine.deepspeed_engine import whole_parameters
-from jobs.engine.export import exported
+from jobs.engine.export import open_export
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -30,7 +30,7 @@ def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is
     if tied:
         names = [name for name, part in module.base.named_modules() if part is output]
         base = {name: value for name, value in base.items() if name not in {f"{part}.weight" for part in names}}
-    with exported(config.run.export_directory) as directory:
+    with open_export(config.run.export_directory) as directory:
         module.base.save_pretrained(directory, state_dict=base)
         load_tokenizer(config.tokenizer).save_pretrained(directory)
         if module.tempnet is not None:

@@ -94,7 +94,7 @@ def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     return base
 
 
-def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
+def resolve_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
     """Return the ρ of the run, as given or computed from the target entropy; None if it must be calibrated first."""
     settings = config.temperature
     if settings.target_entropy is not None:
@@ -105,7 +105,7 @@ def resolved_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
 def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:
     """Return the configuration of the loss, with ρ as a number."""
     settings = config.temperature
-    rho = resolved_rho(config, vocab_size)
+    rho = resolve_rho(config, vocab_size)
     assert rho is not None, "ρ is calibrated before a model is built"
     return TemperatureLossConfig(
         name=settings.loss,

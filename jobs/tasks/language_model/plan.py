@@ -17,10 +17,10 @@ from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
-from jobs.tasks.language_model.calibration import CALIBRATION_FILE, calibrated, describe_calibration
+from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
-from jobs.tasks.language_model.data import prepared
-from jobs.tasks.language_model.models import base_shapes, resolved_rho
+from jobs.tasks.language_model.data import prepare_split
+from jobs.tasks.language_model.models import base_shapes, resolve_rho
 from pipelines.archives import list_archives
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
@@ -89,12 +89,12 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = resolve_paths(self.config)
-        train_data = prepared(config, "train")
-        validation_data = prepared(config, "validation")
+        train_data = prepare_split(config, "train")
+        validation_data = prepare_split(config, "validation")
         rho = self.rho
         records = {}
         if rho is None:
-            calibration = records[CALIBRATION_FILE] = calibrated(config, train_data)
+            calibration = records[CALIBRATION_FILE] = read_or_calibrate(config, train_data)
             rho = float(calibration["rho"])
             print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
         config = with_rho(config, rho)
@@ -146,7 +146,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     _check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
     base = base_shapes(config, tokenizer)
-    rho = resolved_rho(config, vocab_size)
+    rho = resolve_rho(config, vocab_size)
     with naming_field("temperature.rho: "):
         check_rho(rho or 0.0, vocab_size)
     network = None

@@ -181,12 +181,12 @@ def rivals(
     def cross_entropy(temperature: Tensor) -> Tensor:
         return F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
 
-    found = {"num_tokens": float(len(targets))}
+    comparison = {"num_tokens": float(len(targets))}
     for name, losses in (("robust", robust), ("cross_entropy", cross_entropy)):
         figures = compare_with_constants(losses, tau, blocks, tau_min=config.tau_min, tau_max=config.tau_max)
-        found |= {f"{name}/{key}": value for key, value in figures.items()}
+        comparison |= {f"{name}/{key}": value for key, value in figures.items()}
     oracle = optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
-    return found | {
+    return comparison | {
         "robust/tau_one_loss": robust(torch.ones_like(tau)).double().mean().item(),
         "robust/oracle_loss": robust(oracle).double().mean().item(),
         "oracle_tau_mean": oracle.double().mean().item(),

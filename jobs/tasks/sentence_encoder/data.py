@@ -18,7 +18,7 @@ from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 VALIDATION_SEED = 0
 
 
-def prepared(config: SentenceConfig, split: str) -> Manifest:
+def prepare_split(config: SentenceConfig, split: str) -> Manifest:
     """Return the manifest of the documents of `train` or `validation`, preparing them unless this was done before.
 
     Ray must be running. The prepared documents are kept in the directory of prepared data, which runs share.

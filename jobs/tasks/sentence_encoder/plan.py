@@ -12,7 +12,7 @@ from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder import report
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import prepared
+from jobs.tasks.sentence_encoder.data import prepare_split
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
 from pipelines.archives import list_archives
 from pipelines.text.manifest import Manifest
@@ -73,7 +73,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
     def prepare(self) -> PreparedTask:
         """Tokenise the documents, unless this was done before."""
         config = resolve_paths(self.config)
-        train, validation = prepared(config, "train"), prepared(config, "validation")
+        train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
         check_sizes(
             config,
             config.temperature if config.is_contrastive else None,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 
-from jobs.engine.export import exported
+from jobs.engine.export import open_export
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.sentence_encoder.batches import span_tensors
@@ -71,11 +71,11 @@ class SentenceTask(BaseTask[SentenceConfig]):
         rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
         ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
         self.module.eval()
-        found = []
+        anchors = []
         for part in np.array_split(ids, -(-count // self.config.validation.batch_size)):
             tensors = span_tensors(read_documents(self.source, part), device)
-            found.append(self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0]))
-        self.module.init_prototypes(F.normalize(torch.cat(found), dim=-1))
+            anchors.append(self.module.encoder(tensors["anchor_ids"][:, 0], tensors["anchor_mask"][:, 0]))
+        self.module.init_prototypes(F.normalize(torch.cat(anchors), dim=-1))
         self.module.train()
 
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -142,7 +142,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
         if self.rank:
             return
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
-        with exported(self.config.run.export_directory) as directory:
+        with open_export(self.config.run.export_directory) as directory:
             self.module.encoder.save_pretrained(directory, tokenizer, num_tokens=self.source.width)
             if self.module.loss is not None and self.module.loss.tempnet is not None:
                 self.module.loss.tempnet.save_pretrained(directory / PAIRED_DIRECTORY)

@@ -84,8 +84,8 @@ def validate(
         else:
             anchors = module.encoder(ids, mask)
         if module.loss is not None:
-            found = module.encoder(tensors["positive_ids"].flatten(0, 2), tensors["positive_mask"].flatten(0, 2))
-            positives = found.unflatten(0, (len(anchors), -1)).mean(1)
+            embeddings = module.encoder(tensors["positive_ids"].flatten(0, 2), tensors["positive_mask"].flatten(0, 2))
+            positives = embeddings.unflatten(0, (len(anchors), -1)).mean(1)
             sentences.append(F.normalize(torch.stack([anchors, positives], dim=1), dim=-1))
         num_left -= len(batch["ids"])
     module.train()
@@ -133,8 +133,8 @@ def rivals(sentences: Tensor, tau: Tensor, config: ContrastiveLossConfig, *, num
         tau_min=config.tau_min,
         tau_max=config.tau_max,
     )
-    found = {f"{config.kind.objective}/{name}": value for name, value in figures.items()}
-    return {"num_pairs": float(len(pairs)), **found}
+    named = {f"{config.kind.objective}/{name}": value for name, value in figures.items()}
+    return {"num_pairs": float(len(pairs)), **named}
 
 
 def _without_padding(gathered: Tensor, held_out: SpanSet, world_size: int) -> Tensor:

@@ -20,7 +20,7 @@ from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten, with_fields
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolved_uri, survive_outage, where_to_browse
+from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials
@@ -91,7 +91,7 @@ def open_tests(uri: str, **parameters: Any) -> TrackedRun:
 
 
 def test_a_server_gets_the_login_and_nobody_else_sees_it(server: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert resolved_uri(TrackingSection(uri=server), "/runs") == server
+    assert resolve_uri(TrackingSection(uri=server), "/runs") == server
     assert _Server.seen == [("/health", "")]
     with pytest.raises(ConnectionError, match=r"MLflow at http://\*\*\*@127") as refused:
         open_tests(server)
@@ -118,15 +118,15 @@ def test_a_server_that_is_not_there(
     uri: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((ConnectionError, ValueError), match=r"://\*\*\*@") as refused:
-        resolved_uri(TrackingSection(uri=uri), "/runs")
+        resolve_uri(TrackingSection(uri=uri), "/runs")
     with pytest.raises(SystemExit):
         fail(f"of {uri}")
     if uri.startswith("http"):
-        assert resolved_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
+        assert resolve_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
     shown = f"{refused.value}{caplog.text}{capsys.readouterr().err}{TrackingSection(uri=uri)!r}{where_to_browse(uri)}"
     assert SECRET not in shown
     with pytest.raises(ValueError, match="white space"):
-        resolved_uri(TrackingSection(uri=f"{uri} "), "/runs")
+        resolve_uri(TrackingSection(uri=f"{uri} "), "/runs")
 
 
 def test_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from jobs.engine.tracking import (
     finish_run,
     mark_if_ended,
     open_run,
-    resolved_uri,
+    resolve_uri,
     survive_outage,
     where_to_browse,
 )
@@ -146,10 +146,10 @@ def test_a_server_that_does_not_answer_is_named_before_anything_starts(caplog: p
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=rf"tracking\.uri = '{uri}' does not answer: .*--tracking\.optional"):
-            resolved_uri(TrackingSection(uri=uri), "/runs")
-        assert resolved_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
+            resolve_uri(TrackingSection(uri=uri), "/runs")
+        assert resolve_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
         assert "nothing is logged" in caplog.text
-        assert resolved_uri(TrackingSection(uri=uri, enabled=False), "/runs") == ""
+        assert resolve_uri(TrackingSection(uri=uri, enabled=False), "/runs") == ""
 
 
 @pytest.mark.parametrize("status", [200, 403])
@@ -163,7 +163,7 @@ def test_a_server_that_answers_is_taken(status: int) -> None:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         uri = f"http://127.0.0.1:{server.server_port}"
-        assert resolved_uri(TrackingSection(uri=uri), "/runs") == uri
+        assert resolve_uri(TrackingSection(uri=uri), "/runs") == uri
         thread.join()
 
 

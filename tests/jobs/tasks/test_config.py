@@ -13,7 +13,7 @@ from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.models import resolved_rho
+from jobs.tasks.language_model.models import resolve_rho
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.dro import check_rho
 
@@ -26,7 +26,7 @@ def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
     assert config.run.name == name
     small = name.endswith("-small")
     vocabulary = 2048 if small else VOCABULARIES.get(config.data.tokenizer, 32_000)
-    rho = resolved_rho(config, vocabulary)
+    rho = resolve_rho(config, vocabulary)
     if name.startswith("frozen"):
         assert rho is None
         assert config.temperature.needs_calibration

@@ -82,7 +82,9 @@ def _frozen_llama(
         scale,
         f"{family}, frozen",
         with_base(scale, *(frozen(scale, preset, preset) for preset in presets)),
-        PaperTable(columns=tuple(columns), rows={preset: (*one, *own) for preset, (one, own) in paper.items()}),
+        PaperTable(
+            columns=tuple(columns), rows={preset: (*at_one, *at_own) for preset, (at_one, at_own) in paper.items()}
+        ),
         small=[own_against_one(preset, "perplexity", " at 1", is_lower=with_falling_wikitext) for preset in presets],
         full=[
             statement
