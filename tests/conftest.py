@@ -1,4 +1,4 @@
-"""Settings of all tests; Ray's must be made before any test module imports it: it reads them once."""
+"""Set up all tests. Ray reads its settings once, so they are made here, before any test module imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# No test is one of speed: a busy machine may be slow at any of them.
+# No test has a time limit per example, because a busy machine may be slow and no test measures speed.
 settings.register_profile("tempnet", deadline=None)
 settings.load_profile("tempnet")
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Makes a file system of some megabytes; a test that needs one is skipped where none can be mounted."""
+    """Yield a function that mounts a file system of some megabytes, or skips the test where none can be mounted."""
     at = tmp_path / "disk"
 
     def mount(megabytes: int) -> Path:
@@ -32,4 +32,5 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     yield mount
     if at.is_mount():
-        subprocess.run(["umount", "--lazy", str(at)], check=True)  # a process of the test may still be there
+        # A process of the test may still use the file system.
+        subprocess.run(["umount", "--lazy", str(at)], check=True)

@@ -1,4 +1,4 @@
-"""What the pages of docs/ name is there."""
+"""Test that the files, links, modules and messages that the pages of docs/ name exist."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _FILE = r"(?:tempnet|pipelines|jobs|infra|benchmarks|tests|docs)/[\w/.-]*\.\w+"
 
 
 def names_in(path: Path) -> set[str]:
-    """What a module defines at its top level."""
+    """Return the names that a module defines at its top level."""
     return {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
 
 
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 NAMING_FILES = ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("tour", "extend", "results", "method", "errors"))]
-"""Pages that name many files, so that a page without any would mean that the pattern finds none."""
+"""Pages that name many files. If no file is found in one of them, the pattern is wrong."""
 
 
-# The log names files as they were.
+# The log is left out, because it names files as they were at the time.
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES if name != "log.md")]
 )
@@ -38,7 +38,7 @@ def test_files_that_a_page_names_exist(page: str) -> None:
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors of a page's headings, made as GitHub and the site make them."""
+    """Return the anchors of a page's headings, made as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -72,7 +72,10 @@ _PLACEHOLDER = "\0"
 
 
 def strings_in(path: Path) -> Iterator[str]:
-    """The strings of a module, adjacent literals joined; a placeholder stands for what an f-string interpolates."""
+    """Yield the strings of a module except its docstrings.
+
+    Adjacent literals are joined, and a placeholder stands for every value that an f-string interpolates.
+    """
     tree = ast.parse(path.read_text())
     nodes = list(ast.walk(tree))
     is_part = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -86,13 +89,13 @@ def strings_in(path: Path) -> Iterator[str]:
 
 @functools.cache
 def source_strings() -> str:
-    """The strings of the program, a line feed and a placeholder between them."""
+    """Return all strings of the program, with a line feed and a placeholder between them."""
     files = sorted(path for part in ("jobs", "pipelines", "tempnet") for path in (ROOT / part).rglob("*.py"))
     return f"\n{_PLACEHOLDER}".join(text for path in files for text in strings_in(path))
 
 
 def quoted_messages() -> list[str]:
-    """The code-font text in the first cell of every row of a table in docs/errors.md."""
+    """Return the code-font text in the first cell of every table row in docs/errors.md."""
     return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
 
 

@@ -1,6 +1,7 @@
-"""The direction of the house: jobs/ may import everything, tempnet/ and pipelines/ not each other.
+"""Test the direction of imports: jobs/ imports everything; tempnet/ and pipelines/ import neither jobs/ nor each other.
 
-Inside jobs/ commands import studies, studies scoring, scoring tasks, tasks the engine, and never back."""
+Inside jobs/, commands import studies, studies import scoring, scoring imports tasks, and tasks import the engine; no
+import goes in the other direction."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHELVES = ["engine", "tasks", "scoring", "studies"]
-"""From the lowest; each may import itself and those before it. Above all of them are the commands, `jobs/*.py`."""
+"""Folders of jobs/, lowest first: each may import itself and those before it. The commands, `jobs/*.py`, come last."""
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,13 @@ def test_lint_holds_the_direction(file: str, statement: str, allowed: bool) -> N
 
 
 def shelf_of(path: Path) -> int:
-    """The place in `SHELVES` of a file of jobs/, or their number for a command."""
+    """Return the position in `SHELVES` of a file of jobs/; for a command, the number of shelves."""
     parts = path.relative_to(ROOT / "jobs").parts
     return SHELVES.index(parts[0]) if len(parts) > 1 else len(SHELVES)
 
 
 def imported_files(path: Path) -> Iterator[Path]:
-    """The files of jobs/ that a file imports, wherever in it."""
+    """Yield the files of jobs/ that a file imports anywhere in its code."""
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:

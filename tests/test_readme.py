@@ -1,5 +1,6 @@
-"""The README and the pages of docs/ are held against what is there: their lines, and the tests that run them; make targets,
-jobs, options and links."""
+"""Test that the README and the pages of docs/ agree with the repository.
+
+Every shell line must be run by a test, and every make target, job, option and link must exist."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from readme_support import README, RUN_BY, patterns_of, recipe, shell_lines
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "tests" / "cluster"
 HISTORY = {"log", "results"}
-"""Pages whose commands are those of the past."""
+"""Pages about the past, whose commands need not work any more."""
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in HISTORY}
 
 
 @cache
 def marks_of(test: str) -> set[str]:
-    """The names of the marks of `FILE.py::FUNCTION`, its module's included."""
+    """Return the names of the pytest marks of the test `FILE.py::FUNCTION`, including those of its module."""
     file, _, function = test.partition("::")
     module = ast.parse((CLUSTER / file).read_text())
     (found,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function)
@@ -51,7 +52,7 @@ def test_every_command_of_a_page_is_one_of_the_readme(page: str) -> None:
     assert set(shell_lines(text)) <= set(shell_lines())
     assert set(blocks_of("python", text)) <= set(blocks_of("python", README))
     assert set(re.findall(r"^```(\w*)", text, re.MULTILINE)) <= {"bash", "python", ""}
-    assert not re.findall(r"`(?:\S+/)?python [^`]+`", text)  # a command belongs in a block of its own
+    assert not re.findall(r"`(?:\S+/)?python [^`]+`", text)  # A command belongs in a block of its own.
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"`make ([^`]+)`", text)) <= set(targets)
 
@@ -62,7 +63,7 @@ def blocks_of(language: str, text: str) -> list[str]:
 
 @cache
 def field_names() -> set[str]:
-    """The fields of all dataclasses of jobs/ and pipelines/."""
+    """Return the names of the fields of all dataclasses in jobs/ and pipelines/."""
     classes = (
         node
         for part in ("jobs", "pipelines")
@@ -79,7 +80,7 @@ def field_names() -> set[str]:
 
 
 def options_in(text: str) -> Iterator[str]:
-    """The options `--section.field` or `--field` in code font."""
+    """Yield the name of every option `--section.field` or `--field` that a text has in code font."""
     for code in re.findall(r"`([^`\n]+)`", text):
         yield from re.findall(r"(?<!\S)--([a-z][a-z0-9.-]*)", code)
 
@@ -116,7 +117,7 @@ def test_make_targets_exist() -> None:
 def test_every_job_that_is_shown_is_there() -> None:
     jobs = {path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text()}
     shown = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert shown == jobs - {"sample_data"}  # which `make run` runs
+    assert shown == jobs - {"sample_data"}  # The README shows `make run`, which runs this job.
 
 
 def test_links_and_pictures_exist() -> None:

@@ -1,4 +1,4 @@
-"""Tiny real image-text models, images with captions and images in folders of classes, all from a seed."""
+"""Make tiny real image–text models, images with captions, and images in one folder per class, all from seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ("photo", "small", "big", "red", "green", "dog", "cat", "truck", "maple"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE that ends every text with the token that CLIP looks for."""
+    """Return a byte-level BPE tokenizer that ends every text with the token that CLIP looks for."""
     tokenizer = train_bpe([" ".join(WORDS)] * 5, 300)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
@@ -33,7 +33,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
-    """A ResNet and a DistilBERT with projections, random, as `train_clip` exports them."""
+    """Save a random ResNet and DistilBERT with projections, as `train_clip` exports them; return their directory."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     image = random_tower(
@@ -49,7 +49,7 @@ def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
 
 
 def make_clip(directory: Path, *, seed: int = 0) -> str:
-    """A random Transformers CLIPModel with its tokenizer beside it."""
+    """Save a random CLIPModel of Transformers and its tokenizer in a directory, and return the directory."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -67,7 +67,7 @@ def make_clip(directory: Path, *, seed: int = 0) -> str:
 
 
 def make_image(rng: np.random.Generator) -> np.ndarray:
-    """(SIDE, SIDE, 3) uint8: four patches of colour."""
+    """Return an image (SIDE, SIDE, 3) in uint8 that consists of four patches of random colour."""
     return rng.integers(0, 256, (2, 2, 3), dtype=np.uint8).repeat(SIDE // 2, 0).repeat(SIDE // 2, 1)
 
 
@@ -78,7 +78,7 @@ def png(image: np.ndarray) -> bytes:
 
 
 def write_tar(path: Path, members: dict[str, bytes | None]) -> str:
-    """A tar of files; a member without bytes is a folder."""
+    """Write a tar of files, in which a member without bytes becomes a folder, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
@@ -90,10 +90,10 @@ def write_tar(path: Path, members: dict[str, bytes | None]) -> str:
 
 
 def make_pairs(directory: Path, *, num_images: int = 20) -> tuple[list[np.ndarray], list[tuple[str, int]]]:
-    """Two tars of images with one to five captions each, one image of which is damaged.
+    """Write two tars of images with one to five captions each, of which one image is damaged.
 
     Returns:
-        the images that can be read, in order, and (caption, number of its image).
+        the images that can be read, in order, and for each of their captions (caption, index of its image).
     """
     rng = np.random.default_rng(1)
     images, captions = [], []
@@ -113,7 +113,11 @@ def make_pairs(directory: Path, *, num_images: int = 20) -> tuple[list[np.ndarra
 
 
 def make_classes(path: Path, *, num_images: int = 21) -> tuple[list[np.ndarray], list[int]]:
-    """A tar of folders, one image of which is damaged; the others, in order of path, and their classes."""
+    """Write a tar with one folder of images per class, of which one image is damaged.
+
+    Returns:
+        the images that can be read, in the order of their paths, and the indices of their classes in `CLASSES`.
+    """
     rng = np.random.default_rng(2)
     members: dict[str, bytes | None] = {}
     kept = []

@@ -1,4 +1,6 @@
-"""Small image data and small contrastive configurations for the cluster tests; as a module to run, a run of them:
+"""Make small image data and small contrastive configurations for the cluster tests.
+
+Executed as a module, it trains one such configuration:
 
 python -m clip_training_support IMAGES STORAGE NAME '{"section": {"field": value}}'
 """
@@ -31,7 +33,7 @@ NUM_PAIRS = 100
 
 
 def write_tiny_images(directory: Path) -> Path:
-    """Hundred training pairs, twenty images for validation, two classes, and a tokenizer."""
+    """Write 100 training pairs, 20 validation images, two classes and a tokenizer to a directory, and return it."""
     write_images(
         directory, num_images=NUM_PAIRS, num_retrieval_images=20, num_classes=2, num_images_per_class=2, image_size=32
     )
@@ -40,7 +42,10 @@ def write_tiny_images(directory: Path) -> Path:
 
 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:
-    """A 32-step run of two tiny towers (5 epochs), two workers, ZeRO 1, float32; sections override fields."""
+    """Return a run of 32 steps (5 epochs) of two tiny towers with two workers, ZeRO 1 and float32.
+
+    `sections` maps the name of a section to the fields to override in it.
+    """
     config = ClipConfig(
         run=tiny_run(images, storage, name, num_steps=32, checkpoint_every=4, log_every=4, max_restarts=1),
         data=PairDataSection(
@@ -63,9 +68,10 @@ def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[st
             text_num_heads=2,
             text_dropout=0.0,
         ),
-        # ρ is steered: it, too, has to be the same over workers, stages and kills.
+        # With `target_tau`, ρ changes during the run, and it too must be the same over workers, stages and kills.
         temperature=PairTemperatureSection(loss="tempnet", rho=1.0, target_tau=0.02, hidden_size=8, num_prototypes=8),
-        # Some gradients (an attention's key biases) are rounding and nothing else; Adam would make steps of full size of it.
+        # Some gradients, such as those of an attention's key biases, are only rounding errors. With a smaller epsilon,
+        # Adam would make full-sized steps of them.
         optimizer=OptimizerSection(
             batch_size=16, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, weight_decay=0.02, epsilon=1e-4
         ),

@@ -1,4 +1,4 @@
-"""One Ray for all cluster tests: a head with token authentication, as an engineer would start it, and tiny real data."""
+"""Provide tiny real data, and one Ray head with token authentication that all cluster tests share."""
 
 from __future__ import annotations
 
@@ -34,27 +34,31 @@ from pipelines.text.tokenization import train_bpe, train_wordpiece
 
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[dict[str, str]]:
-    """`ray start --head` with `RAY_AUTH_MODE=token`; its environment, with RAY_ADDRESS and the dashboard's address."""
+    """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
+
+    RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
+    """
     port, dashboard_port, agent_port = free_port(), free_port(), free_port()
-    # pyenv and the like put their own interpreters first; the head's workers must be this environment's.
-    # Nor is there a cloud to take this node away: a process less for every run.
+    # No cloud takes this node away, so no run needs the process that watches for that.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    # Told to end, the head would wait half a minute for others to take its work over. All else is `jobs.engine.cluster`.
     environment = os.environ | {
+        # Tools such as pyenv put their own interpreters first, but the head's workers must use this environment's.
         "PATH": f"{BIN}:{os.environ['PATH']}",
+        # Without this, a head that is told to end would wait half a minute for other nodes to take over its work.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # `jobs.engine.cluster` explains the next three variables.
         "RAY_num_workers_soft_limit": "4",
         "RAY_DATA_USAGE_DISABLED": "1",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        # Jobs run in other directories than this one, and are to import its code.
+        # Jobs run in other directories, but must import the code of this one.
         "PYTHONPATH": str(ROOT),
     }
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
-        # It reads all logs ten times a second, for drivers that want to see them; ours do not.
+        # The log monitor reads all logs ten times a second for drivers that show them; the drivers here do not.
         "--include-log-monitor=false",
-        # Else the second Ray on a machine finds the usual port taken, and no job can be submitted to it.
+        # If two Rays on a machine used the default port, no job could be submitted to the second one.
         f"--dashboard-agent-listen-port={agent_port}",
     ]  # fmt: skip
     if not (Path.home() / ".ray" / "auth_token").exists():
@@ -65,7 +69,7 @@ def ray_head() -> Iterator[dict[str, str]]:
             timeout=60,
             capture_output=True,
         )
-    # A process of our own, ended by its own signal: `ray stop` would end every Ray of this machine.
+    # The head is a child process that is ended by a signal, because `ray stop` would end every Ray on this machine.
     head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
@@ -75,7 +79,7 @@ def ray_head() -> Iterator[dict[str, str]]:
         ray.shutdown()
         head.terminate()
         head.wait(timeout=60)
-        # Where Ray notes the cluster that was started last; `ray stop` would remove it.
+        # In this file Ray notes the cluster that was started last; `ray stop` would remove it.
         note = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
         if note.is_file() and note.read_text().strip().endswith(f":{port}"):
             note.unlink()
@@ -83,7 +87,7 @@ def ray_head() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def connected(ray_head: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
-    """This process connected to the head, and what else may be patched meanwhile."""
+    """Connect this process to the head, and yield a MonkeyPatch whose changes are undone at the end of the block."""
     from jobs.engine.cluster import start_ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -95,14 +99,17 @@ def connected(ray_head: dict[str, str]) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
-    """The head, with this process connected to it."""
+    """Connect this process to the head, and yield the head's environment variables."""
     with connected(ray_head):
         yield ray_head
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few hundred documents of a small language with structure to learn: `train/`, `validation/`, `tokenizer/`."""
+    """Write a few hundred documents of a small language with structure to learn.
+
+    The directory that is returned holds `train/`, `validation/` and `tokenizer/`.
+    """
     directory = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(2, 7))) for _ in range(300)]
@@ -125,7 +132,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(corpus: Path, tmp_path: Path) -> Callable[..., LanguageModelConfig]:
-    """`tiny(name, section={field: value})`: see :func:`support.tiny_config`."""
+    """Return `tiny(name, section={field: value})`, which makes a run by :func:`support.tiny_config`."""
 
     def make(name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
         return tiny_config(corpus, tmp_path / "runs", name, **sections)
@@ -140,7 +147,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of the corpus for encoders."""
+    """Train a WordPiece tokenizer for encoders on the corpus, and return its directory."""
     source, directory = str(corpus / "train"), tmp_path_factory.mktemp("wordpiece")
     documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
     train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(directory)
@@ -149,7 +156,7 @@ def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as the README's reader has it, with these tests' data in the places of the sample data."""
+    """Return a directory like that of a reader of the README, with the tests' data in the places of the sample data."""
     home = tmp_path_factory.mktemp("home")
     (home / "data" / "sample").mkdir(parents=True)
     places = {"text": corpus, "tokenizer": corpus / "tokenizer", "wordpiece": wordpiece, "images": images}
@@ -161,7 +168,7 @@ def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory
 
 @pytest.fixture
 def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The README's directory as the working directory, so that its lines are run as they stand."""
+    """Make the README reader's directory the working directory, so that the README's lines can be run as they stand."""
     monkeypatch.chdir(home_directory)
     for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -170,7 +177,10 @@ def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session")
 def reference(ray_head: dict[str, str], home_directory: Path) -> dict[str, Any]:
-    """The training run of `make run`, short: two workers, ZeRO 2, float32. Other runs equal it or start from it."""
+    """Train what `make run` trains for a few steps with two workers, ZeRO 2 and float32, and return the outcome.
+
+    Other runs must equal this one, or start from it.
+    """
     with connected(ray_head) as patch:
         patch.chdir(home_directory)
         run_line(recipe("run")[-1], *LANGUAGE_MODEL_OPTIONS)

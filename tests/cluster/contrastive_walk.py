@@ -1,4 +1,4 @@
-"""What a Ray Train worker does for `test_contrastive_worlds.py`: a few steps of one contrastive loss after the other."""
+"""Train a few steps of one contrastive loss after the other in a Ray Train worker, for `test_contrastive_worlds.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 NUM_STEPS = 8
-"""100 pairs in batches of 16: an epoch and a part of the second."""
+"""Number of steps. With 100 pairs in batches of 16, they are one epoch and a part of the second."""
 NUM_STEPS_BEFORE_ALL_ARE_VISITED = 4
 
 
 def walk(settings: Mapping[str, Any]) -> None:
-    """Train the task that every function of `tasks` (name → function) creates, with the project's engine; rank 0 writes
-    `<directory>/<name>.pt`: losses (steps,), the weights, and Adam's first moments, which are sums of gradients."""
+    """Train the task that every function of `tasks` (name → function) creates, with the project's engine.
+
+    For each task, rank 0 writes `<directory>/<name>.pt`, which holds the losses (steps,), the weights, and Adam's first
+    moments, which are weighted sums of gradients.
+    """
     import ray.train
 
     from jobs.engine.checkpoint import SafeCheckpointEngine
@@ -34,7 +37,8 @@ def walk(settings: Mapping[str, Any]) -> None:
         engine = start_engine(task.module, task.parameter_groups(), config)
         size = config.optimizer.batch_size
         losses = []
-        # The rank reads by itself: streams are the same over workers elsewhere, and nine of them take their time to start.
+        # The rank reads in its own process, because starting nine streams takes long. Other tests check that a stream
+        # is the same for any number of workers.
         for step, batch in enumerate(replace(task.stream, num_readers=0).batches(0, NUM_STEPS * size)):
             result = task.train_step(engine, batch, step=step, num_units=size, with_statistics=False)
             losses.append(task.module.loss.world.sum(result.loss.clone()))

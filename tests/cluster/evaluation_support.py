@@ -1,4 +1,4 @@
-"""Tiny real models to evaluate, their brute-force scores, and texts."""
+"""Make tiny real models to evaluate, compute their scores by brute force, and provide texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ QUESTIONS = [
 
 
 def make_export(directory: Path, *, seed: int = 0, with_tempnet: bool = True) -> str:
-    """A random GPT-2 with padding logits, sharp enough that predictions differ, and a TempNet that tells tokens apart."""
+    """Save a random GPT-2 with padding logits, and a TempNet, in a directory, and return the directory.
+
+    The weights are large enough for predictions and temperatures to differ from token to token.
+    """
     torch.manual_seed(seed)
     tokenizer = train_bpe([TEXT] * 3, 320)
     config = AutoConfig.for_model(
@@ -62,7 +65,7 @@ def write_lines(path: Path, records: list[dict]) -> str:
 
 
 class BruteForce:
-    """Every token from a forward pass of its own context: no batch, no padding, no chunks."""
+    """Scores every token by a forward pass over its own context, without batches, padding or chunks."""
 
     def __init__(self, export: str) -> None:
         self.base = AutoModelForCausalLM.from_pretrained(export).eval()
@@ -81,7 +84,7 @@ class BruteForce:
 
     @torch.no_grad()
     def logits(self, context: list[int]) -> Tensor:
-        """(V,) of the token after a context."""
+        """Return the logits (V,) of the token after a context."""
         logits = self.base(torch.tensor([context])).logits[0, -1]
         return logits[: len(self.tokenizer)] if self.network else logits
 
@@ -95,7 +98,7 @@ class BruteForce:
         return float(number or 1.0)
 
     def nll(self, context: list[int], target: int, temperature: str) -> tuple[float, float, float, bool]:
-        """(−log p, τ, entropy at τ = 1, whether the target is the likeliest)."""
+        """Return (−log p in nats, τ, entropy at τ = 1 in nats, whether the target is the likeliest token)."""
         logits = self.logits(context)
         tau = self.tau(logits, temperature)
         plain = torch.log_softmax(logits.double(), -1)
@@ -107,8 +110,8 @@ class BruteForce:
         return [self.nll(whole[:at][-MAX_LENGTH:], whole[at], temperature) for at in range(len(context), len(whole))]
 
     def document(self, text: str, temperature: str) -> list[tuple]:
-        """Every token of a document once: token i of block b sees what the block's window holds before it."""
-        stream = [self.start, *self.ids(text)]  # stream[i] is the token before token i
+        """Score every token of a document once, given the tokens before it in the window of its block."""
+        stream = [self.start, *self.ids(text)]  # `stream[i]` is the token before token i.
         num, out = len(stream) - 1, []
         for index in range(num):
             block = index // MAX_LENGTH

@@ -1,4 +1,4 @@
-"""What tests of predicted temperatures share: a tiny exported model of either kind, and texts."""
+"""Provide what tests of predicted temperatures share: a tiny exported model and texts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from tempnet.network_config import TempNetConfig
 CONTEXT_LENGTH = 16
 VOCAB_SIZE = 300
 NUM_LOGITS = 304
-"""More than the vocabulary: output weights are often padded."""
+"""Number of logits, which is larger than the vocabulary because output weights are often padded."""
 
 
 def some_texts(num_texts: int, *, seed: int = 0, longest: int = 60) -> list[str]:
-    """Texts of very different lengths, from a word to several contexts."""
+    """Return texts of very different lengths, from one word to several contexts."""
     rng = np.random.default_rng(seed)
     words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(2, 6))) for _ in range(40)]
     return [" ".join(rng.choice(words, size=rng.integers(1, longest))) for _ in range(num_texts)]
 
 
 def save_tiny_model(directory: Path, *, with_bias: bool = False) -> Path:
-    """A random model of 2 layers with tokenizer and a TempNet whose τ differ; with an output bias nothing folds."""
+    """Save a random model of two layers, its tokenizer, and a TempNet whose τ differ from token to token.
+
+    With an output bias, the TempNet cannot be folded into the output layer.
+    """
     torch.manual_seed(0)
     sizes = {"vocab_size": NUM_LOGITS, "n_positions": CONTEXT_LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     ids = {"bos_token_id": 0, "eos_token_id": 0}
-    # The initial weights are made large: else every prediction is about uniform.
+    # The initial weights are large, because otherwise every prediction would be about uniform.
     config: PreTrainedConfig
     if with_bias:
         config = GPTJConfig(**sizes, **ids, rotary_dim=4, initializer_range=0.5)

@@ -1,4 +1,4 @@
-"""The shell lines of the README, the test that runs each of them, and how a line is run."""
+"""Find the shell lines of the README and the test that runs each of them, and run a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHON = ".venv/bin/python -m "
 
 RUN_BY = {
     "make run": "test_readme_text.py::test_what_make_run_runs",
-    # All tests are run by it, so that none of them can run it: that every test has its place there is a test of its own.
+    # `make test` runs all tests, so none of them can run it. This one checks that it includes every cluster test.
     "make test": "../test_readme.py::test_every_cluster_test_is_in_one_part_of_make_test",
     "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
     "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
@@ -51,30 +51,33 @@ RUN_BY = {
     "jobs.sweep * --sweep.axes *": "test_readme_sentences.py::test_sweeping_some_values",
     "jobs.sweep * --dry-run": "test_readme_sentences.py::test_looking_before_sweeping",
 }
-"""Pattern of a line (without `.venv/bin/python -m` and comments) → the test in this directory that runs it."""
+"""Maps the pattern of a line (without `.venv/bin/python -m` and comments) to the test in this folder that runs it."""
 
 
 def shell_lines(page: str = README) -> list[str]:
-    """Every shell line of a page, by default of the README, without comments."""
+    """Return every shell line of a page, by default of the README, without comments."""
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 
 
 def patterns_of(line: str) -> list[str]:
-    """The patterns of `RUN_BY` that a line has: one, for a line that some test runs."""
+    """Return the patterns of `RUN_BY` that match a line, which is one pattern if a test runs the line."""
     return [pattern for pattern in RUN_BY if fnmatchcase(line.removeprefix(PYTHON), pattern)]
 
 
 def lines_like(pattern: str) -> list[str]:
-    """The shell lines of the README that have a pattern of `RUN_BY`, in their order; at least one."""
+    """Return the shell lines of the README that match a pattern of `RUN_BY`, in order; fail if there is none."""
     found = [line for line in shell_lines() if patterns_of(line) == [pattern]]
     assert found, f"the README has no line like {pattern!r}"
     return found
 
 
 def recipe(target: str) -> list[str]:
-    """What `make TARGET` runs of this environment's programs, without the variables that it sets for them."""
+    """Return the lines of `make TARGET` that run programs of this environment, except pip and venv.
+
+    The variables that a line sets for its program are removed.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     shown = subprocess.run(
         ["make", "--dry-run", "--always-make", target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -83,9 +86,9 @@ def recipe(target: str) -> list[str]:
 
 
 def run_line(line: str, *options: str) -> None:
-    """Run a line `.venv/bin/python -m jobs.JOB …` with more options behind it; it must end well.
+    """Run a line `.venv/bin/python -m jobs.JOB …` with more options at its end, and assert that it succeeds.
 
-    It is run by the job's own `main`, in this process, where the imports are paid for and a Ray is there.
+    The job's `main` runs in this process, which has imported what it needs and is connected to Ray.
     """
     assert line.startswith(PYTHON)
     module, *arguments = shlex.split(line.removeprefix(PYTHON))

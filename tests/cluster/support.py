@@ -1,4 +1,4 @@
-"""What the cluster tests share beside fixtures: tiny data and tiny configurations."""
+"""Provide what the cluster tests share beside fixtures: tiny data, tiny configurations, and ways to run commands."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ LANGUAGE_MODEL_OPTIONS = [
     "--workers.precision=fp32", "--workers.num-threads=1",
     "--validation.every=20", "--validation.num-blocks=32", "--validation.num-oracle-tokens=512",
 ]  # fmt: skip
-"""What makes `gpt2-scratch-small` 40 steps of a 2-layer GPT-2 on `corpus`; two workers and ZeRO 2 are the preset's."""
+"""Options that make `gpt2-scratch-small` 40 steps of a 2-layer GPT-2; the preset has two workers and ZeRO 2."""
 
 
 def readme_lines(pattern: str, paths: dict[str, str]) -> list[str]:
-    """The shell lines of the README that begin so, with its paths replaced by a test's."""
+    """Return the shell lines of the README that match a regular expression at their start.
+
+    `paths` maps paths that the README shows to the paths of a test, which replace them before the match.
+    """
     readme = (ROOT / "README.md").read_text()
     for shown, real in paths.items():
         assert shown in readme
@@ -55,8 +58,10 @@ def run_until(
     environment: dict[str, str],
     by: signal.Signals = signal.SIGKILL,
 ) -> tuple[int, str]:
-    """A command that gets the signal as soon as the condition holds; returns its exit status and what it had to say. In a
-    process of its own: a Ray whose data sets are left in mid-stream may take its driver down with it."""
+    """Run a module, and send it a signal as soon as a condition holds; return its exit status and its standard error.
+
+    The module runs in its own process, because a Ray whose data sets are left in mid-stream may take its driver down.
+    """
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -64,7 +69,7 @@ def run_until(
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=said,
-            # What is started in the background has Ctrl-C switched off.
+            # If the tests run in the background of a shell, their processes ignore Ctrl-C unless it is enabled again.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
@@ -74,16 +79,16 @@ def run_until(
         finally:
             process.kill()
             process.wait()
-        time.sleep(3)  # Ray ends the tasks of a dead driver
+        time.sleep(3)  # Ray needs some time to end the tasks of a dead driver.
         said.seek(0)
         return process.returncode, said.read()
 
 
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:
-    """Ray Train's workers under this test's own head; others may run beside it."""
+    """Return the process IDs of Ray Train's workers under this test's own head; other heads may run beside it."""
     found = []
     for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # ended while we look
+        with suppress(psutil.NoSuchProcess):  # A process may end while this loop looks at it.
             if "".join(process.cmdline()[:1]).startswith("ray::RayTrainWorker"):
                 found.append(process.pid)
     return found
@@ -104,7 +109,7 @@ def free_port() -> int:
 
 
 def wait_for_ports(process: subprocess.Popen[bytes], *ports: int, timeout: float) -> None:
-    """Until the process listens on all ports."""
+    """Wait until the process listens on all ports; fail if it ends or after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     for port in ports:
         while True:
@@ -123,12 +128,15 @@ def write_jsonl_zst(path: Path, texts: list[str]) -> None:
 
 
 def tiny_run(data: Path, storage: Path, name: str, **fields: int) -> RunSection:
-    """A run whose prepared data are shared by all runs on these data."""
+    """Return the settings of a run whose prepared data are shared by all runs on the same data."""
     return RunSection(name=name, storage=str(storage), prepared=str(data / "prepared"), **fields)
 
 
 def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, Any]) -> LanguageModelConfig:
-    """`gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS`, under another name; sections override fields."""
+    """Return `gpt2-scratch-small` with `LANGUAGE_MODEL_OPTIONS` under another name.
+
+    `sections` maps the name of a section to the fields to override in it.
+    """
     places = [f"--data.train={corpus / 'train'}", f"--data.validation={corpus / 'validation'}"]
     words = ["gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, *places, f"--data.tokenizer={corpus / 'tokenizer'}"]
     config, _ = parse_preset(PRESETS, words, job="train_lm", purpose="")
@@ -140,5 +148,5 @@ def tiny_config(corpus: Path, storage: Path, name: str, **sections: dict[str, An
 
 
 def outcome_of(home: Path, name: str) -> dict[str, Any]:
-    """The outcome of a finished run in the README's directory."""
+    """Return the outcome of a finished run in the directory of the README's reader."""
     return json.loads((home / "runs" / name / "outcome.json").read_text())

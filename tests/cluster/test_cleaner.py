@@ -1,4 +1,4 @@
-"""The cleaner of a run asks the Ray that the run is in, whatever others there are on the machine."""
+"""Test that the cleaner of a run asks the Ray that the run is in, even if other Rays are on the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_asks_its_own_cluster(cluster: dict[str, str]) -> None:
         def is_alive(self, actor_id: str) -> bool:
             return bool(is_actor_alive(actor_id, timeout=60))
 
-    # Led to a Ray that is not its own, as the state API leads it once another was started.
+    # The cleaner is given the address of another Ray, as Ray's state API would find it once another Ray was started.
     cleaner: Any = (
         ray.remote(num_cpus=0)(Asking)
         .options(runtime_env={"env_vars": {"RAY_ADDRESS": "127.0.0.1:1"}})

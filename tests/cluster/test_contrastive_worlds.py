@@ -1,4 +1,4 @@
-"""Every contrastive loss on Ray Train with DeepSpeed: two workers compute what one computes of the same batches."""
+"""Test every contrastive loss on Ray Train with DeepSpeed: two workers compute what one does from the same batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ WORLD_SIZES = (1, 2)
 
 
 def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
-    """Without clipping, which would hide a gradient that is too large on all parameters; a tower with batch norms but
-    without ReLU and max pooling, at whose kinks a last digit turns gradients on or off."""
+    """Return a configuration in which wrong gradients show, and rounding errors do not grow.
+
+    Gradients are not clipped, because clipping would hide a gradient that is too large in all parameters. The image
+    tower has batch norms but no ReLU or max pooling, at whose kinks a rounding error switches gradients on or off.
+    """
     return tiny_clip_config(
         images,
         images.parent,
@@ -39,7 +42,7 @@ def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
         temperature={
             "loss": loss,
             "target_tau": 0.2 if loss == "tempnet" else None,
-            # Every last digit of a cosine counts 1/τ times.
+            # The loss multiplies the rounding error of a cosine by 1/τ.
             "tau": 0.1,
             "tau_min": 0.05,
             "tau_max": 0.5,
@@ -53,7 +56,7 @@ def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
 
 @pytest.fixture(scope="module")
 def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """World size → what its workers found: one worker group each, which walks through all losses."""
+    """Train all losses in one worker group for each world size, and return world size → directory of the results."""
     directory = tmp_path_factory.mktemp("worlds")
     images = write_tiny_images(directory / "images")
     sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4, "layer_type": "x", "hidden_act": "gelu"}
@@ -90,7 +93,7 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def sample_state(loss: str, directory: Path, size: int) -> dict[str, Tensor]:
-    """The columns, whole, in the order of ids."""
+    """Return the columns of the samples' state, joined over the ranks, in the order of the samples' IDs."""
     state = SampleState(NUM_PAIRS, ContrastiveLossConfig.for_name(loss).state_columns)
     state.load(directory, size)
     return state.columns
@@ -105,7 +108,7 @@ def test_two_workers_compute_what_one_does(walks: dict[int, Path], loss: str) ->
     largest = max(value.norm() for key, value in alone.items() if key.startswith("gradients"))
     for key, value in alone.items():
         if key.startswith("gradients"):
-            # Some are rounding and nothing else (an attention's key biases).
+            # Some gradients, such as those of an attention's key biases, are only rounding errors.
             assert (shared[key] - value).norm() < 1e-4 * value.norm() + 3e-6 * largest, key
         else:
             torch.testing.assert_close(shared[key], value, rtol=1e-5, atol=1e-5, msg=key)

@@ -1,4 +1,4 @@
-"""Evaluation of image-text models on Ray: the figures of one process, an interruption, the table and MLflow."""
+"""Test the evaluation of image–text models on Ray: its figures, an interruption, the table and MLflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tempnet.models.dual_encoder import DualEncoder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
-Embed = Any  # images (n, S, S, 3) or texts → (n, d) in float64, one at a time
+# `Embed` is a function that embeds one image (S, S, 3) or one text as a vector (d,).
+Embed = Any
 
 
 def dual_encoder(path: str) -> tuple[Embed, Embed]:
@@ -36,7 +37,7 @@ def dual_encoder(path: str) -> tuple[Embed, Embed]:
 
 
 def clip(path: str) -> tuple[Embed, Embed]:
-    """Transformers' own CLIPModel, without any code of ours."""
+    """Return functions that embed an image and a text with Transformers' own CLIPModel, without any code of ours."""
     model, tokenizer = CLIPModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
 
     def image(image: np.ndarray) -> torch.Tensor:
@@ -58,7 +59,7 @@ def rows(embed: Embed, inputs: list[Any]) -> np.ndarray:
 
 
 def found(scores: np.ndarray, belongs: np.ndarray, k: int) -> float:
-    """The share of the rows that have one of theirs among their k best."""
+    """Return the share of the rows that have a column that belongs to them among their k best columns."""
     best = np.argsort(-scores, axis=1)[:, :k]
     return float(np.take_along_axis(belongs, best, axis=1).any(1).mean())
 
@@ -81,7 +82,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
         "--storage", str(storage), "--name", "both", "--batch-size", "3", "--workers.num-workers", "2",
     ]  # fmt: skip
 
-    # It is interrupted after three units, and started again.
+    # The evaluation is interrupted after three units, and started again.
     with monkeypatch.context() as patch:
         write, written = EmbeddingStore.write, []
 
@@ -105,7 +106,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     assert len(list(store.iterdir())) == 16
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
-    # Everything is as one process computes it, one image and one text at a time.
+    # All figures are those that one process computes, one image and one text at a time.
     results = json.loads((storage / "both" / "results.json").read_text())
     columns = {column["title"]: column["metrics"] for column in results["columns"]}
     assert list(columns) == ["ours", "clip"]
@@ -138,7 +139,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     for text in ("ours", "clip", "pairs image → text R@10", "pairs unreadable", "classes top-1"):
         assert text in table
 
-    # MLflow has a run for every model under one for the evaluation; a second evaluation finds them and encodes nothing.
+    # In MLflow, the run of every model lies under the evaluation's. A second evaluation finds them and encodes nothing.
     def no_work(*arguments: Any) -> None:
         raise AssertionError("work was given out")
 
@@ -156,7 +157,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
 
 
 def nearest(store: Path, rows: np.ndarray) -> float:
-    """The greatest distance of any of the rows to the nearest one that is stored."""
+    """Return the largest distance from any of the rows to the stored row nearest to it, in the maximum norm."""
     from safetensors.numpy import load_file
 
     stored = np.concatenate([load_file(path)["rows"] for path in store.iterdir()]).astype(np.float64)

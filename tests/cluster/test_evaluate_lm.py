@@ -1,4 +1,4 @@
-"""Evaluation on Ray: figures that do not depend on the workers, units that are done once, MLflow, and the table."""
+"""Test evaluation on Ray: figures do not depend on the workers, units are done once, and MLflow and the table agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two models, three temperatures, three tasks, many slices; `config(name, num_workers, **changes)`."""
+    """Return `config(name, num_workers, **changes)`, of two models, three temperatures, three tasks and many slices."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("jobs.scoring.language_models.windows.NUM_TOKENS_PER_SLICE", 48)
 
@@ -98,7 +98,7 @@ def test_one_worker_two_workers_and_a_resumed_run_agree(
         assert one["a · tempnet", name] == pytest.approx(value, rel=1e-3), name
     assert ("a · one", "wikitext/tau_mean") not in one
 
-    # A part of the units is lost: only these are done again, in whatever order the temperatures are named.
+    # If some units are lost, only these are done again, in whatever order the temperatures are named.
     capsys.readouterr()
     units = tmp_path / "runs" / "one-worker" / "units"
     lost = [path for path in sorted(units.glob("*.json")) if json.loads(path.read_text())["task"] == "lambada"]
@@ -108,10 +108,10 @@ def test_one_worker_two_workers_and_a_resumed_run_agree(
     again = figures(evaluate(config("one-worker", 2, temperatures=("fixed:0.7", "one", "tempnet"))))
     assert again == pytest.approx(one, rel=1e-9)
     assert {path for path in times if path.stat().st_mtime_ns != times[path]} == set(lost)
-    assert len(lost) == 2 * 2 * len(TEMPERATURES)  # models × slices × temperatures
+    assert len(lost) == 2 * 2 * len(TEMPERATURES)  # This is the number of models × slices × temperatures.
     assert f"{len(times) - len(lost)} of them finished before" in capsys.readouterr().out
 
-    # Nothing is lost: nothing is done.
+    # If no unit is lost, nothing is done.
     def start_ray() -> None:
         raise AssertionError("work was given out")
 
@@ -127,7 +127,7 @@ def test_a_command_prints_the_table_and_logs_a_run_for_every_column(
         "--models", files["a"], files["b"], "--temperatures", "one", "tempnet:1.2", "--wikitext", files["wikitext"],
         "--limit", "1", "--storage", str(storage), "--name", "ours", "--workers.num-workers", "2",
     ]  # fmt: skip
-    for _ in range(2):  # the second finds its units and its MLflow runs
+    for _ in range(2):  # The second evaluation finds its units and its MLflow runs.
         assert evaluate_lm.main(arguments) == 0
     printed = capsys.readouterr().out
     table = (storage / "ours" / "results.md").read_text()
@@ -172,7 +172,7 @@ def test_a_task_that_fails_is_named_beside_the_figures_of_the_others_and_is_all_
     done = {path: json.loads(path.read_text())["task"] for path in units.glob("*.json")}
     assert set(done.values()) == {"wikitext", "lambada"}
 
-    # On the command line: the table, the reason and the exit status; then, with the task mended, only that is run.
+    # The command prints the table and the reason, and exits with 1. Once the task is mended, only that task is run.
     arguments = [
         "--models", files["a"], "--temperatures", "one", "--wikitext", files["wikitext"], "--lambada", files["lambada"],
         "--tasks", "local_arc_easy", "--include-path", str(tasks), "--data-dir", files["data_dir"], "--name", "failing",

@@ -1,4 +1,4 @@
-"""Preparing image–text pairs through a real Ray Data: what is kept, what is counted, and what goes on."""
+"""Test the preparation of image–text pairs with Ray Data: what is kept, what is counted, and what is continued."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jpeg(seed: int) -> bytes:
 
 
 def write_shard(path: Path, keys: range) -> None:
-    """One tar as img2dataset writes it."""
+    """Write one tar as img2dataset writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as file:
         for key in keys:
@@ -40,7 +40,11 @@ def write_shard(path: Path, keys: range) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Five shards of sparse keys: whole, cut in its fourth sample, not a tar, with three keys of the first, empty."""
+    """Write five shards with gaps between their keys, and return their directory.
+
+    The first shard is whole, the second is cut in its fourth sample, the third is not a tar, the fourth repeats three
+    keys of the first, and the fifth is empty.
+    """
     directory = tmp_path / "cc"
     write_shard(directory / "00000.tar", range(100, 110))
     write_shard(directory / "00001.tar", range(2000, 2010))
@@ -63,11 +67,11 @@ def test_bad_shards_cost_what_they_lack_and_the_share_is_held(
 ) -> None:
     manifest = prepare(shards, tmp_path / "prepared")
     assert manifest.shard_sizes == (10, 3, 0, 5, 0)
-    # Six more samples lay behind the cut; from the sizes of the whole shards they are estimated as seven.
+    # Six more samples were behind the cut; the estimate from the sizes of the whole shards is seven.
     assert manifest.problems == {"truncated_archive": 2, "unread_sample": 7, "duplicated_key": 3, "empty_archive": 1}
     kept = [key for number in range(5) for key in read_index(manifest, number).column("key").to_pylist()]
     assert kept == [f"{key:09d}" for key in [*range(100, 110), *range(2000, 2003), *range(110, 115)]]
-    # The same data under a stricter configuration fails, naming share, kinds and archives.
+    # A stricter configuration refuses the same data with an error that names share, kinds and archives.
     with pytest.raises(
         TooManyProblemsError,
         match=r"13 of 31 records .*cc are unreadable \(41\.94%\), more than data\.max_bad_share = 1\.00%.*00003\.tar",
@@ -90,7 +94,7 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
     rewritten = {"index-00003.arrow", "index-00003.arrow.losses.jsonl", "assembly.losses.jsonl"}
     changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
     assert changed == {"manifest.json", "archive-00003.json", *rewritten}
-    # Other content has another directory.
+    # Other content is prepared in another directory.
     write_shard(shards / "00004.tar", range(500, 503))
     other = prepare(shards, tmp_path)
     assert other.directory != first.directory

@@ -1,4 +1,4 @@
-"""The Ray that a job starts itself, in a process of its own: the other tests share one that was started for them."""
+"""Test the Ray that a job starts itself, in a separate process, because the other tests share a Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real MLflow server that is killed in the middle of a training run: the run goes on, and nothing is lost or doubled."""
+"""Test a training run whose real MLflow server is killed in mid-run: it goes on, and nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_STEPS, LOG_EVERY, VALIDATE_EVERY = 1500, 10, 300
 
 
 class Server:
-    """`mlflow server` on loopback, with a store and a port that it keeps from one start to the next."""
+    """Runs `mlflow server` on loopback, with the same store and the same port at every start."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.port = directory, free_port()
@@ -42,10 +42,11 @@ class Server:
             "--artifacts-destination", str(self.directory / "artifacts"),
         ]  # fmt: skip
         with (self.directory / "server.log").open("ab") as log:
-            # A session of its own, so that its workers get the signals too.
+            # The server has its own session, so that its workers get the signals too.
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         wait_for_ports(self._process, self.port, timeout=120)
-        wait_for(self._answers, seconds=120)  # its workers load for a while after the port is open
+        # The workers of the server take a while to load after the port is open.
+        wait_for(self._answers, seconds=120)
 
     def _answers(self) -> bool:
         try:
@@ -59,7 +60,7 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """Kill the server and all its workers; returns when none of them can write any more."""
+        """Kill the server and all its workers, and return when none of them can write any more."""
         if self._process is not None:
             self.signal(signal.SIGKILL)
             self._process.wait()
@@ -69,7 +70,7 @@ class Server:
 
     @staticmethod
     def _has_processes(group: int) -> bool:
-        """Whether any process of a group still runs; one that has ended but was not waited for does not."""
+        """Return whether any process of a group still runs; one that ended but was not waited for does not count."""
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
@@ -77,7 +78,7 @@ class Server:
         return False
 
     def metrics(self) -> list[tuple[str, int, float]]:
-        """Key, step and value of every value in the store, read past the server, which may be away."""
+        """Return key, step and value of every metric in the store, read without the server, which may be down."""
         with sqlite3.connect(f"file:{self.directory / 'mlflow.db'}?mode=ro", uri=True) as store:
             return store.execute("SELECT key, step, value FROM metrics").fetchall()
 
@@ -126,7 +127,7 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
             server.kill()
             missed_from = last_step("train/loss")
             assert 0 < missed_from < NUM_STEPS / 2
-            # It goes on while there is no server.
+            # The run goes on while there is no server.
             wait_for(lambda: last_checkpoint() >= missed_from + 300 or training.poll() is not None)
             if is_back == "before the end":
                 server.start()
@@ -146,7 +147,7 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
     again = subprocess.run(command, cwd=ROOT, env=ray_head, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stdout + again.stderr
     if is_back == "before the end":
-        assert sorted(server.metrics()) == before  # it had arrived already
+        assert sorted(server.metrics()) == before  # All metrics had arrived already.
     assert server.statuses() == ["FINISHED"]
 
     found = server.metrics()

@@ -1,4 +1,4 @@
-"""Temperatures of image-text pairs through a real Ray Data: the right ones, however the job is run."""
+"""Test the prediction of image–text pairs' temperatures with Ray Data: they are right, however the job is run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dual encoder with TempNets whose τ differ from sample to sample."""
+    """Save a dual encoder with TempNets whose τ differ from sample to sample, and return its directory."""
     directory = tmp_path_factory.mktemp("model") / "export"
     make_dual_encoder(directory)
     for seed, name in enumerate(("tempnet_image", "tempnet_text")):
@@ -74,7 +74,7 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     assert [row["id"] for row in rows] == list(range(len(captions)))
     assert [row["caption"] for row in rows] == [text for text, _ in captions]
 
-    # The same by the models alone: whole images, as these are of the model's size, and captions one by one.
+    # The models alone give the same values. The images already have the model's size; captions are encoded one by one.
     encoder, tokenizer = (
         DualEncoder.from_pretrained(model),
         load_tokenizer(str(model / "text_encoder"), needs_eos=False),
@@ -98,7 +98,7 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     summary = json.loads((tmp_path / "whole" / "_summary.json").read_text())
     assert summary["problems"] == {"corrupt_image": 1}
 
-    # Killed after some parts, and continued by two workers: the same bytes, and what was done stays.
+    # A job that is killed after some parts and continued by two workers keeps these parts and writes the same bytes.
     run_until(
         lambda: bool(tables(tmp_path / "parts")),
         "jobs.predict_temperatures",
@@ -118,7 +118,8 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     settings = resolve_settings(config)
     claim_output(config.output, settings.record())
 
-    (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)  # if writing was quick, all of them are there
+    # If writing was quick, all parts exist, so the last one is deleted.
+    (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("part-*.parquet")}
     assert times
     lines: list[str] = []
@@ -129,14 +130,14 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     assert {name: continued[name] for name in summary} == summary
     assert predict_pairs(settings, config.output, config.workers, say=lines.append)["num_pairs_now"] == 0
 
-    # The table in the order of the data set, for training with given temperatures.
+    # Training with given temperatures reads the table in the order of the data set.
     (prepared,) = (tmp_path / "whole" / "_prepared").iterdir()
     tau = read_temperatures(str(tmp_path / "whole"), ImageManifest.load(str(prepared)))
     np.testing.assert_array_equal(
         tau, np.array([[row[name] for row in rows] for name in ("tau_image", "tau_text")], np.float32)
     )
 
-    # The same output for something else is refused.
+    # A job that would write other tables to the same output is refused.
     with pytest.raises(SystemExit):
         main(words(model, source, tmp_path / "whole"))
     assert "with_embeddings" in capsys.readouterr().err

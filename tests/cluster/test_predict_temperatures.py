@@ -1,4 +1,4 @@
-"""Temperatures of archives through a real Ray Data: the same tables however it is run, and what is broken is counted."""
+"""Test the temperatures of archives with Ray Data: runs give equal tables, and broken records are counted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three archives; the last has a record that is no JSON."""
+    """Write three archives, of which the last has a record that is not JSON, and return their directory."""
     directory = tmp_path_factory.mktemp("source")
     for number in range(2):
         write_jsonl_zst(directory / f"{number}.jsonl.zst", TEXTS[12 * number : 12 * (number + 1)])
@@ -51,7 +51,7 @@ def run(
     batch_size: int = 4,
     max_bad_share: float = 0.1,
 ) -> tuple[dict[str, object], list[str]]:
-    """The summary and the lines of a job with several parts an archive."""
+    """Run a job that writes several parts per archive, and return its summary and the lines that it prints."""
     config = PredictTemperaturesConfig(
         model=str(model),
         text=str(source),
@@ -102,14 +102,15 @@ def test_tables_do_not_depend_on_how_the_job_was_run(
     assert summary["problems"] == {"invalid_json": 1}
     assert json.loads((tmp_path / "whole" / "_summary.json").read_text())["tau_mean"] == summary["tau_mean"]
 
-    # Killed after the first part, and continued by two workers: the same bytes, and what was done stays.
+    # A job that is killed after the first part and continued by two workers keeps that part and writes the same bytes.
     arguments = ["--model", str(model), "--text", str(source), "--output", str(tmp_path / "parts"), "--per-token"]
     arguments += ["--batch-size", "4", "--part-characters", "500", "--max-bad-share", "0.1"]
     arguments += ["--workers.cpus-per-worker", "0.5"]
     run_until(lambda: bool(tables(tmp_path / "parts")), "jobs.predict_temperatures", arguments, cluster)
     first = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("part-*.parquet")}
     assert len(first) > 0
-    (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)  # if reading was quick, all of them are there
+    # If reading was quick, all parts exist, so the last one is deleted.
+    (tmp_path / "parts" / sorted(whole)[-1]).unlink(missing_ok=True)
     first = {path: time for path, time in first.items() if path.exists()}
     continued, lines = run(model, source, tmp_path / "parts", num_workers=2)
     assert tables(tmp_path / "parts") == whole
@@ -121,7 +122,7 @@ def test_tables_do_not_depend_on_how_the_job_was_run(
         **dict.fromkeys(("num_tokens_now", "seconds_now")),
     }
 
-    # Started again there is nothing to do, but a stricter share is looked at again.
+    # A finished job that is started again has nothing to do, but it still checks a stricter share.
     again, _ = run(model, source, tmp_path / "parts")
     assert again["num_tokens_now"] == 0
     with pytest.raises(TooManyProblemsError, match=r"max_bad_share = 0\.00%.*2\.jsonl.*invalid_json"):

@@ -1,4 +1,4 @@
-"""The README's commands on images, run as they stand in a directory like its reader's, by more options short."""
+"""Run the README's commands on images in a directory like its reader's, with options added that make them short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = [
 
 @pytest.fixture
 def export(home: Path) -> Path:
-    """What `jobs.train_clip clip-cc3m-tempnet-small` leaves; trained once."""
+    """Return the export of `jobs.train_clip clip-cc3m-tempnet-small`, which is trained only once."""
     directory = home / "runs" / "clip-cc3m-tempnet-small" / "export"
     if not directory.exists():
         run_line(*lines_like("jobs.train_clip clip-cc3m-tempnet-small"), *OPTIONS)

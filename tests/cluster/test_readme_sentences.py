@@ -1,4 +1,4 @@
-"""The README's commands on sentences and sweeps, run as they stand where its reader would, by more options short."""
+"""Run the README's commands on sentences and sweeps like its reader, with options added that make them short."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_training_and_scoring(home: Path) -> None:
     assert results["columns"][0]["metrics"] == {f"CR/{name}": value for name, value in figures.items()} | {
         "CR/num_unreadable": 0
     }
-    # Another evaluation finds the figures.
+    # Another evaluation finds the stored figures.
     before = cell.stat().st_mtime_ns
     models = (str(home / "runs" / "declutr-small-small" / "export"),)
     config = EvaluateSentencesConfig(models=models, data=str(task.parent), storage=str(home / "runs"))

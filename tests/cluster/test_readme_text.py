@@ -1,4 +1,4 @@
-"""The README's commands on text, run as they stand in a directory like its reader's, by more options short."""
+"""Run the README's commands on text in a directory like its reader's, with options added that make them short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_make_run_runs(home: Path, reference: dict[str, Any]) -> None:
     sample_data, train = recipe("run")
     run_line(sample_data, "--directory", "sample", "--parts", "text", "--num-bytes", "1000000")
     assert (home / "sample" / "tokenizer" / "tokenizer.json").is_file()
-    # The other is the run that all tests share.
+    # The second command is the training run that all tests share.
     assert train == ".venv/bin/python -m jobs.train_lm gpt2-scratch-small"
     assert reference["run"] == "gpt2-scratch-small"
 
@@ -85,7 +85,7 @@ def test_predicting_temperatures_of_texts(home: Path, reference: dict[str, Any])
     assert (home / "temperatures.html").read_text().count('title="τ ') > 500
     run_line(table)
     rows = [row for part in (home / "temperatures").glob("part-*.parquet") for row in pq.read_table(part).to_pylist()]
-    assert len(rows) == 3 * 20  # of every archive
+    assert len(rows) == 3 * 20  # The command takes 20 documents of each of 3 archives.
     assert all(0.001 <= row["tau_mean"] <= 2.0 for row in rows)
 
 
@@ -107,7 +107,7 @@ def test_reproducing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def check_server(command: list[str], port: int, directory: Path, environment: dict[str, str]) -> None:
-    """That an MLflow server starts, listens on loopback only, answers with the runs of a store, and ends when told to."""
+    """Check that an MLflow server starts, listens on loopback only, shows its store's experiments, and can be ended."""
     with (directory / f"mlflow-{port}.log").open("w+") as log:
         server = subprocess.Popen(
             command, cwd=directory, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -141,7 +141,7 @@ def test_mlflow_is_served_on_loopback(home: Path, reference: dict[str, Any]) -> 
 
 
 def test_mlflow_is_served_for_a_team(home: Path, tmp_path: Path) -> None:
-    """With SQLite in the place of PostgreSQL, which a machine of tests need not have."""
+    """SQLite takes the place of PostgreSQL, which need not be installed on a machine that runs tests."""
     assert lines_like("make mlflow-team") == ["make mlflow-team"]
     (script,) = re.findall(r"^\t.*(infra/mlflow/\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     port = free_port()

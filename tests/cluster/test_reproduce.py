@@ -1,4 +1,4 @@
-"""An experiment for real, as small as can be: a run is made once, lies under its parent, and is in the table."""
+"""Test a real but minimal experiment: its run is made once, lies under its parent in MLflow, and is in the table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_is_made_once_and_its_figures_are_in_the_table(
     assert [one.data.tags["mlflow.parentRunId"] for one in found.values()] == [parent.info.run_id]
     assert list(found) == [run.name]
 
-    # Another time nothing is trained.
+    # If the experiment is started again, nothing is trained.
     before = ended.stat().st_mtime_ns
     assert run_reproduction(make_reproduction(config)).table == results.table
     assert ended.stat().st_mtime_ns == before

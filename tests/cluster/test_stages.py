@@ -1,4 +1,4 @@
-"""The scheduler of everything that is scored, on a real Ray: order, failures of every stage, and what is held at a time."""
+"""Test the scheduler of everything that is scored on a real Ray: order, failures of every stage, and items held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL = PoolSection(num_workers=2, cpus_per_worker=0.5)
 
 
 class Doubler:
-    """A model that doubles numbers, and fails at some of them."""
+    """Doubles numbers, but raises an error at one number and ends its process at another."""
 
     def __init__(self, directory: Path, fails_at: int = -1, dies_at: int = -1) -> None:
         self.directory, self.fails_at, self.dies_at = directory, fails_at, dies_at
@@ -35,7 +35,7 @@ class Doubler:
 
 
 def run(stages: Stages[int], units: list[int], pool: PoolSection = POOL) -> tuple[dict[int, list[Any]], dict[str, str]]:
-    """Runs stages; returns what was kept of every unit, and what failed."""
+    """Run stages; return unit → values that were kept of it, and title → reason for every unit that failed."""
     kept: dict[int, list[Any]] = {}
 
     def keep(unit: int, value: Any, seconds: float) -> None:
@@ -51,7 +51,7 @@ def test_a_unit_fails_alone_in_whichever_stage_it_fails(
         if unit == 2:
             raise OSError("cannot be read")
         yield unit
-        if unit == 5:  # the item before is good
+        if unit == 5:  # The item before the error is good.
             raise ValueError("cut off")
 
     def write(result: int) -> str:
@@ -68,7 +68,7 @@ def test_a_unit_fails_alone_in_whichever_stage_it_fails(
     assert "died" in failed["unit 4"]
     assert failed["unit 5"] == "ValueError: cut off"
     assert failed["unit 7"] == "OSError: [Errno 28] No space left on device"
-    # An error of the model is not tried again; a worker that dies is, twice.
+    # An item at which the model raises an error is not tried again; one at which a worker dies is tried twice more.
     assert (tmp_path / "calls-3").read_text() == "x"
     assert (tmp_path / "calls-4").read_text() == "xxx"
     said = capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_unit_may_have_many_items_or_none_and_reading_does_not_run_ahead(
     pool = PoolSection(num_workers=1, cpus_per_worker=0.5)
     kept, failed = run(Stages(read=read, model=partial(Doubler, tmp_path)), [0, 1], pool)
     assert (kept, failed) == ({0: [2 * item for item in range(12)]}, {})
-    # Beside the item that the model has and the one that it gets next, a reader holds two items and makes a third.
+    # While the model has one item and is about to get the next, a reader holds two items and makes a third.
     ahead = [item - int((tmp_path / f"read-{item}").read_text()) for item in range(12)]
     assert max(ahead) <= 5
     assert "0/2  unit 0  0.0 s\n" in capsys.readouterr().out

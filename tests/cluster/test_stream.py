@@ -1,4 +1,4 @@
-"""What a stream costs the process that trains on it."""
+"""Test how much computing time a stream takes from the process that trains on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 @dataclass(frozen=True)
 class Zeros:
-    """Items of a megabyte."""
+    """Reads items that are 1 MiB of zeros each."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         return {"digest": rows, "x": np.zeros((len(rows), 1 << 18), dtype=np.float32)}
@@ -54,7 +54,7 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
     for number, batch in enumerate(stream.batches(0, 200)):
         places += batch["place"].tolist()
         if number == 3:
-            # The consumer computes. A step takes its 50 ms, however fast the machine is.
+            # While the consumer computes, a step of Ray Data's loop takes at least 50 ms, however fast the machine is.
             begun = time.monotonic()
             time.sleep(3)
             during = [at for at in steps if begun < at < begun + 3]

@@ -1,4 +1,4 @@
-"""A small sweep by `ray job submit`, which logs to a real MLflow server whose address has a password."""
+"""Test a small sweep, started by `ray job submit`, that logs to a real MLflow server whose address has a password."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """Its address without a password; it lets everyone in."""
+    """Start an MLflow server that accepts everyone, and yield its address without a password."""
     port, directory = free_port(), tmp_path / "server"
     directory.mkdir()
     command = [
@@ -43,7 +43,7 @@ def test_it_finds_its_storage_knows_its_revision_and_keeps_the_password(
     variables = {
         "TEMPNET_HOME": str(runs),
         "MLFLOW_TRACKING_URI": f"http://me:{SECRET}@{server}",
-        # Ray gives a submitted job the address "auto", which on a machine with two heads, as here, may be the other one.
+        # Ray gives a submitted job the address "auto". With two heads on a machine, as here, it may be the other one.
         "RAY_ADDRESS": ray_head["RAY_ADDRESS"],
     }
     arguments = [

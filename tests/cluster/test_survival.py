@@ -1,4 +1,4 @@
-"""A run outlives damaged checkpoints, a full disk, workers that die and nodes that are lost."""
+"""Test that a run survives damaged checkpoints, a full disk, workers that die and nodes that are lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def losses(outcome: dict[str, Any]) -> dict[int, float]:
 
 @contextmanager
 def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
-    """Whatever goes wrong in the action is raised when the block has ended."""
+    """Run an action in a thread beside the block; if it raises an exception, raise that when the block has ended."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert lists[0]["group"] == lists[1]["group"] != ""
     assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
 
-    # One byte that only a reader of the whole file notices, and a snapshot that ends in the middle.
+    # Change one byte, which only a reader of the whole file notices, and cut the snapshot in the middle.
     damaged = next(newest.glob("deepspeed/*rank_1_*"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert again["validation"] == pytest.approx(first["validation"], abs=1e-6, nan_ok=True)
     assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
 
-    # With none left, it stops before it starts any workers, and leaves everything as it is.
+    # If no checkpoint is usable, the job stops before it starts any workers, and leaves everything as it is.
     for checkpoint in run.glob("checkpoint-*"):
         if checkpoint.is_dir():
             (checkpoint / "state.json").unlink()
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     cluster: dict[str, str], tiny: Make, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = small_disk(64)
-    # Threads are left to the layout: beside others a run has one, alone all cores.
+    # With `num_threads = 0`, a run has one thread here if it shares the cores with others, and all cores if alone.
     config = tiny(
         "full",
         run={"storage": str(disk), "max_restarts": 3, "num_steps": 80},
@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     killed: list[int] = []
 
     def kill_a_worker() -> None:
-        # Files of later checkpoints may be left of the start that the full disk ended: only what is noted now counts.
+        # The full disk may have left files of later checkpoints, so only checkpoints that are noted from now on count.
         wait_for(lambda: bool(training_worker_pids(cluster)))
         noted = last_checkpoint(run)
         wait_for(lambda: last_checkpoint(run) > noted)
@@ -148,7 +148,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     assert f"; restart 1 of 3, from step {outcome['resumed_from_step']}\n" in said
     assert f"continuing after step {step}\n" in said
     assert step <= outcome["resumed_from_step"] < 80
-    # As many threads as at the first start.
+    # The continued run has as many threads as at its first start.
     assert json.loads((run / "checkpoint-00000080" / "state.json").read_text())["num_threads"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray: a band search, a scheduler, trials that fail, and a sweep that is killed and continued."""
+"""Test sweeps on a real Ray: a band search, a scheduler, failing trials, and a sweep that is killed and continued."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = [
     "--base.workers.zero-stage=0", "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512",
     "--base.validation.every=2", "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16",
     "--base.temperature.rho=1", "--base.optimizer.batch-size=8", "--base.run.checkpoint-every=100",
-    # The temperature stays where it starts, and the last rate is far too high.
+    # In so few steps the mean temperature stays near its initial value. The last learning rate is far too high.
     "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=1e-3,3e-3,0.5", "--sweep.band", "0.6", "1.6",
 ]  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
         "results.md", "results.json", "report.html",
     }  # fmt: skip
 
-    # When the sweep is started again, nothing is trained. A trial that was killed after it was told to end only ends.
+    # When the sweep is started again, nothing is trained, not even a trial that was killed after it was told to end.
     outcome = tmp_path / "rho" / worse.name / "outcome.json"
     before = json.loads(outcome.read_text())
     outcome.unlink()
@@ -135,7 +135,7 @@ def test_asha_ends_the_worse_trials_of_a_grid(
     # The first trial has nothing to be compared with, and the second is better.
     assert [(row.num_steps, row.stopped) for row in (slow, fast)] == [(10, ""), (10, "")]
     assert fast.loss < slow.loss < slowest.loss
-    # It ends at the first validation from half of the steps on, in good order: with an outcome, an export and a report.
+    # It ends at the first validation after half of the steps, and still writes an outcome, an export and a report.
     assert slowest.num_steps == 6
     assert "other trials are better at step 6" in slowest.stopped
     directory = tmp_path / "rho" / slowest.name
@@ -251,7 +251,7 @@ def test_a_band_search_that_starts_far_outside_its_band_finds_it(
     words += [
         f"--base.run.storage={tmp_path}", "--base.run.num-steps=60", f"--base.run.seed={seed}",
         "--base.validation.every=5", "--sweep.search=band", "--sweep.budget=3", "--sweep.band", str(low), str(high),
-        # On this corpus they give mean temperatures from 1.8 to .99, and .98 in the middle, where the search begins.
+        # On this corpus the mean temperatures go from 1.8 to 0.99; the middle, where the search begins, gives 0.98.
         "--sweep.axes", "temperature.rho=0.3,1.7,3.1,4.5", "optimizer.learning-rate-base=2e-3,3e-3,4e-3,5e-3",
     ]  # fmt: skip
     config, _ = parse_preset(PRESETS, ["gpt2-rho-lr-small", *words], job="sweep", purpose="")
@@ -263,7 +263,7 @@ def test_a_band_search_that_starts_far_outside_its_band_finds_it(
     assert low <= in_band.tau_mean <= high
     assert in_band.num_steps == 60
     assert sum(row.num_steps for row in results.rows) <= 3 * 60
-    # The trial's own last validation says the same.
+    # The last validation of the trial itself has its mean temperature in the band too.
     outcome = json.loads((tmp_path / "rho" / in_band.name / "outcome.json").read_text())
     assert low <= outcome["validation"]["tau_mean"] <= high
     for row in results.rows:

@@ -1,4 +1,4 @@
-"""Preparing and streaming text through a real Ray Data: what is kept, what is counted, and in which order."""
+"""Test the preparation and streaming of text with Ray Data: what is kept, what is counted, and in which order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare(source: Path, corpus: Path, root: Path, **options: float) -> Manifes
 
 
 def documents_of(blocks: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
-    """Documents as runs of targets that end in the end-of-text token (0), from blocks in stored order."""
+    """Return the documents in blocks in stored order, each as its targets, which end with the end-of-text token (0)."""
     targets = blocks["targets"][blocks["targets"] != -100]
     ends = np.flatnonzero(targets == 0)
     return [tuple(part.tolist()) for part in np.split(targets, ends + 1) if len(part)]
@@ -55,7 +55,8 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
     plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=3, window_size=100)
     size = manifest.num_rows
     batch_size = 8
-    stop = -(-2 * size // batch_size) * batch_size  # two epochs, and what fills the last batch
+    # Two epochs are read, and as many blocks of the third as fill the last batch.
+    stop = -(-2 * size // batch_size) * batch_size
     seen: dict[int, np.ndarray] = {}
     for rank in range(2):
         stream = RankStream(
@@ -67,7 +68,7 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
             seen |= dict(zip(batch["place"].tolist(), batch["input_ids"], strict=True))
     assert sorted(seen) == list(range(stop))
 
-    # Each epoch holds the stored blocks, each once: so every document once.
+    # Each epoch holds every stored block once, and therefore every document once.
     def blocks_of(epoch: int) -> list[bytes]:
         return [seen[place].tobytes() for place in range(epoch * size, (epoch + 1) * size)]
 
@@ -75,7 +76,7 @@ def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orde
     assert sorted(blocks_of(0)) == sorted(blocks_of(1)) == everything
     assert blocks_of(0) != blocks_of(1)
 
-    # Continued in mid-epoch, with one worker and its data read by two tasks at a time, the batches are the same.
+    # The batches are the same if one worker continues in mid-epoch, with two tasks that read its data at a time.
     cursor = (size // batch_size // 2) * batch_size
     alone = RankStream(
         source=BlockSource(manifest=manifest), plan=plan, batch_size=batch_size, rank=0, world_size=1,
@@ -132,7 +133,7 @@ def test_broken_data_costs_its_record_is_counted_and_named(
     assert manifest.num_documents >= 6
     (loss,) = Path(manifest.directory).glob("shard-00000.losses.jsonl")
     assert [json.loads(line)["kind"] for line in loss.read_text().splitlines()] == [kind]
-    # The same data under a stricter configuration fails, naming kind and archive.
+    # A stricter configuration refuses the same data with an error that names kind and archive.
     with pytest.raises(TooManyProblemsError, match=rf"data\.max_bad_share = 0\.00%.*bad\.jsonl\.zst.*{kind}"):
         prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=0.0)
 

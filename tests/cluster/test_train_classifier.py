@@ -1,4 +1,4 @@
-"""The README's cross-validation for real: killed and continued with more workers, and beside trials that fail."""
+"""Test the README's cross-validation on a real Ray: killed, continued with more workers, and beside failing trials."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SETTINGS = [
     "--data.num-examples", "0", "--grid.seeds", "2", "--grid.num-folds", "2", "--grid.no-with-baseline",
     "--grid.num-centers", "3", "--grid.keep-models", "--grid.num-concurrent", "1", "--run.num-steps", str(NUM_STEPS),
     "--run.checkpoint-every", "4", "--run.log-every", "4", "--run.max-restarts", "0", "--optimizer.batch-size", "8",
-    # Gradients that are rounding and nothing else would make steps of full size in Adam.
+    # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
     "--optimizer.epsilon", "1e-4", "--workers.precision", "fp32",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks of SentEval, of which one cannot be missed, and an encoder to start from."""
+    """Write an easy task in SentEval's format and an encoder to start from, and return their directory."""
     directory = tmp_path_factory.mktemp("downstream")
     words = {"neg": "bad", "pos": "good"}
     (directory / "CR").mkdir()
@@ -70,7 +70,7 @@ def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(downstream: Path, storage: Path) -> list[str]:
-    """The README's, with paths of this test."""
+    """Return the arguments of the README's line, with the paths and settings of this test."""
     paths = {"senteval/data/downstream": str(downstream), ".venv/bin/python": sys.executable}
     (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.train_classifier ", paths)
     shown = shlex.split(line.replace("--data.tasks TREC CR", "--data.tasks CR"))[3:]
@@ -113,7 +113,7 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert (tmp_path / "triple-entropy-small" / "results.md").read_text().strip() == results.table
     assert ended.stat().st_mtime_ns == before
 
-    # One parent, and one run for each trial, however often it was started.
+    # MLflow has one parent run and one run for each trial, however often the trial was started.
     client = MlflowClient(results.tracking_uri)
     experiment = client.get_experiment_by_name("classifiers")
     assert experiment is not None
@@ -124,10 +124,10 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert len(runs) == 3
 
-    # The trial that two workers trained, by one; beside it one that raises, and one whose process is killed.
+    # One worker trains what two workers trained above, beside a trial that raises and one whose process is killed.
     alone = at(second, tmp_path / "alone")
 
-    # Within the test: the processes of trials do not know its module.
+    # The function is defined in the test, because the processes of trials cannot import the module of the test.
     def gone(config: ClassifierConfig) -> ClassifierPlan:
         raise OSError("the disk is gone")
 
@@ -160,11 +160,11 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert outcomes.failed.keys() == {"raises", "killed"}
     assert "the disk is gone" in outcomes.failed["raises"]
     assert "died" in outcomes.failed["killed"]
-    # It had no time to say so itself.
+    # The killed process had no time to mark its run as failed.
     (child,) = (run for run in client.search_runs([experiment.experiment_id]) if run.info.run_name == "killed")
     assert child.info.status == "FAILED"
     assert not list(Path(alone.run.directory).glob("checkpoint-*"))
-    # Nothing is left that holds a resource.
+    # In the end nothing holds a resource of the cluster.
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
 
     for key in ("train/loss", "train/batch_digest", "train/soft_triple", "validation/cross_entropy"):
@@ -237,7 +237,7 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
-    # Restarted, it ends where the one ends that was left alone.
+    # The trial that was restarted has the losses of the trial that ran without an error.
     once, fine = (history(named(cell, name), "train/loss") for name in ("once", "fine"))
     assert once == pytest.approx(fine, abs=1e-6)
 
@@ -246,7 +246,7 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
 def test_a_cross_validation_shows_the_cell_whose_worker_was_killed_and_makes_it_good(
     cluster: dict[str, str], downstream: Path, tmp_path: Path
 ) -> None:
-    words = [*arguments(downstream, tmp_path), "--run.num-steps", "40"]  # no restarts
+    words = [*arguments(downstream, tmp_path), "--run.num-steps", "40"]  # `SETTINGS` allows no restarts.
     first, second = configuration(words).cells()
     killer = threading.Thread(
         target=kill_workers_after_checkpoints, args=(cluster, first.run.directory), kwargs={"times": 1}

@@ -1,4 +1,4 @@
-"""The contrastive job for real: equal over workers and ZeRO stages, exact after kills, also with other workers."""
+"""Test the contrastive job on a real Ray: it is equal over workers and ZeRO stages, and exact after kills."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUM_STEPS = 32
 
 @pytest.fixture(scope="session")
 def reference(ray_head: dict[str, str], images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The uninterrupted run that others are held against: two workers, ZeRO 1, float32."""
+    """Train the uninterrupted run that others must equal, with two workers, ZeRO 1 and float32; return its outcome."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
@@ -61,7 +61,7 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
 
 
 def sample_states(outcome: dict[str, Any], step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """The columns of a checkpoint, whole, in the order of ids."""
+    """Return the columns of the samples' state in a checkpoint, joined over the ranks, in the order of sample IDs."""
     directory = Path(outcome["directory"]) / f"checkpoint-{step:08d}"
     files = sorted(directory.glob("samples-*.safetensors"))
     parts = [load_file(file) for file in files]
@@ -75,11 +75,11 @@ def sample_states(outcome: dict[str, Any], step: int = NUM_STEPS) -> dict[str, t
 
 
 def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
-    """Batches, losses of all steps, recalls and the state of every sample."""
+    """Assert equal batches, and nearly equal losses of all steps, mean τ and states of all samples."""
     assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
     assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
-    # Before the first update they are equal; later Adam makes full steps of a last digit.
+    # The losses are equal before the first update. Later Adam makes full-sized steps of rounding errors.
     assert losses[1] == pytest.approx(expected[1], abs=1e-6)
     for step in expected:
         assert losses[step] == pytest.approx(expected[step], abs=tolerance), step
@@ -87,7 +87,7 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: f
     states, wanted = sample_states(outcome), sample_states(reference)
     assert states.keys() == wanted.keys()
     for name in wanted:
-        assert torch.isfinite(wanted[name]).all()  # five epochs: every sample was visited
+        assert torch.isfinite(wanted[name]).all()  # Five epochs have visited every sample.
         torch.testing.assert_close(states[name], wanted[name], rtol=0, atol=100 * tolerance)
 
 
@@ -119,7 +119,7 @@ def test_the_export_is_the_best_model_and_scores_the_same(reference: dict[str, A
     export = Path(reference["export"])
     encoder = DualEncoder.from_pretrained(export)
     networks = load_pair_tempnets(export)
-    AutoModel.from_pretrained(export / "image_encoder")  # without this project
+    AutoModel.from_pretrained(export / "image_encoder")  # Transformers loads it without this project.
     (directory,) = (images / "prepared").glob("validation-*")
     tokenizer = load_tokenizer(str(export / "text_encoder"), needs_eos=False)
     source = PairSource(manifest=ImageManifest.load(str(directory)), tokenizer=tokenizer, image_size=32)
@@ -156,9 +156,9 @@ def test_workers_and_stages_do_not_change_the_result(
 def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
     cluster: dict[str, str], images: Path, tmp_path: Path, loss: str
 ) -> None:
-    """With the same workers every step is the same, with dropout, to the rounding of the sums over the ranks."""
+    """With as many workers, every step is the same up to the rounding of sums over the ranks, even with dropout."""
     sections: dict[str, dict[str, Any]] = {
-        # Batches of 8: an epoch takes 12.5 steps, so that the first checkpoints hold samples that were not visited yet.
+        # With batches of 8, an epoch takes 12.5 steps, so the first checkpoints hold samples that were not visited yet.
         "run": {"num_steps": 28, "num_checkpoints_kept": 7},
         "optimizer": {"batch_size": 8},
         "model": {"text_dropout": 0.1},
@@ -168,7 +168,7 @@ def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
     config = tiny_clip_config(images, tmp_path / "killed", "run", **sections)
 
     def is_to_die() -> bool:
-        """The driver, as soon as a checkpoint is noted; the workers are killed with it."""
+        """Kill the workers once a checkpoint is noted; return whether this was done, so that the driver dies too."""
         if last_checkpoint(config.run.directory) < 4:
             return False
         kill_workers(cluster)
@@ -204,7 +204,7 @@ def test_killed_twice_restarted_with_two_workers_and_continued_with_one(
         for _ in range(2):
             step, dead = last_checkpoint(directory), groups[-1]
             wait_for(lambda step=step: last_checkpoint(directory) > step)
-            # A checkpoint may be noted when those that wrote it are gone already.
+            # A checkpoint may be noted after the workers that wrote it are dead. Therefore wait for two new workers.
             wait_for(lambda dead=dead: len(set(training_worker_pids(cluster)) - set(dead)) == 2)
             groups.append([pid for pid in training_worker_pids(cluster) if pid not in dead])
             os.kill(groups[-1][-1], signal.SIGKILL)
@@ -219,7 +219,7 @@ def test_killed_twice_restarted_with_two_workers_and_continued_with_one(
     assert outcome["world_size"] == 1
     assert 4 <= stopped_at <= outcome["resumed_from_step"] < NUM_STEPS
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
-    for step in range(1, outcome["resumed_from_step"] + 1):  # while the workers were as many
+    for step in range(1, outcome["resumed_from_step"] + 1):  # These steps had two workers, like the reference.
         assert losses[step] == pytest.approx(expected[step], abs=1e-6), step
     assert_same(outcome, reference, tolerance=1e-4)
 
@@ -240,7 +240,7 @@ def test_what_the_data_are_too_small_for_is_refused(
 
 
 def karpathy_validation(config: ClipConfig, directory: Path) -> ClipConfig:
-    """The configuration with validation images in files, two in each of three splits, of which two are taken."""
+    """Return the configuration with validation images in files: two in each of three splits, of which two are taken."""
     directory.mkdir()
     entries = []
     for number, split in enumerate(["val", "restval", "test"] * 2):
@@ -261,7 +261,7 @@ def karpathy_validation(config: ClipConfig, directory: Path) -> ClipConfig:
 def test_the_evaluation_that_training_names_at_its_end_runs(
     cluster: dict[str, str], reference: dict[str, Any], images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For images in a directory whose name has a space, whose captions are in a json, and of which two splits are taken."""
+    """Two of three splits are taken, the directory's name has a space, and the captions are in a JSON file."""
     config = karpathy_validation(tiny_clip_config(images, tmp_path, "files"), tmp_path / "my files")
     job, *arguments = evaluation_of(config, reference["export"])
     assert job == "jobs.evaluate_clip"

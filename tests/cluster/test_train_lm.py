@@ -1,4 +1,4 @@
-"""The main job for real: Ray Data, Ray Train, DeepSpeed and MLflow; equal over workers and stages, and after kills."""
+"""Test the main job with real Ray Data, Ray Train, DeepSpeed and MLflow: equal over workers, stages and kills."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
 
 
 def models_of(outcome: dict[str, Any]) -> dict[str, LoggedModel]:
-    """Name → model, of those that MLflow shows under a run."""
+    """Return name → model for the models that MLflow shows under a run."""
     client = MlflowClient(outcome["tracking_uri"])
     experiment = client.get_run(outcome["mlflow_run_id"]).info.experiment_id
     models = client.search_logged_models([experiment])
@@ -75,7 +75,7 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     assert names == {"tokens.html", "histogram.png", "curves.png", "summary.txt", "outcome.json", "configuration.json"}
     page = (report / "tokens.html").read_text()
     assert page.count('title="τ ') == 4 * 64
-    assert "http" not in page  # self-contained
+    assert "http" not in page  # The page is self-contained.
     client = MlflowClient(reference["tracking_uri"])
     run = client.get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
@@ -157,13 +157,13 @@ def test_workers_and_stages_do_not_change_the_result(
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether Ray Train has registered the first checkpoint (its files appear a little earlier)."""
+    """Return whether Ray Train has registered the first checkpoint, whose files appear a little earlier."""
     snapshot = run / "checkpoint_manager_snapshot.json"
     return snapshot.exists() and "checkpoint-00000005" in snapshot.read_text()
 
 
 def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-6) -> None:
-    """Every step, those before the kill and those after, equals the uninterrupted run's, on the same batches."""
+    """Assert that every step, before and after the kill, has the batch and the loss of the uninterrupted run."""
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
     assert sorted(losses) == sorted(expected)
     for step in expected:
@@ -178,7 +178,7 @@ def assert_same_losses(outcome: dict[str, Any], reference: dict[str, Any], toler
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
     cluster: dict[str, str], home: Path, reference: dict[str, Any]
 ) -> None:
-    """With the README's ZeRO 3, whose state is in the most pieces; ZeRO 2 is that of the killed job below."""
+    """The README's line has ZeRO 3, whose state is in the most pieces; the killed job below has ZeRO 2."""
     (line,) = lines_like("jobs.train_lm * --workers.zero-stage 3")
     killed: list[int] = []
 
@@ -202,7 +202,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
 
 
 def options_of(config: LanguageModelConfig) -> list[str]:
-    """The options that make `gpt2-scratch` this configuration."""
+    """Return the options that turn the preset `gpt2-scratch` into this configuration."""
     options = []
     for name, value in flatten(config).items():
         section, _, field = name.replace("_", "-").partition(".")
@@ -214,7 +214,7 @@ def options_of(config: LanguageModelConfig) -> list[str]:
 
 
 def submitted(config: LanguageModelConfig) -> tuple[str, list[str]]:
-    """The README's `ray job submit … -- … python …` for a configuration: what is before `python`, and its arguments."""
+    """Return the README's `ray job submit … -- … python …` for a configuration as (before `python`, arguments)."""
     (line,) = lines_like("ray job submit *")
     submit, _, arguments = line.partition(" python ")
     paths = {
@@ -257,7 +257,7 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
     assert not (run / "outcome.json").exists()
     config = tiny("killed-job", workers={"num_workers": num_workers})
     submit, arguments = submitted(config)
-    # Ray gives a submitted job the address "auto", which on a machine with two heads, as here, may be the other one.
+    # Ray gives a submitted job the address "auto". With two heads on a machine, as here, it may be the other one.
     assert submit.startswith("ray job submit ")
     assert " -- env " in submit
     submit = submit.replace("ray job submit", f"ray job submit --address {ray_head['DASHBOARD']}")
@@ -275,10 +275,10 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
     jobs = MlflowClient(outcome["tracking_uri"]).get_run(outcome["mlflow_run_id"]).data.tags["ray_job_id"]
     assert re.fullmatch(r"[0-9a-f]{8}, raysubmit_\w+", jobs)
     assert_same_losses(outcome, reference, tolerance)
-    # A third start has nothing to do, and says so.
+    # A job that is started a third time has nothing to do, and says so.
     assert train(config) == outcome
     assert "This run is finished" in capsys.readouterr().out
-    # Who has no token may not even look.
+    # Without the token not even the list of jobs can be read.
     refused = subprocess.run(
         [str(BIN / "ray"), "job", "list", "--address", ray_head["DASHBOARD"]],
         env=os.environ | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60,
@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
     assert ended.value.code == 1
     message = capsys.readouterr().err
     (step,) = map(int, re.findall(r"error: the loss of step (\d+) is (?:nan|inf)", message))
-    assert message.count(".arrow:") == 8  # every block of the batch
+    assert message.count(".arrow:") == 8  # The message names every block of the batch.
     assert "part-" in message
     assert (Path(config.run.directory) / f"checkpoint-{step - 1:08d}" / "state.json").exists()
     assert not (Path(config.run.directory) / f"checkpoint-{step:08d}").exists()
@@ -339,7 +339,7 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     with pytest.raises(SystemExit) as ended:
         train_lm.main([*shlex.split(line)[3:], *options, "--temperature.calibrated-tau=1.9999"])
     assert ended.value.code == 2
-    assert not run.exists()  # what cannot start holds no name
+    assert not run.exists()  # A run that cannot start does not take the name.
     run_line(line, *options)
     outcome = outcome_of(home, "frozen-small")
     losses = history(outcome, "train/loss")
@@ -347,7 +347,7 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     calibration = json.loads((run / "calibration.json").read_text())
     assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
     assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
-    # A run that is continued takes the ρ that it began with, whatever a calibration would find now.
+    # A run that is continued keeps the ρ that it began with, whatever a calibration would find now.
     write_json(f"{run}/calibration.json", calibration | {"rho": 1.25})
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *options], job="train_lm", purpose="")
     assert make_plan(config).prepare().outcome["rho"] == 1.25

@@ -1,4 +1,4 @@
-"""The sentence job for real: exact after a kill, also with another number of workers; an export that others can load."""
+"""Test the sentence job on a real Ray: exact after a kill and with other workers; others can load its export."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ NUM_STEPS = 40
 def tiny_sentences(
     corpus: Path, wordpiece: Path, storage: Path, name: str, **sections: dict[str, Any]
 ) -> SentenceConfig:
-    """A 40-step run of a small RoBERTa with TempNet, two workers, ZeRO 1, float32; sections override fields."""
+    """Return a run of 40 steps of a small RoBERTa with TempNet, with two workers, ZeRO 1 and float32.
+
+    `sections` maps the name of a section to the fields to override in it.
+    """
     config = PRESETS["declutr-small-small"]()
     config = replace(
         config,
@@ -54,7 +57,7 @@ def tiny_sentences(
         temperature=DocumentTemperatureSection(
             loss="tempnet", rho=1.0, hidden_size=8, num_prototypes=8, tau_min=0.01, tau_max=0.5
         ),
-        # Gradients that are rounding and nothing else would make steps of full size in Adam.
+        # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
         optimizer=replace(
             config.optimizer, batch_size=8, learning_rate_base=3e-3, learning_rate_tempnet=1e-2, epsilon=1e-4
         ),
@@ -70,7 +73,7 @@ def tiny_sentences(
 def reference(
     ray_head: dict[str, str], corpus: Path, wordpiece: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """The uninterrupted run that others are held against."""
+    """Train the uninterrupted run that others must equal, and return its outcome."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
@@ -85,7 +88,7 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
 
 
 def document_states(outcome: dict[str, Any]) -> torch.Tensor:
-    """log u (2, N) of the last checkpoint, in the order of ids."""
+    """Return log u (2, N) of the last checkpoint, in the order of the documents' IDs."""
     files = sorted((Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}").glob("samples-*.safetensors"))
     whole = torch.empty(2, outcome["num_documents_train"])
     for rank, file in enumerate(files):
@@ -94,11 +97,11 @@ def document_states(outcome: dict[str, Any]) -> torch.Tensor:
 
 
 def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Batches, losses of all steps, scores and the state of every document."""
+    """Assert equal batches, and nearly equal losses of all steps, scores and states of all documents."""
     assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
     losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
     assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
-    # Before the first update they are equal; later Adam makes full steps of a last digit.
+    # The losses are equal before the first update. Later Adam makes full-sized steps of rounding errors.
     assert losses[1] == pytest.approx(expected[1], rel=1e-6)
     for step in expected:
         assert losses[step] == pytest.approx(expected[step], abs=1e-4), step

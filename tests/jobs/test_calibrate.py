@@ -1,4 +1,4 @@
-"""`jobs.calibrate tau-max`: what it saves, where, and what it leaves alone."""
+"""Tests what `jobs.calibrate tau-max` saves, where it saves it, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_nowhere_to_save_is_said_before_anything_is_loaded(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, prompts))  # a directory, but of no model, and without a TempNet
+        main(arguments(tmp_path, prompts))  # This directory holds neither a model nor a TempNet.
     assert stop.value.code == 2
     assert "nowhere to save tau_max_eval" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What every job says to the shell: 2 for what is refused, with a message, 1 for what fails, 130 for Ctrl-C."""
+"""Tests the exit status of every job: 2 with a message if it refuses its input, 1 if it fails, and 130 on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSED = {
     "sample_data": ["--vocab-size", "1"],
     "revision": ["nowhere"],
 }
-"""Job → arguments that name what is not there, or cannot be."""
+"""Maps each job to arguments that name something missing or impossible."""
 
 
 def test_every_job_is_tried() -> None:
@@ -57,7 +57,7 @@ def test_what_is_refused_ends_with_2_and_a_message(
     message = capsys.readouterr().err
     assert re.search("^error: .*nowhere|Value error", message), message
     assert "Traceback" not in message
-    assert not list(tmp_path.iterdir())  # nor is anything left
+    assert not list(tmp_path.iterdir())  # The refused job leaves no file behind.
 
 
 def test_an_unknown_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

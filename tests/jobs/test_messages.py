@@ -1,4 +1,4 @@
-"""What a stranger reads who has not made the sample data, names a model that is not there, or has no network."""
+"""Tests the messages for users who have not made the sample data, name a missing model, or have no network."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_missing_path_is_called_missing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_hub_without_a_network_is_given_up_at_once() -> None:
-    """In a process of its own: the hub's address and whether there is one are read when its library is imported."""
-    with socket.socket() as taken:  # a port on which nobody listens
+    """It runs in its own process, as the hub's library reads the address and the offline mode on import."""
+    with socket.socket() as taken:  # Nobody listens on this port.
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}

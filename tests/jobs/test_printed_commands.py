@@ -1,4 +1,4 @@
-"""Every command that a job prints can be typed: those under "To look around", in --help, and in reproductions."""
+"""Tests that every command that a job prints can be typed: under "To look around", in --help and in reproductions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
 
 
 def parse(command: str) -> Any:
-    """The configuration that a command stands for, None for --help."""
+    """Returns the configuration that a command stands for, or None for --help."""
     words = shlex.split(command)
     job = words[words.index("-m") + 1].removeprefix("jobs.")
     arguments = words[words.index("-m") + 2 :]
@@ -82,7 +82,7 @@ def parse(command: str) -> Any:
 
 
 def commands_in(text: str) -> list[str]:
-    """The lines that begin with `python -m jobs.`, with the lines that they go on in."""
+    """Returns the commands of a text that begin with `python -m jobs.`, each joined with its continuation lines."""
     return [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("python -m jobs.")]
 
 
@@ -94,7 +94,7 @@ def test_every_job_has_a_parser_and_shows_a_command() -> None:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_what_help_shows_parses(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where there is every file that a command names
+    monkeypatch.chdir(tmp_path)  # Every file that a command names is made here.
     for command in commands_in(importlib.import_module(f"jobs.{job}").__doc__ or ""):
         for word in shlex.split(command):
             if word.endswith((".txt", ".jsonl", ".json", ".md")) and "=" not in word:
@@ -111,7 +111,7 @@ def test_what_reproductions_show_parses() -> None:
 
 
 def printed(command: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line under "To look around" that shows the command."""
+    """Returns the line under "To look around" that shows the command."""
     outcome = {"directory": "runs/a", "export": "runs/a/export", "tracking_uri": ""}
     print_where_to_look(outcome, results="curves.png", commands=[command])
     return capsys.readouterr().out.splitlines()[-1]
@@ -136,7 +136,7 @@ def test_a_contrastive_run_shows_how_to_evaluate_on_what_it_was_validated_on(
 def test_a_language_model_shows_what_its_export_can_be_used_for(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)  # where commands are typed
+    monkeypatch.chdir(ROOT)  # Users type commands in this directory.
     preset = language_models.PRESETS[name]()
     config = parse(printed(train_lm.look_at(preset, "runs/a/export"), capsys))
     assert isinstance(config, PredictTemperaturesConfig) == preset.temperature.needs_tempnet

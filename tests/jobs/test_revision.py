@@ -1,4 +1,4 @@
-"""The revision of a job's code: of the checkout that it runs from, or as it was told where there is none."""
+"""Tests that the revision of a job's code is its checkout's, or the one that the job was given without a checkout."""
 
 from __future__ import annotations
 

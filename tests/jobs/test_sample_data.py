@@ -40,7 +40,7 @@ def test_parts_are_made_once_and_apart(tmp_path: Path, monkeypatch: pytest.Monke
     assert record["images"]["summary"]["num_images_test"] == 20
     with pytest.raises(FileExistsError, match="images"):
         make(tmp_path, "images", num_images=61)
-    # A record from before a field was there: it holds the field's default.
+    # A record that was written before a field existed stands for the field's default.
     del record["images"]["config"]["images_seed"]
     (tmp_path / "sample.json").write_text(json.dumps(record))
     assert make(tmp_path, "images") == f"{tmp_path}/images is there already"

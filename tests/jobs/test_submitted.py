@@ -1,4 +1,4 @@
-"""Jobs inside the working directory that Ray unpacks for a submitted job, and deletes afterwards."""
+"""Tests jobs inside the working directory that Ray unpacks for a submitted job and deletes afterwards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PRESETS = {
     "sweep": "gpt2-rho-lr-small",
     "reproduce": "T4",
 }
-"""Job → a preset of it."""
+"""Maps each job that has presets to one of them."""
 OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "generate", "predict_temperatures",
           "prepare_images", "prepare_text", "revision", "sample_data")  # fmt: skip
-"""Jobs without presets."""
+"""These jobs have no presets."""
 
-# Runs in one process what would take a minute in one each: calls of jobs, with the environment that they are made in.
+# This script makes all calls of jobs, each with its environment, in one process: one process each would take a minute.
 SCRIPT = """
 import contextlib, importlib, io, json, os, sys
 
@@ -44,7 +44,7 @@ print(json.dumps(ended))
 
 
 def call(directory: Path, *calls: tuple[str, list[str], dict[str, str]]) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of calls (job, arguments, environment) in a working directory."""
+    """Returns exit status, output and errors of calls (job, arguments, environment) in a working directory."""
     directory.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}"],
@@ -60,7 +60,7 @@ def call(directory: Path, *calls: tuple[str, list[str], dict[str, str]]) -> list
 
 @pytest.fixture
 def uploaded(tmp_path: Path) -> Path:
-    """Where Ray unpacks what was submitted: it is recognised by this part of its path."""
+    """Returns a directory like the one where Ray unpacks a submitted job, which jobs recognise by this part."""
     return tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
 
 
@@ -79,7 +79,7 @@ SOURCES = {
     "train_classifier": ["--data.directory", "{data}", "--data.tasks", "TREC", "--data.tokenizer", "{data}"],
     "sweep": ["--base.data.train", "{data}", "--base.data.validation", "{data}"],
 }
-"""Job → arguments that name data which are not there."""
+"""Maps each job to arguments that name missing data."""
 
 
 def test_the_storage_that_counts_is_the_one_that_was_given(uploaded: Path, tmp_path: Path) -> None:
@@ -101,7 +101,8 @@ def test_the_storage_that_counts_is_the_one_that_was_given(uploaded: Path, tmp_p
             assert said.startswith(f"error: run.storage = {storage!r} is relative to the uploaded working directory"), (
                 job
             )
-        for status, _, said in ended[4 * at + 2 :][:2]:  # the storage is accepted: what is refused now are the data
+        # These storages are accepted, so the job refuses the missing data instead.
+        for status, _, said in ended[4 * at + 2 :][:2]:
             assert status == 2, job
             assert "run.storage" not in said, job
             assert missing in said, job

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files: what is read of them, on every Python, and what is not."""
+"""Tests which objects are read from DeepSpeed's checkpoint files, on every Python, and that all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files is found and named; what is whole is taken for whole; the newest such is gone on from."""
+"""Tests that damage to a checkpoint's files is found and named, and that a run continues from its newest whole one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZER = "deepspeed/zero_pp_rank_{rank}_optim_states.pt"
 
 
 def save(directory: Path, *, world_size: int = 2, group: str = "a", ranks: tuple[int, ...] = (0, 1)) -> Path:
-    """What so many workers leave of a checkpoint if those of `ranks` finish."""
+    """Writes what `world_size` workers leave of a checkpoint if only those in `ranks` finish; returns its directory."""
     for rank in ranks:
         part = directory.parent / f"part-{rank}"
         (part / "deepspeed").mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_names_and_sizes_show_what_is_bad(tmp_path: Path, damage: Callable[[Path
 
 
 def test_parts_of_two_attempts_are_no_checkpoint(tmp_path: Path) -> None:
-    """Workers were killed while they wrote a step; of those that write it again, the second has not finished."""
+    """Workers that were killed and write a step again leave no checkpoint until the last of them has finished."""
     save(tmp_path / "checkpoint", group="a")
     save(tmp_path / "checkpoint", group="b", ranks=(0,))
     assert "another attempt" in find_damage(str(tmp_path / "checkpoint"))
@@ -89,7 +89,7 @@ def test_together_the_workers_find_a_changed_byte(tmp_path: Path, num_readers: i
 
     assert not found()
     flip(checkpoint / OPTIMIZER.format(rank=1))
-    assert find_damage(str(checkpoint)) == ""  # as names and sizes show it
+    assert find_damage(str(checkpoint)) == ""  # Names and sizes do not show a changed byte.
     (message,) = found()
     assert message == f"{OPTIMIZER.format(rank=1)} does not hold what was written"
 
@@ -102,7 +102,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that was killed after it had saved steps 5 and 10."""
+    """Returns the directory of a run that was killed after it had saved steps 5 and 10."""
     for step in (5, 10):
         save(tmp_path / "run" / f"checkpoint-{step:08d}")
     write_snapshot(str(tmp_path / "run"), ["checkpoint-00000005", "checkpoint-00000010"])
@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def steps_of_ray(run: Path) -> tuple[list[str], str]:
-    """The checkpoints that Ray Train reads from a run's directory: all, and the one that it goes on from."""
+    """Returns the names of the checkpoints that Ray Train reads from a run, and of the one that it continues from."""
     storage = StorageContext(storage_path=str(run.parent), experiment_dir_name=run.name)
     manager = CheckpointManager(CheckpointConfig(num_to_keep=2), storage)
     latest = manager.latest_checkpoint_result

@@ -1,4 +1,4 @@
-"""How a job ends: with its own status, or with a word on Ctrl-C."""
+"""Tests that a job ends with the status that it returns, and that on Ctrl-C it only prints that it was interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # What is started in the background has Ctrl-C switched off.
+        # A process that is started in the background ignores Ctrl-C, so the usual handler is set again.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while not (tmp_path / "sample").exists():

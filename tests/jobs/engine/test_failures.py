@@ -1,4 +1,4 @@
-"""What a failed worker group is said to have died of, when it is started again, and when not."""
+"""Tests which reason is reported for the failure of a worker group, and when the group is started again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jobs.engine.failures import DiskFullError, RestartPolicy, describe_failure,
 from jobs.engine.resumption import write_snapshot
 from pipelines.storage import read_json, write_json
 
-# As Ray 2.60 says them.
+# Ray 2.60 reports deaths in these words.
 KILLED = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
 \tactor_id: 83b37a93fae0216c2a33e35e01000000
@@ -131,7 +131,7 @@ def test_whoever_writes_a_full_disk_is_told_with_the_path(small_disk: Callable[[
     for writer in writers:
         with pytest.raises(DiskFullError) as caught, naming_full_disk(full_disk / "file"):
             writer()
-        error = deepcopy(caught.value)  # as pickle does it on the way from a worker to the driver
+        error = deepcopy(caught.value)  # Pickle copies it in the same way when a worker sends it.
         assert (error.errno, error.filename) == (errno.ENOSPC, str(full_disk / "file"))
         assert str(error) == f"[Errno 28] No space left on device: '{full_disk / 'file'}'"
         (full_disk / "file").unlink(missing_ok=True)

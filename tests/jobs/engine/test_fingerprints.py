@@ -1,4 +1,4 @@
-"""Fingerprints: the same for a copy, another for other weights, whatever the size of the file."""
+"""Tests that a copy has the same fingerprint and that other weights have another one, whatever the size of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs of a token against a count by hand."""
+"""Tests the FLOPs per token against a count by hand, the memory of the training state, and the threads of a worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_flops_equal_a_count_by_hand(freeze: bool) -> None:
     matrices = 3 * 12 * 64 * 64 + 1000 * 64
     forward = 2 * matrices + 3 * 2 * 2 * 128 * 64
     expected = (forward if freeze else 3 * forward) + 4 * (1000 * 256 + 256 * 256)
-    # Biases, norms and the pooling are in our count and not in this one: under 2 %.
+    # Only our count includes biases, norms and the pooling, which are less than 2 % of the whole.
     assert flops_per_token(module, config) == pytest.approx(expected, rel=0.02)
 
 
@@ -61,8 +61,8 @@ def test_runs_side_by_side_do_not_take_each_others_cores(monkeypatch: pytest.Mon
         )
 
     assert [threads(number, False, cpus_per_worker=1.0) for number in (1, 2, 3, 32)] == [16, 8, 5, 1]
-    # What all reserve together is what the machine has; so are their threads.
+    # Runs together reserve no more cores than the machine has, so each worker may use as many threads as it reserves.
     assert [threads(1, True, cpus_per_worker=cpus) for cpus in (0.5, 1.0, 2.5, 8.0)] == [1, 1, 2, 8]
     assert threads(2, True, num_threads=3) == threads(2, False, num_threads=3) == 3
-    # A run that goes on keeps what it began with, wherever its workers lie now.
+    # A continued run keeps the number of threads that it began with, wherever its workers are now.
     assert [threads(number, shared, num_kept=5) for number in (1, 4) for shared in (True, False)] == [5] * 4

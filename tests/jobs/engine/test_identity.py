@@ -1,4 +1,4 @@
-"""What identifies a run is told by its fields, and a run that was made before is recognised by the same hash."""
+"""Tests that the fields of a run tell what identifies it, and that an earlier run is recognised by the same hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before Ray starts, and what a taken run name says."""
+"""Tests what is refused before Ray starts, and the message for a run name that is already taken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[..., LanguageModelConfig]
 
 @pytest.fixture
 def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
-    """The small preset on real (tiny) files, with sections changed; starting Ray is an error."""
+    """Returns a function that makes the small preset on tiny files, with changed sections; starting Ray is an error."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
     def start_ray() -> None:
@@ -175,12 +175,12 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
     else:
         with pytest.raises(TimeoutError, match="3 times: the machine is too busy"):
             cluster.start_ray()
-    # Nothing of the starts that failed goes on.
+    # The processes of the failed starts have been killed.
     assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
 
 
 def test_a_constant_tempnet_is_a_warning_and_no_failure(change: Change, capsys: pytest.CaptureFixture[str]) -> None:
-    """A finished run is shown again by the same command, so that its exit status needs no training."""
+    """The same command shows a finished run again, so its exit status can be tested without training."""
     config = change(temperature={"target_entropy": 2.0}, tracking={"preset": "gpt2-scratch-small"})
     scores = dict.fromkeys(
         ("tau_mean", "tau_q05", "tau_q95", "tau_share_lower_bound", "tau_share_upper_bound", "tau_entropy_spearman",

@@ -1,4 +1,4 @@
-"""One driver for a run: the second is refused while the first lives, and goes on as soon as the first is known to be dead."""
+"""Tests that a run has one driver: a second is refused while the first lives, and continues once the first is dead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with Lease(sys.argv[1], seconds_between_beats=0.1):
 
 @contextmanager
 def holder(run: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the lease."""
+    """Starts another process that holds the lease, and kills it at the end of the block."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -42,7 +42,7 @@ def holder(run: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def write(run: Path, **changes: object) -> None:
-    """A lease as this process would write it, but for the changes."""
+    """Writes a lease that names this process but has another token and host, with `changes` to its fields."""
     run.mkdir(exist_ok=True)
     owner = {"token": "other", "host": "far", "machine": _machine(), **_process(), "num_beats": 3}
     (run / LEASE_FILE).write_text(json.dumps(owner | changes))
@@ -64,7 +64,7 @@ def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
         later = held_by(tmp_path / "run")
     assert later["num_beats"] > first["num_beats"]  # type: ignore[operator]
     assert later | {"num_beats": 0} == first | {"num_beats": 0}
-    assert not (tmp_path / "run").exists()  # nothing was written beside it
+    assert not (tmp_path / "run").exists()  # The directory held only the lease, so it is removed with it.
     with fast(tmp_path / "run"):
         pass
 
@@ -74,7 +74,7 @@ def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monk
     with holder(tmp_path) as process:
         with pytest.raises(RunIsTakenError, match=rf"in the hands of process {process.pid} on .*another run\.name"):
             fast(tmp_path).__enter__()
-        # From another machine, where nobody can see its process, its heartbeats give it away.
+        # From another machine the process cannot be seen, but its heartbeats show that it lives.
         started = time.monotonic()
         monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
         with pytest.raises(RunIsTakenError, match=f"process {process.pid}"):
@@ -82,7 +82,7 @@ def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monk
         assert time.monotonic() - started < 5
         monkeypatch.undo()
         assert held_by(tmp_path)["pid"] == process.pid
-        # Killed, and not yet waited for by its parent: a zombie.
+        # The process is killed, but its parent has not waited for it yet, so it is a zombie.
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         started = time.monotonic()
@@ -93,7 +93,8 @@ def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monk
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    for gone in ({"pid": process.pid}, {"started": 1.0}):  # the latter: this process has the number of an older one
+    # In the second case this process has the number of an older process, which held the lease.
+    for gone in ({"pid": process.pid}, {"started": 1.0}):
         write(tmp_path, **gone)
         started = time.monotonic()
         with Lease(str(tmp_path)):

@@ -1,4 +1,4 @@
-"""The password of a tracking URI: never printed, logged or recorded, and still used."""
+"""Tests that the password of a tracking URI is never printed, logged or recorded, and is still used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_is_shown_of_a_uri(uri: str, shown: str) -> None:
 
 
 class _Server(BaseHTTPRequestHandler):
-    """Knows MLflow's health and refuses all else, as a server with logins does that were mistyped."""
+    """This server answers MLflow's health check and refuses every other request, as if the login were mistyped."""
 
     seen: list[tuple[str, str]]
 
@@ -72,7 +72,7 @@ class _Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URI, with a login, of a real server on this machine."""
+    """Yields the URI, with a login, of a real server on this machine."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     _Server.seen = []
     with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listener:
@@ -142,7 +142,7 @@ def test_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    """Every writer, with a real store: parameters and data sets in MLflow, results of trials and of evaluations, plans."""
+    """Every writer masks the password: for parameters and data sets in MLflow, for trials, evaluations and plans."""
     secret = TrackingSection(uri=f"http://me:{SECRET}@h", enabled=False)
     config = dataclasses.replace(PRESETS["gpt2-scratch-small"](), tracking=secret)
     run = RunSection(name="a", storage=str(tmp_path))

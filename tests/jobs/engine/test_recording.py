@@ -1,4 +1,4 @@
-"""The end of a run is in MLflow, also when MLflow was away just then."""
+"""Tests that the end of a run is recorded in MLflow, even if MLflow did not answer when the run ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(tmp_path: Path, mo
         away.setattr(MlflowClient, "log_batch", nobody)
         record_end(config, outcome, record_models)
     assert client.get_run(tracked.run_id).info.status == "RUNNING"
-    for _ in range(2):  # the second time there is nothing left to do
+    for _ in range(2):  # The second call finds nothing left to do.
         record_end(config, outcome, record_models)
         run = client.get_run(tracked.run_id)
         assert run.info.status == "FINISHED"

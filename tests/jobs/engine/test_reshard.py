@@ -1,4 +1,4 @@
-"""Optimizer state for another number of workers: whose files are read."""
+"""Tests whose files are read when another number of workers loads the optimizer state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.engine.reshard import MOMENTS, load_moments
 
 
 def write_parts(directory: Path, moment: Tensor, num_workers: int, step: int) -> None:
-    """What DeepSpeed writes of one parameter whose flat vector is divided among the workers."""
+    """Writes what DeepSpeed saves of one parameter whose flat vector is divided among the workers."""
     for rank, part in enumerate(moment.chunk(num_workers)):
         place = {"weight": fragment_address(numel=len(part), start=0)}
         state = {0: {**dict.fromkeys(MOMENTS, part), "step": torch.tensor(step)}}
@@ -23,7 +23,7 @@ def write_parts(directory: Path, moment: Tensor, num_workers: int, step: int) ->
 
 
 def fresh_engine() -> SimpleNamespace:
-    """One worker, which holds the whole parameter."""
+    """Returns the engine of a single worker, which holds the whole parameter."""
     module = nn.Linear(12, 1, bias=False)
     whole = fragment_address(numel=12, start=0)
     module.weight._hp_mapping = SimpleNamespace(lp_fragment_address=whole, hp_fragment_address=whole)
@@ -36,7 +36,7 @@ def fresh_engine() -> SimpleNamespace:
 
 
 def test_parts_that_other_workers_left_are_not_read(tmp_path: Path) -> None:
-    """Four workers were killed while they wrote; two were continued from an earlier step and wrote it again."""
+    """Four workers were killed while they wrote a checkpoint; two continued from an earlier step and wrote it again."""
     moment = torch.arange(12.0)
     write_parts(tmp_path, torch.full((12,), -9.0), 4, step=7)
     write_parts(tmp_path, moment, 2, step=5)

@@ -1,4 +1,4 @@
-"""Steering ρ from within a task: the steps that are observed, and what becomes of them."""
+"""Tests which training steps of a task are observed to steer ρ, and how ρ moves after them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Engine:
-    """What a task uses of DeepSpeed's; the model always says the same."""
+    """This is the part of DeepSpeed's engine that a task uses; its model returns the same output at every step."""
 
     device = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class Engine:
 
 
 def rho_of_language_model(engine: Any) -> list[float]:
-    """ρ after every step."""
+    """Returns ρ after every step of training a language model."""
     config = PRESETS["gpt2-scratch-small"]()
     config = replace(config, temperature=replace(config.temperature, target_tau=0.02))
     module = SimpleNamespace(fold_cache=FoldCache(), loss_config=TemperatureLossConfig(name="dro", rho=1.0))
@@ -75,7 +75,7 @@ def rho_of_language_model(engine: Any) -> list[float]:
 
 
 def rho_of_clip(engine: Any) -> list[float]:
-    """ρ after every step."""
+    """Returns ρ after every step of contrastive training."""
     config = CLIP_PRESETS["clip-cc3m-tempnet-small"]()
     config = replace(config, temperature=replace(config.temperature, rho=1.0, target_tau=0.02))
     loss: Any = SimpleNamespace(config=config.temperature.loss_config)

@@ -1,4 +1,4 @@
-"""The verdict on a learned temperature: in the report, in the outcome and in MLflow, for every kind of training."""
+"""Tests the verdict on a learned temperature in the report, the outcome and MLflow, for every kind of training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of_tokens(predict: Any, name: str = "dro") -> dict[str, Any]:
 
 
 def mirrored(tau: Tensor) -> Tensor:
-    """The same mean, and the wrong order."""
+    """Mirrors temperatures about their mean, which keeps the mean and reverses their order."""
     return (2 * tau.mean() - tau).clamp(min=0.05)
 
 
@@ -58,7 +58,7 @@ def test_temperatures_with_the_right_mean_and_the_wrong_spread_are_not_approved(
     too_warm = of_tokens(lambda best: 1.9 * best)
     assert too_warm["temperature_verdict"] == "does not beat the best constant τ"
     assert of_tokens(lambda best: torch.full_like(best, 0.9))["temperature_verdict"] == "constant"
-    # What the robust loss likes is judged by the cross-entropy where that was the loss of the training.
+    # Temperatures that the robust loss approves are judged by the cross-entropy if the training minimised that.
     assert of_tokens(lambda best: best, "ts_ce")["temperature_verdict"] != BOTH
 
 
@@ -69,7 +69,7 @@ def test_the_report_says_it_in_one_line_and_shows_the_losses() -> None:
     assert "WARNING" not in lines
     lines = dict(rivals.rows(of_tokens(lambda best: torch.full_like(best, 0.9))))
     assert "the TempNet is constant" in lines["WARNING"]
-    assert rivals.rows({"validation": {}}) == []  # no TempNet
+    assert rivals.rows({"validation": {}}) == []  # This outcome is of a run without a TempNet.
 
 
 def test_a_gain_within_its_interval_is_none() -> None:
@@ -80,7 +80,7 @@ def test_a_gain_within_its_interval_is_none() -> None:
 
 
 def unit_vectors(count: int, seed: int) -> Tensor:
-    """Clusters of very different size, so that the best temperatures differ."""
+    """Returns unit vectors in clusters of very different sizes, so that their best temperatures differ."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(12, 16, generator=generator)
     which = (12 * torch.rand(count, generator=generator) ** 3).long()
@@ -88,7 +88,7 @@ def unit_vectors(count: int, seed: int) -> Tensor:
 
 
 def best_of_anchors(cosines: Tensor, rho: float) -> Tensor:
-    """τ* of every row over its negatives, all others."""
+    """Returns the optimal temperature τ* of every row, whose negatives are all other rows."""
     others = ~torch.eye(len(cosines), dtype=torch.bool)
     return optimal_temperature(cosines[others].view(len(cosines), -1), rho, 0.001, 1.0)
 

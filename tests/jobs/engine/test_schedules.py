@@ -1,4 +1,4 @@
-"""The learning-rate schedule against its description."""
+"""Tests that the learning-rate schedule follows its description."""
 
 from __future__ import annotations
 

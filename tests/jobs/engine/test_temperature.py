@@ -1,4 +1,4 @@
-"""The sections about temperatures say the same as the configurations of the library that are made from them."""
+"""Tests that the sections about temperatures agree with the library's configurations that are made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow: one run for one directory, and an outage that loses nothing and stops nothing."""
+"""Tests that a directory has one MLflow run, and that an outage of MLflow loses nothing and stops nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_continued_run_names_every_ray_job_that_worked_on_it(uri: str) -> None
 
 
 def test_a_submitted_job_goes_by_the_name_that_ray_job_submit_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_job_id() == ""  # no Ray here
+    assert ray_job_id() == ""  # No Ray job runs here.
     told = {"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_x", "job_name": "raysubmit_x"}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
     assert ray_job_id() == "raysubmit_x"
@@ -132,7 +132,7 @@ def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatc
     assert any("unreachable" in warning for warning in warnings)
     assert any("1 metric values could not be sent" in warning for warning in warnings)
     run = open_for(uri, "/runs/outage")
-    for _ in range(2):  # twice does no harm
+    for _ in range(2):  # Sending the values twice does no harm.
         back = MetricLogger(run, warn=warnings.append)
         back.resend(away.unsent())
         assert back.close() == 0
@@ -142,7 +142,7 @@ def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatc
 
 
 def test_a_server_that_does_not_answer_is_named_before_anything_starts(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:  # a port on which nobody listens
+    with socket.socket() as taken:  # Nobody listens on this port.
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=rf"tracking\.uri = '{uri}' does not answer: .*--tracking\.optional"):
@@ -215,9 +215,9 @@ def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
     system = SystemMetrics(logger, lambda: 7, seconds_between_samples=0.05)
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
-        sum(range(10_000))  # a load that can be seen
+        sum(range(10_000))  # This makes a load that can be measured.
     system.close()
-    short = SystemMetrics(logger, lambda: 8)  # closed before its first interval is over
+    short = SystemMetrics(logger, lambda: 8)  # It is closed before its first interval is over.
     short.close()
     assert logger.close() == 0
     for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_usage_percentage",

@@ -1,4 +1,4 @@
-"""Evaluation of image-text models without Ray: prompts, folders of classes, encoders, units, and what is refused."""
+"""Tests evaluation of image-text models without Ray: prompts, folders of classes, encoders, units, and refusals."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_damaged_images_are_counted_and_too_many_refused(classes: str) -> None:
         for share in (0.04, config.max_bad_share)
     )
     assert len(few.texts) == 18 * len(CLASSES)
-    # Embeddings that tell the classes apart without fail.
+    # These embeddings tell the classes apart without an error.
     axes = np.eye(3, dtype=np.float32)
     image = Embeddings(rows=axes[folders.labels[numbers]], numbers=numbers, problems=tuple(problems))
     text = Embeddings(rows=axes.repeat(18, axis=0), numbers=np.arange(54))

@@ -1,4 +1,4 @@
-"""Evaluation without Ray: windows, sums against brute force, the harness's numbers, and what is refused."""
+"""Tests evaluation without Ray: windows, sums against brute force, the harness's numbers, and refusals."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_pages_and_words_are_those_of_the_harness() -> None:
     assert second.startswith(" = Second title =")
     assert wikitext_pages("no heading\nat all") == ["no heading\nat all"]
     assert num_words("a b\n c") == 3
-    assert num_words(" a  b\n") == 4  # the harness counts the empty pieces at both ends
+    assert num_words(" a  b\n") == 4  # The harness counts the empty pieces at both ends.
 
 
 def test_every_token_is_a_target_once_and_no_window_is_too_long(brute: BruteForce) -> None:
@@ -124,9 +124,10 @@ def test_a_document_scores_as_by_brute_force(brute: BruteForce, name: str) -> No
     assert score.nll == pytest.approx(sum(nll), rel=1e-5)
     ours, ours_entropy = np.concatenate(score.tau), np.concatenate(score.entropy)
     assert sorted(ours) == pytest.approx(sorted(tau), rel=1e-4)
-    assert ours @ ours_entropy == pytest.approx(np.dot(tau, entropy), rel=1e-4)  # of the same predictions
+    # The sum of products shows that each τ stands beside the entropy of the same prediction.
+    assert ours @ ours_entropy == pytest.approx(np.dot(tau, entropy), rel=1e-4)
     if name == "tempnet":
-        assert max(tau) - min(tau) > 0.1  # a TempNet that says the same everywhere would prove little
+        assert max(tau) - min(tau) > 0.1  # A TempNet with one τ for all contexts would prove little.
 
 
 def test_sums_depend_neither_on_batches_slices_nor_the_other_temperatures(brute: BruteForce) -> None:
@@ -159,7 +160,7 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["one", "tempnet"])
 def test_lambada_scores_as_by_brute_force(brute: BruteForce, tmp_path: Path, name: str) -> None:
-    # Two lines whose last word is what the model itself says next, so that some are right.
+    # Two more lines end in the word that the model itself predicts, so that some answers are right.
     records = list(LAMBADA)
     for begin in ("the quick brown", "sphinx of black quartz , judge"):
         context = [brute.start, *brute.ids(begin)]
@@ -201,12 +202,12 @@ def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> N
     lm = harness(brute, name)
     pairs = [("the quick brown", " fox jumps"), ("the five ", "boxing"), ("", " wizards"), ("the dog", " sleeps")]
     answers = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
-    pairs[1] = ("the five", " boxing")  # the harness moves trailing spaces to the continuation
+    pairs[1] = ("the five", " boxing")  # The harness moves trailing spaces to the continuation.
     for (context, continuation), (value, is_greedy) in zip(pairs, answers, strict=True):
         rows = brute.continuation([brute.start, *brute.ids(context)], brute.ids(continuation), name)
         assert value == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
         assert is_greedy == all(row[3] for row in rows)
-    # Rolling: the harness's own windows, opened once.
+    # A rolling request is scored in the harness's own windows, which begin with exactly one document-start token.
     page = wikitext_pages(TEXT)[1]
     windows = document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=False)
     (rolling,) = lm.loglikelihood_rolling([request("loglikelihood_rolling", page)], disable_tqdm=True)
@@ -222,7 +223,7 @@ def test_without_document_start_contexts_are_the_tokenizers(brute: BruteForce) -
 
 @pytest.fixture
 def own_tasks(tmp_path: Path) -> Tasks:
-    """The shipped examples over tiny files of the same fields."""
+    """Returns the shipped example tasks over tiny files with the same fields."""
     for name in ("arc_easy_test", "arc_challenge_test", "openbook_qa_test"):
         write_lines(tmp_path / f"{name}.jsonl", QUESTIONS)
     write_lines(
@@ -275,9 +276,10 @@ def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
         expected = context[0].tolist()
         while len(expected) < drawn.shape[1]:
             logits = brute.base(torch.tensor([expected])).logits[0, -1]
-            tau = brute.tau(logits[: len(brute.tokenizer)], name)  # of what the model made, whatever comes after
+            # τ comes from the model's own logits, before the repetition penalty changes them.
+            tau = brute.tau(logits[: len(brute.tokenizer)], name)
             logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
-            if name.startswith("tempnet"):  # constants do not hide the padding from generate()
+            if name.startswith("tempnet"):  # Only TempNets hide the padding from generate().
                 logits[len(brute.tokenizer) :] = -torch.inf
             expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
         assert drawn[0].tolist() == expected
@@ -301,10 +303,10 @@ def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: 
     assert keys() < reference
     for changes in ({"temperatures": ("fixed:2",)}, {"max_length": 8}, {"limit": 1}, {"detokenize": False}):
         assert not keys(**changes) & reference
-    assert not keys(tempnets=("none",)) & reference  # the padding counts then
+    assert not keys(tempnets=("none",)) & reference  # Without a network the padding counts, too.
     other = make_export(tmp_path / "other", seed=1)
     assert not keys(models=(other,), temperatures=("one", "tempnet")) & reference
-    # Another network beside the same base: only its own column is new.
+    # Another network beside the same base changes only its own column.
     assert len(keys(temperatures=("one", "tempnet"), tempnets=(f"{other}/tempnet",)) & reference) == 1
 
 
@@ -346,7 +348,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(export: str, tmp_path: Pa
 
 
 def test_the_names_of_shipped_tasks_are_not_the_harness_s_own(own_tasks: Tasks) -> None:
-    # `local_`: no file of the harness defines such a name; reading all of them takes ten seconds, so the files are searched.
+    # No task of the harness may have such a name. Loading all of them takes ten seconds, so their files are searched.
     import lm_eval.tasks
 
     own = {f"task: {path.stem}" for path in EXAMPLES.glob("*.yaml")}
@@ -361,7 +363,8 @@ def test_a_refusal_reaches_the_person_with_status_2(
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     for model, wikitext, message in [
-        (export, "nowhere.txt", "wikitext = 'nowhere.txt' is no file"),  # in the configuration: tyro frames it
+        # The configuration itself refuses this value, so tyro prints the message in a frame.
+        (export, "nowhere.txt", "wikitext = 'nowhere.txt' is no file"),
         ("runs/nothing", str(text), "error: models: 'runs/nothing' is no Transformers model"),
     ]:
         with pytest.raises(SystemExit) as exit_info:

@@ -1,4 +1,4 @@
-"""The generation job with tiny models: what is written, continued, refused and lost; a text owes nothing to its batch."""
+"""Tests the generation job with tiny models: records, continuation, refusals, and that batches change no text."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in arguments])
     assert stopped.value.code == 2
-    return " ".join(capsys.readouterr().err.replace("│", " ").split())  # tyro breaks lines
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())  # Tyro breaks lines.
 
 
 def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
@@ -104,7 +104,8 @@ def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
     base, network = AutoModelForCausalLM.from_pretrained(gpt2).eval(), TempNet.from_pretrained(gpt2 / "tempnet")
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
     assert {record["finish_reason"] for record in records} <= {"stop", "length"}
-    id_of = {tokenizer.decode([token]): token for token in range(VOCABULARY)}  # half a character is the same as another
+    # Tokens of half a character all decode to the same replacement character, so only whole ones are looked up below.
+    id_of = {tokenizer.decode([token]): token for token in range(VOCABULARY)}
     num_checked = 0
     for record in records:
         ended = record["finish_reason"] == "stop"
@@ -175,7 +176,7 @@ def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
     whole = output.read_bytes()
     lines = whole.splitlines(keepends=True)
-    output.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while it wrote
+    output.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # The job was killed while it wrote.
     generate(gpt2, prompts, output, "--num-samples", "2", "--batch-size", "1")
     assert output.read_bytes() == whole
     assert "10 texts in" in (said := capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""GSM8K: the worked examples, the number in an answer, and majorities."""
+"""Tests the worked examples of GSM8K, the number that is read from an answer, and majorities."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_majorities() -> None:
     answers = ["3", "4", "4", None, "3", "3", "9", "4"]
     assert majority_score(answers, "4", 1) == 3 / 8
     assert majority_score(answers, "3", 1) == 3 / 8
-    # Groups of four: [3 4 4 -] → 4; [3 3 9 4] → 3.
+    # The groups of four are [3 4 4 -], whose majority is 4, and [3 3 9 4], whose majority is 3.
     assert majority_score(answers, "4", 4) == 1 / 2
-    # All eight: three 3s and three 4s; the 3 was seen first.
+    # All eight hold three 3s and three 4s, and the 3 wins because it was seen first.
     assert majority_score(answers, "3", 8) == 1.0
     assert majority_score(answers, "4", 8) == 0.0
     assert majority_score([None, None], "4", 2) == 0.0

@@ -1,4 +1,4 @@
-"""Models in MLflow: checkpoints that come and go with their directories, and exports that predict temperatures of texts."""
+"""Tests that checkpoints in MLflow come and go with their directories, and that exports predict temperatures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(uri: str, tmp_path: Path) -> TrackedRun:
-    """A run with a score at two steps."""
+    """Returns a run that has a score at two steps."""
     run = open_run(
         uri=uri,
         experiment="tests",
@@ -68,7 +68,7 @@ def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedR
 
     for step in (5, 10):
         save(step)
-    (tmp_path / "checkpoint-00000012").mkdir()  # its upload was not finished
+    (tmp_path / "checkpoint-00000012").mkdir()  # The upload of this checkpoint was not finished.
     (tmp_path / "export").mkdir()
     record_checkpoints(run, str(tmp_path))
     first = models(run)
@@ -84,7 +84,7 @@ def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedR
     outputs = MlflowClient(run.uri).get_run(run.run_id).outputs.model_outputs
     assert {(output.model_id, output.step) for output in outputs} >= {(ten.model_id, 10)}
 
-    # A run that goes on keeps what is there, and drops what is not.
+    # A continued run keeps the models whose checkpoints still exist and drops the others.
     shutil.rmtree(tmp_path / "checkpoint-00000005")
     save(15)
     record_checkpoints(run, str(tmp_path))
@@ -95,12 +95,12 @@ def test_checkpoints_are_external_models_as_long_as_they_are_there(run: TrackedR
 
 def test_an_export_is_a_model_that_predicts_what_the_predictor_does(run: TrackedRun, tmp_path: Path) -> None:
     export = save_tiny_model(tmp_path / "export")
-    for _ in range(2):  # what was there before is replaced
+    for _ in range(2):  # The second call replaces what was there before.
         record_export(run, str(export), step=10, max_gib=1.0)
     (logged,) = models(run).values()
     assert (logged.name, logged.model_type, logged.status.value) == ("tempnet", "tempnet", "READY")
     assert not list(Path(logged.artifact_location).rglob("*.pkl"))
-    shutil.rmtree(export)  # the model holds all that it needs
+    shutil.rmtree(export)  # The logged model holds all that it needs.
     loaded = mlflow.pyfunc.load_model(logged.artifact_location)
     assert loaded.metadata.signature.inputs.input_names() == ["text"]
     assert loaded.metadata.signature.outputs.input_names() == ["tau", "tokens", "token_tau"]

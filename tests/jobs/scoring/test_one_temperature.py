@@ -1,4 +1,4 @@
-"""One context has one τ: in training, in evaluation, in prediction over archives and in both ways of generation."""
+"""Tests that a context has one τ in training, evaluation, prediction over archives and both ways of generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tempnet.loading import load_causal_lm
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
 
-PROMPT = [0, 270, 31, 290]  # 0 is the document start
+PROMPT = [0, 270, 31, 290]  # Token 0 is the document start.
 NUM_NEW = 9
 
 

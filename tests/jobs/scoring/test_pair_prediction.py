@@ -1,4 +1,4 @@
-"""What `predict_temperatures --images` refuses before Ray starts, in one line."""
+"""Tests that `predict_temperatures --images` refuses bad input before Ray starts, with a message of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tempnet.network_config import TempNetConfig
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, a tiny dual encoder with TempNets, and `images`."""
+    """Returns a directory that holds `model`, a tiny dual encoder with TempNets, and `images`."""
     root = tmp_path_factory.mktemp("files")
     tokenizer = train_wordpiece(["a red circle"], 200)
     image = random_tower("resnet", "image", embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     with pytest.raises(SystemExit) as exit:
         main([str(word) for word in words])
     assert exit.value.code == 2
-    # Transformers draws its bars before.
+    # Transformers draws its progress bars before the message.
     message = capsys.readouterr().err.rstrip().rpartition("\n")[2]
     assert message.startswith("error: ")
     return message

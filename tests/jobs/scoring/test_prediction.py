@@ -1,4 +1,4 @@
-"""Predicted temperatures against a direct forward of each window, the figures of tables, and what is refused."""
+"""Tests predicted temperatures against a direct forward pass of each window, the figures of tables, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def token_ids(model: Path, texts: list[str]) -> list[np.ndarray]:
 
 @torch.no_grad()
 def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """(τ, entropy) of a document, window by window through the whole model: the definition, without batches or folds."""
+    """Returns (τ, entropy) by definition: each window goes through the whole model, without batches or folding."""
     base = AutoModelForCausalLM.from_pretrained(model).eval()
     network = TempNet.from_pretrained(model / PAIRED_DIRECTORY)
     stream = torch.tensor([0, *ids.tolist()])

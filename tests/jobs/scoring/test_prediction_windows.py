@@ -1,4 +1,4 @@
-"""Every token is predicted once, from the context that is promised, wherever the windows of its document lie."""
+"""Tests that every token is predicted once and sees at least the promised context, wherever its window lies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_position_is_new_once_and_sees_its_context(size: tuple[int, int, in
         assert 0 <= window.start <= window.first < window.stop <= num_tokens
         assert window.num_positions <= context_length
         for place in range(window.first, window.stop):
-            num_seen = place - window.start + 1  # position i predicts token i + 1
+            num_seen = place - window.start + 1  # Position i predicts token i + 1.
             assert num_seen >= min(place + 1, context_length - stride + 1)
 
 

@@ -1,4 +1,4 @@
-"""A published LLaMA-2-Chat network reads logits less their maximum, wherever its temperatures are computed."""
+"""Tests that a published LLaMA-2-Chat network reads logits less their maximum wherever τ is computed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = [5, 31_999, 11, 230, 4_200, 7, 30, 8, 12_345, 1]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with LLaMA's vocabulary, and a network in a file of the published kind."""
+    """Returns a directory with a tiny model of LLaMA's vocabulary and a network in a file of the published kind."""
     path = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -66,7 +66,7 @@ def loaded(directory: Path) -> tuple[PreTrainedModel, TempNet]:
 
 
 def published_tau(directory: Path, logits: Tensor, *, shift: bool = True) -> Tensor:
-    """The authors' formula in float64."""
+    """Returns τ by the authors' formula in float64."""
     state = {name: value.double() for name, value in torch.load(directory / "state.pt", weights_only=True).items()}
     x = logits.double()
     x = x - x.max(-1, keepdim=True).values if shift else x
@@ -109,7 +109,7 @@ def test_the_generation_job(loaded: tuple[PreTrainedModel, TempNet], directory: 
     assert sampler.fold is None
     (made,) = sampler([Request(key=("a", 0), prompt="", ids=IDS)])
     raw = logits_of(loaded[0], IDS + made.ids)[len(IDS) - 1 : -1]
-    # Written to six digits.
+    # The job writes τ to six digits.
     torch.testing.assert_close(
         torch.tensor(made.tau, dtype=torch.float64), published_tau(directory, raw), rtol=5e-6, atol=0
     )

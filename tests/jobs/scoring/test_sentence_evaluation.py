@@ -1,4 +1,4 @@
-"""Evaluating sentence encoders: the protocol against a plain transcription, files, refusals, and what is kept."""
+"""Tests evaluation of sentence encoders: the protocol against a plain transcription, files, refusals and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clouds(num: int, num_classes: int, seed: int = 0) -> Labelled:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random BERT that takes 12 tokens."""
+    """Returns the directory of a random BERT that takes 12 tokens."""
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tokenizer = train_wordpiece([" ".join(WORDS)], 150)
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MR of 40 sentences whose class is a word, CR with a broken line, judgements of similarity."""
+    """Returns a directory with MR (40 sentences with their class as a word), CR with a bad line, and scored pairs."""
     directory = tmp_path_factory.mktemp("senteval")
     rng = np.random.default_rng(0)
 
@@ -154,7 +154,7 @@ def test_encoding_does_not_depend_on_batches_and_cuts_long_sentences(model: str,
         with torch.no_grad():
             alone = encoder(tokens["input_ids"], tokens["attention_mask"])[0]
         torch.testing.assert_close(row, alone, rtol=1e-5, atol=1e-6)
-    assert tokenizer.model_max_length == 12  # what save_pretrained was told
+    assert tokenizer.model_max_length == 12  # This number was given to `save_pretrained`.
     assert encoder.encode([], tokenizer).shape == (0, 16)
 
 
@@ -172,8 +172,8 @@ def test_a_cell_is_known_by_what_decides_its_figures(model: str, data: Path) -> 
     assert [new == cell.key for new, cell in zip(changed, found, strict=True)] == [False, False, True]
     figures = CellComputer(config)(found[0])
     assert figures["num_sentences"] == 40
-    assert figures["accuracy"] > 0.7  # the class is a word of the sentence
-    # Every word is a token, and two are special.
+    assert figures["accuracy"] > 0.7  # The class is a word of the sentence.
+    # Every word is one token, and a sentence has two special tokens more.
     sentences = [line.split() for file in (data / "MR").iterdir() for line in file.read_text().splitlines()]
     assert 0 < figures["share_cut"] == sum(len(words) + 2 > 12 for words in sentences) / 40 < 1
     smaller_batches = dataclasses.replace(config, batch_size=3)
@@ -252,7 +252,7 @@ def test_the_table_has_a_mean_over_the_tasks(model: str, data: Path) -> None:
         ["MR cut to the model's tokens", "12.50"],
         ["mean accuracy", "75.00"],
     ]
-    # A model whose cell failed has a gap, and a mean over fewer tasks would look like one over all of them.
+    # A model whose cell failed has a gap. A mean over fewer tasks would look like one over all, so none is shown.
     gap = Column(title="gap", parameters={}, metrics={"CR/accuracy": 0.9})
     table = sentence_table([dataclasses.replace(Column.of_model(spec), metrics=metrics), gap])
     assert "| MR accuracy | 70.00 | – |" in " ".join(table.split())

@@ -1,4 +1,4 @@
-"""Configurations of classifiers: what is wrong is named before anything starts; cells, folds and tables are what they say."""
+"""Tests that wrong classifier configurations are named before anything starts, and tests cells, folds and tables."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_too_many_broken_lines_end_the_job_and_few_are_counted(data: Path) -> No
         make_cross_validation(small(data, file="broken.tsv"))
     work = make_cross_validation(small(data, "--data.max-bad-share", "0.1", file="broken.tsv"))
     assert work.examples[0].problems == {"missing_field": 2}
-    # A label that is none of the classes costs its line, too.
+    # A line whose label is none of the classes is left out, too.
     task, examples = read_data(
         small(data, "--data.classes", "good", "bad", "--data.max-bad-share", "0.1", file="single.tsv").data, ""
     )
@@ -225,7 +225,7 @@ def test_estimates_are_students_where_training_sets_do_not_overlap() -> None:
     low, high = oracle.confidence_interval(0.95)
     assert (found.mean, found.p) == pytest.approx((values.mean(), oracle.pvalue))
     assert found.half_width == pytest.approx((high - low) / 2)
-    # With five folds the variance of the mean is (1/20 + 1/4) instead of 1/20 of the values'.
+    # With five folds the variance of the mean is (1/20 + 1/4) times that of the values, instead of 1/20 of it.
     assert estimate(values.tolist(), 0.25).half_width == pytest.approx(found.half_width * math.sqrt(6))
     assert estimate([1.0, 1.0], 0.25).p == 0.0
     assert math.isnan(estimate([1.0], 0.25).half_width)

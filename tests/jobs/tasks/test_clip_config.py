@@ -1,4 +1,4 @@
-"""Contrastive configurations: every preset is whole, wrong values are named, nothing starts that cannot end."""
+"""Tests that every contrastive preset is complete, wrong values are named, and nothing starts that cannot end."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_wrong_values_are_refused_with_their_name(
 
 @pytest.fixture
 def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
-    """The small preset on a real (tiny) tar, with sections changed."""
+    """Returns a function that makes a small preset on a tiny tar, with changed sections."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     picture = io.BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "JPEG")
@@ -146,7 +146,7 @@ def test_a_good_configuration_has_a_plan(change: Change) -> None:
     assert "negatives of a batch" not in text
     above = make_plan(change(temperature={"rho": 7.0})).describe()
     assert "ρ = 7 is not below log(127 negatives of a batch) = 4.84" in above
-    # Table 13's formula for two networks on embeddings of 128.
+    # Table 13 gives this formula; here two networks read embeddings of 128 numbers.
     assert plan.num_tempnet_parameters == 2 * (128 * 256 + 256 + 256 * 256 + 256 + 2)
 
 

@@ -1,4 +1,4 @@
-"""At which temperature held-out pairs are found: the model's own, whichever loss it was trained with."""
+"""Tests that held-out pairs are scored at the model's own temperature, whichever loss it was trained with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: every preset is whole, wrong values are named, and a run is recognised by what identifies it."""
+"""Tests that every preset is complete, wrong values are named, and a run is recognised by what identifies it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
     config = PRESETS[name]()
     num_parameters = float(name.removesuffix("b-frozen").rpartition("-")[2]) * 1e9
     assert config.optimizer.batch_size % config.workers.num_workers == 0
-    assert state_bytes_per_worker(0, num_parameters, config.workers) < 40e9  # half of a large GPU
+    assert state_bytes_per_worker(0, num_parameters, config.workers) < 40e9  # This is half the memory of a large GPU.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A user's own model, saved to disk: every family is frozen, held in bfloat16, folded, and trains a TempNet."""
+"""Tests that a user's saved model of any family is frozen, held in bfloat16 and folded, and that its TempNet trains."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_before_it_is_loaded
 ) -> None:
     AutoConfig.for_model("bloom", vocab_size=512, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
         tmp_path
-    )  # no weights
+    )  # No weights are saved.
     tokenizer.save_pretrained(tmp_path)
     config = LanguageModelConfig(
         run=RunSection(name="own", storage=str(tmp_path)),

@@ -1,4 +1,4 @@
-"""The table and the coloured page."""
+"""Tests the summary table of a run and the page whose tokens are coloured by temperature."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_the_table_shows_regret_and_perplexity() -> None:
     })  # fmt: skip
     assert "regret" in table
     assert "0.1000" in table
-    assert "2.72" in table  # perplexity e
-    assert "learned τ" not in table  # plain cross-entropy learns none
+    assert "2.72" in table  # The perplexity is e.
+    assert "learned τ" not in table  # Plain cross-entropy learns no τ.

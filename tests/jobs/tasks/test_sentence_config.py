@@ -1,4 +1,4 @@
-"""Configurations of sentence encoders: presets are whole, and what is wrong is named before anything starts."""
+"""Tests that presets of sentence encoders are complete, and that wrong values are named before anything starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_presets_carry_the_papers_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """RoBERTa's 514 position embeddings, of which padding keeps two, and its special tokens, in small."""
+    """Returns a tiny RoBERTa with its special tokens and its 514 position embeddings, two of which padding reserves."""
     directory = tmp_path_factory.mktemp("roberta")
     vocabulary = {token: number for number, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a"])}
     tokenizer = RobertaTokenizerFast(vocab=vocabulary, merges=[])

@@ -1,4 +1,4 @@
-"""What a step of a sentence encoder logs: sums over ranks become the figures of the batch."""
+"""Tests that the logged sums of a sentence encoder's step, added over ranks, give the figures of the whole batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summary(name: str, parts: list[torch.Tensor] | list[None], mlm_loss: float |
         SpanStatistics.of(output_of(tau, mlm_loss), config, num_documents=4, num_crowded=number)
         for number, tau in enumerate(parts)
     ]
-    found[0].sums.add_(found[1].sums)  # as the loop adds up ranks
+    found[0].sums.add_(found[1].sums)  # The training loop adds up ranks in the same way.
     return found[0].summary()
 
 

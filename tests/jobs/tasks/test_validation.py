@@ -1,4 +1,4 @@
-"""Validation of language models: what is said of all tokens does not depend on how they are divided."""
+"""Tests that validation figures of language models over all tokens do not depend on how the tokens are divided."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_rank_correlation_is_that_of_all_tokens(micro_batch_size: int) -> No
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
-    """With an oracle for every token, rivals do not depend on micro-batches either."""
+    """If every token has an oracle temperature, the rivals' figures do not depend on the micro-batches either."""
     arrays = blocks()
     scores, details = validated(
         arrays, micro_batch_size, num_oracle_tokens=micro_batch_size * NUM_BLOCKS * LENGTH, with_details=True
