@@ -59,7 +59,8 @@ def shards(tmp_path: Path) -> Path:
 
 
 def prepare(source: Path, root: Path, max_bad_share: float = 0.5) -> ImageManifest:
-    return prepare_images(PrepareImagesConfig(source=str(source), max_bad_share=max_bad_share), str(root))
+    config = PrepareImagesConfig(source=str(source), max_bad_share=max_bad_share)
+    return prepare_images(config, str(root), max_bad_share_field="data.max_bad_share")
 
 
 def test_bad_shards_cost_what_they_lack_and_the_share_is_held(

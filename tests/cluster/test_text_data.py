@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 def prepare(source: Path, corpus: Path, root: Path, **options: float) -> Manifest:
     config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), **{"max_bad_share": 0.5, **options})
     layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
-    return prepare_text(config, layout, str(root))
+    return prepare_text(config, layout, str(root), max_bad_share_field="data.max_bad_share")
 
 
 def documents_of(blocks: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
