@@ -94,7 +94,10 @@ def test_a_unit_may_have_many_items_or_none_and_reading_does_not_run_ahead(
     # While the model has one item and is about to get the next, a reader holds two items and makes a third.
     ahead = [item - int((tmp_path / f"read-{item}").read_text()) for item in range(12)]
     assert max(ahead) <= 5
-    assert "0/2  unit 0  0.0 s\n" in capsys.readouterr().out
+    # A line for every item, and none for the unit without items, which may be done before or after the other one.
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[1:12] for line in lines] == ["/2  unit 0 "] * 12
+    assert lines[-1][0] in "12"
 
 
 def test_without_a_reader_all_workers_work(cluster: dict[str, str], tmp_path: Path) -> None:
