@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.engine.command_line import fail, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 
 _DEFAULT_CONTEXT_LENGTH = 256
 
@@ -25,11 +25,11 @@ class Rho:
     """Compute the mean optimal temperature τ* of a base model over a range of ρ, and find the ρ for a wanted mean."""
 
     model: str
-    """Directory or hub name of a Transformers causal LM."""
+    """Directory, URI or hub name of a Transformers causal LM."""
     text: str
     """Path or URI of the text: a file or a directory of files, in the formats that `train_lm` reads."""
     tokenizer: str = ""
-    """Directory, tokenizer.json file or hub name of the tokenizer. If empty: the model's own tokenizer."""
+    """Directory, tokenizer.json file, URI or hub name of the tokenizer. If empty: the model's own tokenizer."""
     tau: float = 0.85
     """The wanted mean temperature. The default is the centre of the papers' band [0.7, 1.0]."""
     tau_min: float = 0.001
@@ -49,7 +49,7 @@ class Rho:
     storage: str = ""
     """Directory or URI for the prepared text. If empty: $TEMPNET_HOME, else ./runs."""
     output: str = "calibration"
-    """Directory for calibration.json and curve.png."""
+    """Directory or URI for calibration.json and curve.png."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
 
@@ -59,11 +59,11 @@ class TauMax:
     """Find the τ_max with which a trained TempNet has a wanted mean τ over generated text, and save it with the TempNet."""
 
     model: str
-    """Directory of an export, or any Transformers causal LM (directory or hub name) together with --tempnet."""
+    """Directory or URI of an export, or any Transformers causal LM (also a hub name) together with --tempnet."""
     prompts: str
-    """Text file with one prompt per line."""
+    """Text file (path or URI) with one prompt per line."""
     tempnet: str = ""
-    """Directory or hub name of the TempNet. If empty: the TempNet in the model's directory."""
+    """Directory, URI or hub name of the TempNet. If empty: the TempNet in the model's directory."""
     mean_tau: float = 0.7
     """The wanted mean temperature (TempNet §6.4 uses 0.7 for chat)."""
     num_prompts: int = 32
@@ -91,6 +91,7 @@ def calibrate_rho(job: Rho) -> None:
     """Run the subcommand `rho`: prepare the text, calibrate in a Ray task, print and plot the result."""
     from jobs.engine.cluster import start_ray
     from jobs.engine.config import RunSection, WorkersSection
+    from jobs.engine.export import open_export
     from jobs.tasks.base import resolve_paths
     from jobs.tasks.language_model.calibration import calibrate
     from jobs.tasks.language_model.config import (
@@ -132,10 +133,9 @@ def calibrate_rho(job: Rho) -> None:
     start_ray()
     started = time.monotonic()
     values = calibrate(config, prepare_split(config, "train"))
-    output = Path(job.output)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")
-    plot(values, output / "curve.png", wanted=job.tau)
+    with open_export(job.output) as output:
+        (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")
+        plot(values, output / "curve.png", wanted=job.tau)
     curve = values["curve"]
     print(f"{'ρ':>8}{'target entropy':>16}{'mean τ*':>10}{'std':>8}")
     for row in zip(curve["rho"], curve["target_entropy"], curve["tau_mean"], curve["tau_std"], strict=True):
@@ -143,8 +143,8 @@ def calibrate_rho(job: Rho) -> None:
     print(
         f"\nρ = {values['rho']:.4f} (target entropy {values['target_entropy']:.4f} nats) has mean τ* = "
         f"{values['tau_mean']:.4f} ± {values['tau_std']:.4f} over {values['num_contexts']:,} contexts\n"
-        f"{time.monotonic() - started:.0f} s; {output}/curve.png shows the curve. Train with\n"
-        f"  --temperature.target-entropy {values['target_entropy']:.4f} --temperature.rho None"
+        f"{time.monotonic() - started:.0f} s; {job.output}/curve.png shows the curve. Train with\n"
+        f"  --temperature.target-entropy {values['target_entropy']:.4f}"
     )
 
 
@@ -180,30 +180,36 @@ def calibrate_tau_max(job: TauMax) -> None:
     """
     import torch
 
+    from jobs.engine.export import open_export
+    from pipelines.local_copy import local_copy
     from pipelines.sources import check_source
+    from pipelines.storage import join
     from pipelines.text.tokenization import load_tokenizer
     from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
     from tempnet.inference import CachedFold, can_fold, generate
     from tempnet.loading import find_tempnet, load_causal_lm
 
-    for field, path in (("model", job.model), ("tempnet", job.tempnet)):
+    places = {}
+    for field in ("model", "tempnet", "prompts"):
         try:
-            check_source(path or ".")
+            places[field] = local_copy(getattr(job, field))
+            if field != "prompts":
+                check_source(places[field] or ".")
         except ValueError as error:
             raise ValueError(f"{field} = {error}") from error
-    if not Path(job.prompts).exists():
+    if not Path(places["prompts"]).exists():
         raise FileNotFoundError(f"prompts = {job.prompts!r} is missing: there is no such file")
-    source = job.tempnet or job.model
-    directory = find_tempnet(source)
+    source, place = job.tempnet or job.model, places["tempnet"] or places["model"]
+    directory = find_tempnet(place)
     if directory is None and not job.dry_run:
         raise ValueError(
             f"{source} is no local directory of a TempNet that was saved by this project, so there is nowhere to save "
             "tau_max_eval: add --dry-run to see the figure only"
         )
-    prompts = [line for line in Path(job.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line for line in Path(places["prompts"]).read_text(encoding="utf-8").splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"{job.prompts} holds no prompt")
-    base, network = load_causal_lm(job.model, job.tempnet or None)
+    base, network = load_causal_lm(places["model"], places["tempnet"] or None)
     tokenizer = load_tokenizer(job.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.eos_token_id
@@ -255,16 +261,20 @@ def calibrate_tau_max(job: TauMax) -> None:
     print(f"τ_max = {network.config.tau_max_eval:.4f} gives a mean τ of {job.mean_tau:g} ± {uncertainty:.4f}")
     if job.dry_run or directory is None:
         return
-    network.save_pretrained(directory)
-    print(f"tau_max_eval = {network.config.tau_max_eval:.4f} is saved in {directory}")
+    within = directory.relative_to(place)
+    saved = join(source, str(within)) if within.parts else source
+    with open_export(saved) as copy:
+        network.save_pretrained(copy)
+    print(f"tau_max_eval = {network.config.tau_max_eval:.4f} is saved in {saved}")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    try:
+    with refusals_on_one_line():
         job = tyro.extras.subcommand_cli_from_dict(
             {"rho": Rho, "tau-max": TauMax}, args=arguments, prog="python -m jobs.calibrate", description=__doc__
         )
+    try:
         calibrate_rho(job) if isinstance(job, Rho) else calibrate_tau_max(job)
     except (ValueError, OSError) as error:
         fail(str(error))

@@ -7,15 +7,15 @@ python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import fail, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
 from jobs.scoring.generation.job import Outcome, run
+from pipelines.storage import write_bytes
 
 # Maximum number of texts on the HTML page; a page of more texts is slow to open.
 MAX_SECTIONS = 200
@@ -23,12 +23,13 @@ MAX_SECTIONS = 200
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    try:
+    with refusals_on_one_line():
         config = tyro.cli(GenerateConfig, args=arguments, prog="python -m jobs.generate", description=__doc__)
+    try:
         outcome = run(config)
         print(describe(outcome, config))
         if config.html:
-            Path(config.html).write_text(page(outcome, config), encoding="utf-8")
+            write_bytes(config.html, page(outcome, config).encode())
             print(f"{config.html} shows every token coloured by its τ")
     except (ValueError, OSError) as error:
         fail(str(error))
@@ -54,7 +55,7 @@ def describe(outcome: Outcome, config: GenerateConfig) -> str:
         )
     if config.format == "gsm8k":
         lines += _scores(outcome, config)
-    elif outcome.file.path != Path(config.output):
+    elif outcome.file.path != config.output:
         lines.append(f"{config.output} holds them as {config.format} wants them")
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, run_job
+from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 
@@ -88,10 +88,8 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
 def _parse(config: type[Config], arguments: Sequence[str]) -> Config:
     # Drop all other arguments if help is requested, since `--images --help` has no value for `--images`.
     arguments = ["--help"] if "--help" in arguments or "-h" in arguments else arguments
-    try:
+    with refusals_on_one_line():
         return tyro.cli(config, args=arguments, prog="python -m jobs.predict_temperatures", description=__doc__)
-    except ValueError as error:
-        fail(str(error))
 
 
 def _print_pair_summary(summary: dict[str, Any], output: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
 from pipelines.images.prepare import PrepareImagesConfig
 
@@ -38,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError
 
-    try:
+    with refusals_on_one_line():
         job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)
+    try:
         storage = RunSection(name="prepared", storage=job.storage).resolved_storage
         check_source(job.prepare)
         start_ray()

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
 from pipelines.text.prepare import PrepareConfig
 
@@ -44,10 +44,8 @@ class PrepareTextJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    try:
+    with refusals_on_one_line():
         job = tyro.cli(PrepareTextJob, args=arguments, prog="python -m jobs.prepare_text", description=__doc__)
-    except ValueError as error:
-        fail(str(error))
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.problems import TooManyProblemsError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import FAILED, REFUSED, fail, run_job
+from jobs.engine.command_line import FAILED, REFUSED, fail, refusals_on_one_line, run_job
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.experiments.registry import EXPERIMENTS, find
 
@@ -31,11 +31,9 @@ def parse(arguments: Sequence[str]) -> tuple[ReproduceConfig, bool]:
             f"experiments (EXPERIMENT --help lists the options):\n{lines}"
         )
         raise SystemExit(0 if rest else REFUSED)
-    try:
+    with refusals_on_one_line():
         _ = find(rest[0])
         config = tyro.cli(ReproduceConfig, args=rest, prog="python -m jobs.reproduce", description=__doc__)
-    except ValueError as error:
-        fail(str(error))
     return config, len(rest) < len(arguments)
 
 

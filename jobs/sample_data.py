@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tyro
 
-from jobs.engine.command_line import fail, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from pipelines.archives import list_archives
 from pipelines.sample.images import IMAGE_SIZE_DEFAULT, NUM_IMAGES_DEFAULT, read_captions, write_images
 from pipelines.sample.text import NUM_BYTES_DEFAULT, write_corpus
@@ -58,6 +58,10 @@ class SampleDataConfig:
             raise ValueError(f"vocab_size = {self.vocab_size} is too small for a byte-level BPE: choose at least 512")
         if self.num_images < 1:
             raise ValueError(f"num_images = {self.num_images} is not positive: choose at least 1")
+        if "://" in self.directory:
+            raise ValueError(
+                f"directory = {self.directory!r} is a URI, but sample data are written to a local directory"
+            )
         if not 32 <= self.image_size <= 1024:
             raise ValueError(f"image_size = {self.image_size} is outside 32 … 1024: smaller, the shapes cannot be told")
 
@@ -129,8 +133,9 @@ def _texts(directory: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    try:
+    with refusals_on_one_line():
         config = tyro.cli(SampleDataConfig, args=arguments, prog="python -m jobs.sample_data", description=__doc__)
+    try:
         print(make_sample_data(config))
     except (ValueError, OSError) as error:
         fail(str(error))

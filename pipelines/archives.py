@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pyarrow import fs
 
+from pipelines.object_store import is_local
 from pipelines.storage import relative, resolve
+from pipelines.store_errors import names_store
 
 NUM_NAMES_SHOWN = 5
 
@@ -53,6 +56,7 @@ class Archive:
     """Size of the stored (possibly compressed) file in bytes."""
 
 
+@names_store
 def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
     """List the archives at a URI, sorted by path.
 
@@ -62,12 +66,16 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory without archives.
+        OSError: if an object store refuses or does not answer; the message says what to set.
         ValueError: if the path is a file with an unknown suffix.
     """
     filesystem, root = resolve(uri)
     info = filesystem.get_file_info(root)
     legal = ", ".join(suffixes)
     if info.type == fs.FileType.NotFound:
+        if not is_local(filesystem):
+            with suppress(FileNotFoundError):  # Another error says that there is no such bucket.
+                filesystem.get_file_info(fs.FileSelector(root))
         raise FileNotFoundError(f"uri {uri!r}: no such file or directory")
     if info.type != fs.FileType.Directory:
         archive_format = format_of(root, suffixes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import zstandard
 
@@ -20,6 +20,15 @@ class Readable(Protocol):
     """Source of bytes that can be read sequentially."""
 
     def read(self, num_bytes: int, /) -> bytes: ...
+
+
+@runtime_checkable
+class Seekable(Readable, Protocol):
+    """Source of bytes that may also be read from any position."""
+
+    def seekable(self) -> bool: ...
+
+    def seek(self, position: int, whence: int = ..., /) -> int: ...
 
 
 class DamagedError(Exception):

@@ -2,20 +2,25 @@
 
 The stream is the infinite sequence epoch 0, epoch 1, …; each epoch visits every item exactly once. A *place* is an
 index into the stream. With B items per batch, batch k consists of places kB … (k+1)B−1. Batches may cross the end of
-an epoch, so no item is dropped and the order does not depend on the number of workers. In each epoch the shards are
-permuted and grouped into windows, and the items within a window are permuted, so that a reader needs only one window
-in memory at a time.
+an epoch, so no item is dropped and the order does not depend on the number of workers. In each epoch the parts of the
+data (such as groups of members of a tar, each with one or a few shards) are permuted, so are the shards within a part,
+and they are grouped into windows in this order. The items within a window are permuted, so that a reader needs only
+one window in memory at a time. A window depends on no part after its own, so that training can start while later
+parts are still being prepared.
 
 The cursor of a run, which is all that is needed to resume it, is a single number: the next place.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+
+_WITHIN_PART = 0x70617274
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +35,13 @@ class Window:
     """First place of the window in the stream."""
     shards: tuple[int, ...]
     """Numbers of the shards whose items the window holds."""
-    num_items: int
-    """Number of items (and places) in the window."""
+    sizes: tuple[int, ...]
+    """Number of items in each of these shards."""
+
+    @property
+    def num_items(self) -> int:
+        """Number of items (and places) in the window."""
+        return sum(self.sizes)
 
     @property
     def stop(self) -> int:
@@ -53,54 +63,119 @@ class StreamPlan:
     """Seed of the permutations."""
     window_size: int = 32_768
     """Number of items that complete a window: shards are added to it until it holds this many or the epoch ends."""
+    part_sizes: tuple[int, ...] = ()
+    """Number of shards in every part, whose shards are consecutive. If empty, every shard is a part of its own."""
 
     def __post_init__(self) -> None:
+        assert not self.part_sizes or sum(self.part_sizes) == len(self.shard_sizes)
         if self.num_items_per_epoch == 0:
             raise ValueError("the data set holds no items")
 
     @property
-    def num_items_per_epoch(self) -> int:
-        """Number of items in one epoch, which is the number of items in all shards."""
+    def num_items_per_epoch(self) -> int | None:
+        """Number of items in one epoch, which is the number of items in all shards; None if it is not known yet."""
         return sum(self.shard_sizes)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether the sizes of parts become known one after the other, so that a window may have to be waited for."""
+        return False
+
+    @property
+    def order_version(self) -> int:
+        """Version of the rule that makes the order: 1 if every shard is a part of its own, else 2."""
+        return 2 if self.part_sizes else 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.part_sizes) or len(self.shard_sizes)
+
+    def part(self, number: int) -> Sequence[tuple[int, int]]:
+        """Return the number and the size of each shard of a part."""
+        if not self.part_sizes:
+            return [(number, self.shard_sizes[number])]
+        first = _first_shards(self.part_sizes)[number]
+        return list(enumerate(self.shard_sizes[first : first + self.part_sizes[number]], start=first))
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield the windows that contain the places start … stop−1, in order."""
-        epoch = start // self.num_items_per_epoch
-        while epoch * self.num_items_per_epoch < stop:
-            yield from (window for window in self.epoch(epoch) if window.stop > start and window.start < stop)
+        epoch, first = 0, 0
+        if size := self.num_items_per_epoch:
+            epoch = start // size
+            first = epoch * size
+        while first < stop:
+            for window in self.epoch(epoch, first):
+                if window.start >= stop:
+                    return
+                if window.stop > start:
+                    yield window
+            assert self.num_items_per_epoch  # Known at the latest when the first epoch has ended.
+            first += self.num_items_per_epoch
             epoch += 1
 
-    def epoch(self, epoch: int) -> list[Window]:
-        """Return the windows of one epoch, in order; windows without items are omitted."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.shard_sizes))
-        windows: list[Window] = []
-        group: list[int] = []
-        place = epoch * self.num_items_per_epoch
-        for number, shard in enumerate(order.tolist()):
-            group.append(shard)
-            num_items = sum(self.shard_sizes[member] for member in group)
-            if num_items >= self.window_size or number == len(order) - 1:
-                windows.append(
-                    Window(epoch=epoch, index=len(windows), start=place, shards=tuple(group), num_items=num_items)
-                )
-                place += num_items
-                group = []
-        return [window for window in windows if window.num_items]
+    def epoch(self, epoch: int, first: int) -> Iterator[Window]:
+        """Yield the windows of one epoch, whose first place is `first`, in order; windows without items are omitted."""
+        group: list[tuple[int, int]] = []
+        index = num_items = 0
+        for shard, size in self._order(epoch):
+            group.append((shard, size))
+            num_items += size
+            if num_items >= self.window_size:
+                yield _make_window(epoch, index, first, group)
+                first += num_items
+                index += 1
+                group, num_items = [], 0
+        if num_items:
+            yield _make_window(epoch, index, first, group)
+
+    def order_parts(self, epoch: int) -> list[int]:
+        """Return the numbers of the parts in the order in which an epoch visits them."""
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_parts).tolist()
+
+    def _order(self, epoch: int) -> Iterator[tuple[int, int]]:
+        """Yield the number and the size of every shard in the order in which an epoch visits them."""
+        for number in self.order_parts(epoch):
+            shards = self.part(number)
+            if len(shards) > 1:
+                # The number of integers keeps this generator distinct from those of epochs and windows.
+                order = np.random.default_rng([self.seed, epoch, number, _WITHIN_PART]).permutation(len(shards))
+                shards = [shards[at] for at in order]
+            yield from shards
+
+    def cache_need(self, shard_bytes: Sequence[int]) -> int:
+        """Return the size of a cache that holds a window while the next one is fetched: two windows, or all shards.
+
+        Args:
+            shard_bytes: size of every shard in bytes.
+        """
+        windows = [sum(shard_bytes[shard] for shard in window.shards) for window in self.epoch(0, 0)]
+        return min(sum(shard_bytes), 2 * max(windows))
 
     def locate(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shard numbers and the rows in them, each (n,), of n places, which must all lie in the window."""
-        permutation, bounds = _window_order(self, window)
+        permutation, bounds = _window_order(self.seed, window)
         chosen = permutation[np.asarray(places) - window.start]
         member = np.searchsorted(bounds, chosen, side="right") - 1
         return np.asarray(window.shards)[member], chosen - bounds[member]
 
 
 @lru_cache(maxsize=4)
-def _window_order(plan: StreamPlan, window: Window) -> tuple[np.ndarray, np.ndarray]:
+def _first_shards(part_sizes: tuple[int, ...]) -> list[int]:
+    """Return the number of the first shard of every part."""
+    return [0, *itertools.accumulate(part_sizes)]
+
+
+def _make_window(epoch: int, index: int, start: int, group: Sequence[tuple[int, int]]) -> Window:
+    shards, sizes = zip(*group, strict=True)
+    return Window(epoch=epoch, index=index, start=start, shards=shards, sizes=sizes)
+
+
+@lru_cache(maxsize=4)
+def _window_order(seed: int, window: Window) -> tuple[np.ndarray, np.ndarray]:
     """Return the permutation of a window's items, and the index of each shard's first item in the unpermuted order."""
-    permutation = np.random.default_rng([plan.seed, window.epoch, window.index]).permutation(window.num_items)
-    sizes = [plan.shard_sizes[shard] for shard in window.shards]
-    return permutation, np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    permutation = np.random.default_rng([seed, window.epoch, window.index]).permutation(window.num_items)
+    return permutation, np.concatenate([[0], np.cumsum(window.sizes)[:-1]]).astype(np.int64)
 
 
 def rank_places(start: int, stop: int, *, batch_size: int, rank: int, world_size: int) -> np.ndarray:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-_NUM_EXAMPLES = 5
+NUM_EXAMPLES = 5
+"""Maximum number of examples of problems that are kept for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class Problem:
 def note(problem: Problem, problems: Counter[str], examples: list[str]) -> None:
     """Add a problem to the counts by kind, and to the examples as long as there are fewer than 5 of them."""
     problems[problem.kind] += problem.count
-    if len(examples) < _NUM_EXAMPLES:
+    if len(examples) < NUM_EXAMPLES:
         examples.append(f"{problem.where} ({problem.kind}: {problem.detail})")
 
 

@@ -1,19 +1,29 @@
-"""Read byte ranges from many files on a local or remote filesystem."""
+"""Read byte ranges and whole files, local or remote; the blocks of remote files are kept on the node's own disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import pyarrow as pa
 from pyarrow import fs
 
+from pipelines.block_cache import BlockCache, node_directory
+from pipelines.object_store import RemoteObject, is_local
 from pipelines.storage import resolve
 
 _NUM_OPEN_FILES = 64
+# An object that is open takes no file descriptor, but opening it takes a request.
+_NUM_OPEN_OBJECTS = 4096
 _NUM_THREADS = 16
+_NUM_THREADS_AHEAD = 4
 _MAX_BYTES_AT_A_TIME = 2**26
 
 
@@ -33,23 +43,40 @@ class RangeReader:
 
     Local files are read rather than memory-mapped: if a mapped file becomes shorter, accessing it kills the process
     with SIGBUS, whereas a read returns fewer bytes, which can be reported.
+
+    Args:
+        filesystem: the filesystem to read from.
+        cache: keeps the blocks of remote files, so that every process of the node finds what one has read. Without it,
+            every range of a remote file is a request of its own. It is not used for local files.
     """
 
-    def __init__(self, filesystem: fs.FileSystem) -> None:
-        self._filesystem = filesystem
-        # This is thread-safe: several threads may read from one of Arrow's random-access files, and it does no harm if
-        # two threads open the same file.
-        self._open = lru_cache(maxsize=_NUM_OPEN_FILES)(filesystem.open_input_file)
-        is_local = isinstance(filesystem, fs.LocalFileSystem)
-        self._pool = None if is_local else ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
+    def __init__(self, filesystem: fs.FileSystem, cache: BlockCache | None = None) -> None:
+        # Both kinds of files are thread-safe, and it does no harm if two threads open the same one.
+        self._open_local = lru_cache(maxsize=_NUM_OPEN_FILES)(filesystem.open_input_file)
+        self._open = lru_cache(maxsize=_NUM_OPEN_OBJECTS)(partial(RemoteObject, filesystem))
+        self._cache = cache
+        self._pool: ThreadPoolExecutor | None = None
+        if not is_local(filesystem):
+            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
+        self._ahead = ReadAhead()
+        self._paths_ahead: tuple[str, ...] = ()
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range.
 
         Raises:
-            OSError: if a file no longer exists or cannot be read.
+            OSError: if a file no longer exists or cannot be read; for an object store the message names the URI and
+                what to set.
         """
-        return list(self._pool.map(self._read, ranges) if self._pool else map(self._read, ranges))
+        if self._pool is None:
+            return [self._open_local(part.path).read_at(part.size, part.offset) for part in ranges]
+        if self._cache is None:
+            return list(self._pool.map(self._read, ranges))
+        list(self._pool.map(self._open, {part.path for part in ranges}))
+        blocks = {(part.path, block) for part in ranges for block in self._blocks(part)}
+        missing = [block for block in blocks if not self._cache.holds(self._name(*block))]
+        list(self._pool.map(lambda block: self._fetch(*block), missing))
+        return [self._read_cached(part, self._cache) for part in ranges]
 
     def stream(self, ranges: Sequence[ByteRange]) -> Iterator[bytes]:
         """Yield what `read` returns, item by item; memory holds at most 64 MiB, or a single range if it is longer.
@@ -65,13 +92,136 @@ class RangeReader:
             num_bytes += part.size
         yield from self.read(ranges[first:])
 
+    def read_file(self, path: str) -> pa.Buffer:
+        """Return the content of a file; a local one, and one of which the cache holds everything, is memory-mapped.
+
+        Raises:
+            OSError: if the file does not exist or cannot be read.
+        """
+        if self._pool is None:
+            with pa.memory_map(path) as file:
+                return file.read_buffer()
+        remote = self._open(path)
+        whole = self._cache.open(f"{remote.key}-whole", partial(self._get_file, path)) if self._cache else None
+        if whole is None:
+            return pa.py_buffer(self._get_file(path))
+        with whole:
+            mapped = mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ)
+            return pa.py_buffer(mapped).slice(0, remote.size)
+
+    def read_ahead(self, paths: Sequence[str], *, whole: bool = False) -> None:
+        """Fetch files into the cache in the background, in this order; what an earlier call has not begun is dropped.
+
+        An error of the store is left to whoever reads the file. Without a cache nothing happens.
+
+        Args:
+            paths: paths of the files.
+            whole: whether they are read by `read_file` rather than by `read`.
+        """
+        if self._pool is None or self._cache is None or tuple(paths) == self._paths_ahead:
+            return
+        self._paths_ahead = tuple(paths)
+        cache = self._cache
+
+        def fetch(path: str) -> None:
+            remote = self._open(path)
+            if whole:
+                cache.fetch(f"{remote.key}-whole", partial(self._get_file, path))
+                return
+            self._ahead.insert(
+                [
+                    partial(cache.fetch, self._name(path, block), partial(self._get_block, path, block))
+                    for block in range(remote.num_blocks)
+                ]
+            )
+
+        self._ahead.request([partial(fetch, path) for path in paths])
+
     def _read(self, part: ByteRange) -> bytes:
-        file: pa.NativeFile = self._open(part.path)
-        data: bytes = file.read_at(part.size, part.offset)
-        return data
+        return self._open(part.path).read(part.offset, part.size)
+
+    def _read_cached(self, part: ByteRange, cache: BlockCache) -> bytes:
+        pieces = []
+        end = part.offset + part.size
+        for block in self._blocks(part):
+            begin, block_end = self._open(part.path).bounds(block)
+            first, last = max(part.offset, begin), min(end, block_end)
+            file = cache.open(self._name(part.path, block), partial(self._get_block, part.path, block))
+            if file is None:  # There is no room for the block, so it would be read again for the next range.
+                pieces.append(self._open(part.path).read(first, last - first))
+                continue
+            with file:
+                pieces.append(os.pread(file.fileno(), last - first, first - begin))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _blocks(self, part: ByteRange) -> range:
+        """Return the numbers of the blocks that a range lies in."""
+        remote = self._open(part.path)
+        last = min(part.offset + part.size, remote.size) - 1
+        return range(remote.block_at(part.offset), remote.block_at(last) + 1) if part.offset <= last else range(0)
+
+    def _name(self, path: str, block: int) -> str:
+        return f"{self._open(path).key}-{block:06d}"
+
+    def _fetch(self, path: str, block: int) -> None:
+        assert self._cache is not None
+        if file := self._cache.open(self._name(path, block), partial(self._get_block, path, block)):
+            file.close()
+
+    def _get_block(self, path: str, block: int) -> bytes:
+        begin, end = self._open(path).bounds(block)
+        return self._open(path).read(begin, end - begin)
+
+    def _get_file(self, path: str) -> bytes:
+        return b"".join(self._get_block(path, block) for block in range(self._open(path).num_blocks))
 
 
-@lru_cache(maxsize=4)
-def range_reader(uri: str) -> RangeReader:
-    """Return the reader for a URI's filesystem; it is cached, so that a process has one reader per URI."""
-    return RangeReader(resolve(uri)[0])
+class ReadAhead:
+    """A few threads that call functions in order; the end of the program waits for no more than those that have begun."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._num_threads = 0
+
+    def request(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Replace the functions that wait by others."""
+        with self._lock:
+            self._waiting = deque(calls)
+        self._start()
+
+    def insert(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Let functions come before those that wait."""
+        with self._lock:
+            self._waiting.extendleft(reversed(calls))
+        self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            while self._num_threads < min(_NUM_THREADS_AHEAD, len(self._waiting)):
+                self._num_threads += 1
+                threading.Thread(target=self._work, name="read-ahead").start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                # The interpreter ends the main thread before it waits for the others.
+                if not self._waiting or not threading.main_thread().is_alive():
+                    self._num_threads -= 1
+                    return
+                call = self._waiting.popleft()
+            with suppress(OSError):
+                call()
+
+
+@lru_cache(maxsize=8)
+def range_reader(uri: str, cache_bytes: int = 0) -> RangeReader:
+    """Return the reader for a URI's filesystem; it is cached, so that a process has one reader per URI.
+
+    Args:
+        uri: path or URI below which files are read.
+        cache_bytes: size of the node's cache of remote blocks; 0: no cache.
+    """
+    filesystem, _ = resolve(uri)
+    has_cache = cache_bytes > 0 and not is_local(filesystem)
+    return RangeReader(filesystem, BlockCache(node_directory(), cache_bytes) if has_cache else None)

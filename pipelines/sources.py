@@ -1,4 +1,7 @@
-"""Check the source of a model or tokenizer: a local path, or a name on the Hugging Face hub."""
+"""Check the source of a model or tokenizer: a local path, or a name on the Hugging Face hub.
+
+What lies at a URI is checked after it was copied (`pipelines.local_copy`), as a local path.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,6 @@ def check_source(source: str) -> None:
     path = Path(source).expanduser()
     if path.exists():
         return
-    if "://" in source:
-        raise ValueError(
-            f"{source!r} is a URI, but models and tokenizers are read from a local path or by a hub name: copy it to a "
-            "directory that all machines share"
-        )
     if (
         not _HUB_NAME.fullmatch(source)
         or source.startswith(".")

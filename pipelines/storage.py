@@ -14,12 +14,16 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from pipelines.store_errors import names_store
 
+
+@names_store
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the filesystem of a URI (`s3://`, `gs://`, `file://`, ...) or local path, and the path within it.
 
     Raises:
         ValueError: if the URI is empty or pyarrow does not know its scheme.
+        OSError: if the address of an object store cannot be found; the message says what to set.
     """
     if not uri:
         raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
@@ -40,6 +44,53 @@ def relative(path: str, root: str) -> str:
     return str(below.relative_to(root)) if path != root and below.is_relative_to(root) else below.name
 
 
+def join(uri: str, name: str) -> str:
+    """Return the path or URI of what has a name in the directory at `uri`; a query of the URI stays at its end."""
+    place, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
+    return f"{place.rstrip('/')}/{name}{mark}{query}"
+
+
+def exists(uri: str) -> bool:
+    """Return whether there is a file or directory at a path or URI."""
+    filesystem, path = resolve(uri)
+    return filesystem.get_file_info(path).type != fs.FileType.NotFound
+
+
+@names_store
+def read_bytes(uri: str) -> bytes:
+    """Return the content of the file at a path or URI.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    filesystem, path = resolve(uri)
+    with filesystem.open_input_stream(path) as stream:
+        content: bytes = stream.read()
+    return content
+
+
+@names_store
+def write_bytes(uri: str, content: bytes) -> None:
+    """Write a file atomically: a reader sees all of it or none, and if the disk is full the old file remains.
+
+    Raises:
+        OSError: if the file cannot be written; the message names the file if the operating system gave an error number.
+    """
+    filesystem, path = resolve(uri)
+    partial = f"{path}.{uuid.uuid4().hex}.partial"  # The name is unique, as other processes may write the same file.
+    try:
+        with filesystem.open_output_stream(partial) as stream:
+            stream.write(content)
+        filesystem.move(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            filesystem.delete_file(partial)
+        if error.errno is None:  # The error comes from an object store, which has no error numbers.
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), path) from error
+
+
+@names_store
 def read_json(uri: str) -> dict[str, Any] | None:
     """Return the JSON object stored at a URI, or None if there is no such file.
 
@@ -49,8 +100,7 @@ def read_json(uri: str) -> dict[str, Any] | None:
     filesystem, path = resolve(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None
-    with filesystem.open_input_stream(path) as stream:
-        content = stream.read()
+    content = read_bytes(uri)
     try:
         values = json.loads(content)
     except ValueError as error:
@@ -60,24 +110,10 @@ def read_json(uri: str) -> dict[str, Any] | None:
     return values
 
 
+@names_store
 def write_json(uri: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically: a reader sees all of it or none, and if the disk is full the old file remains.
-
-    Raises:
-        OSError: if the file cannot be written; the message names the file if the operating system gave an error number.
-    """
-    filesystem, path = resolve(uri)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"  # The name is unique, as other processes may write the same file.
-    try:
-        with filesystem.open_output_stream(partial) as stream:
-            stream.write(json.dumps(content, indent=1).encode())
-        filesystem.move(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            filesystem.delete_file(partial)
-        if error.errno is None:  # The error comes from an object store, which has no error numbers.
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), path) from error
+    """Write a JSON object as :func:`write_bytes` does."""
+    write_bytes(uri, json.dumps(content, indent=1).encode())
 
 
 def compute_digest(content: object) -> str:

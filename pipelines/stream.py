@@ -8,10 +8,12 @@ the same order.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import ray.data
@@ -23,6 +25,9 @@ Batch = dict[str, np.ndarray]
 
 # Logical CPUs that Ray reserves for each reading task of a rank, which runs beside the rank's training process.
 READ_CPUS = 0.25
+# A segment ends with the first window at which it has this many tasks. Starting an execution takes a few tenths of a
+# second, in the background.
+_NUM_TASKS_PER_SEGMENT = 512
 
 
 class Source(Protocol):
@@ -45,6 +50,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class RemoteSource(Protocol):
+    """Source whose shards may lie in an object store."""
+
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch shards into the node's cache in the background, in this order, if they are remote."""
+        ...
+
+
 class Patience:
     """Ray Data execution callback that slows down Ray Data's scheduling loop while training does not wait for data.
 
@@ -58,6 +72,15 @@ class Patience:
     is_awaited: ClassVar = threading.Event()
     """Set while someone in this process waits for a batch."""
 
+    @classmethod
+    def hold(cls, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches; Ray Data's loop is slow while none is awaited."""
+        cls.is_awaited.set()
+        for batch in batches:
+            cls.is_awaited.clear()
+            yield batch
+            cls.is_awaited.set()
+
     def before_execution_starts(self, executor: Any) -> None:
         """Do nothing; Ray Data requires this method."""
 
@@ -70,6 +93,21 @@ class Patience:
 
     def after_execution_fails(self, executor: Any, error: Exception) -> None:
         """Do nothing; Ray Data requires this method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive batches that one execution of Ray Data reads.
+
+    The list of a segment's tasks is bounded, however long the run is.
+    """
+
+    start: int
+    """First place of the segment; a multiple of the batch size."""
+    stop: int
+    """The place just after its last one; a multiple of the batch size."""
+    windows: list[Window]
+    """The windows that its items lie in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +135,8 @@ class RankStream:
     """Number of batches that one task reads; if None, a task reads a whole window."""
     num_batches_per_output: int = 16
     """Number of batches that a task yields at a time."""
+    reader_resources: Mapping[str, float] = field(default_factory=dict)
+    """Custom Ray resources that a reading task takes, by which the tasks are kept to certain nodes."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -120,22 +160,67 @@ class RankStream:
         """
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
-        windows = list(self.plan.windows(start, stop))
-        if self.num_readers == 0:
-            for first in range(start, stop, self.batch_size):
-                yield self._read_batch(windows, first)
-            return
-        if not windows:
-            return
+        segments = self.segments(start, stop)
+        if self.num_readers:
+            yield from Patience.hold(self._stream(segments))
+        else:
+            for segment in segments:
+                for first in range(segment.start, segment.stop, self.batch_size):
+                    yield self._read_batch(segment.windows, first)
+
+    def segments(self, start: int, stop: int) -> Iterator[Segment]:
+        """Yield the segments of the places start … stop−1, in order; a segment holds whole batches."""
+        windows: list[Window] = []
+        num_tasks = 0
+        for window in self.plan.windows(start, stop):
+            windows.append(window)
+            num_tasks += 1 if self.num_batches_per_task is None else window.num_items // self.batch_size + 1
+            whole = min(stop, window.stop // self.batch_size * self.batch_size)
+            if whole > start and (self.plan.is_growing or num_tasks >= _NUM_TASKS_PER_SEGMENT):
+                yield Segment(start, whole, windows)
+                start, num_tasks = whole, 0
+                windows = [window] if window.stop > whole else []  # A batch may cross the end of a window.
+        if start < stop:
+            yield Segment(start, stop, windows)
+
+    def _stream(self, segments: Iterator[Segment]) -> Iterator[Batch]:
+        """Yield the batches of the segments, each of which begins to be read before the one before it has ended."""
+
+        def begin() -> tuple[int, Iterator[Batch]]:
+            segment = next(segments, None)
+            if segment is None:
+                return 0, iter(())
+            batches = self._read_segment(segment)
+            return (segment.stop - segment.start) // self.batch_size, itertools.chain([next(batches)], batches)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="next-segment")
+        try:
+            upcoming = pool.submit(begin)
+            while True:
+                num_batches, batches = upcoming.result()
+                if not num_batches:
+                    return
+                for number, batch in enumerate(batches):
+                    if number == num_batches * 3 // 4:
+                        upcoming = pool.submit(begin)
+                    yield batch
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read_segment(self, segment: Segment) -> Iterator[Batch]:
+        """Yield the batches of a segment, which are read by an execution of Ray Data."""
+        windows = segment.windows
         tasks = [
             {"window": index, "first": int(part[0]), "last": int(part[-1])}
             for index, window in enumerate(windows)
-            for part in self._parts(self._places(window, start, stop), self.num_batches_per_task)
+            for part in self._parts(self._places(window, segment.start, segment.stop), self.num_batches_per_task)
         ]
 
         def read(row: Batch) -> Iterator[Batch]:
             for index, first, last in zip(row["window"], row["first"], row["last"], strict=True):
                 window = windows[int(index)]
+                if isinstance(self.source, RemoteSource):
+                    self.source.read_ahead([shard for near in windows[int(index) :][:2] for shard in near.shards])
                 places = self._places(window, int(first), int(last) + 1)
                 for part in self._parts(places, self.num_batches_per_output):
                     yield self.read_places(window, part)
@@ -148,13 +233,13 @@ class RankStream:
         context.custom_execution_callback_classes = [Patience]  # type: ignore[list-item]  # Ray's own base class is internal
         # The batches that a task has yielded are prefetched while the task continues to read.
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
-            read, batch_size=1, num_cpus=READ_CPUS, concurrency=self.num_readers
+            read,
+            batch_size=1,
+            num_cpus=READ_CPUS,
+            concurrency=self.num_readers,
+            resources=dict(self.reader_resources),
         )
-        Patience.is_awaited.set()
-        for batch in dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4):
-            Patience.is_awaited.clear()
-            yield batch
-            Patience.is_awaited.set()
+        yield from dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4)
 
     def _read_batch(self, windows: list[Window], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""

@@ -9,10 +9,11 @@ Memory use is limited to one buffer and one extended header, whatever sizes the 
 
 from __future__ import annotations
 
+import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from pipelines.decompression import Readable
+from pipelines.decompression import Readable, Seekable
 
 MAX_HEADER_BYTES = 2**16
 """Maximum size of an extended header (a pax header, or a GNU header for a long name), in bytes.
@@ -20,7 +21,8 @@ MAX_HEADER_BYTES = 2**16
 A longer one is an error, after which the archive cannot be read further. A path on Linux has at most 4 KiB.
 """
 
-_BUFFER_BYTES = 2**20
+BUFFER_BYTES = 2**20
+"""Number of bytes that are read from a tar at a time, unless the caller says otherwise."""
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _PAX_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
@@ -57,21 +59,33 @@ class TarMember:
         return data
 
 
-def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
+def tar_members(
+    stream: Readable, *, start: int = 0, stop: int | None = None, buffer_bytes: int = BUFFER_BYTES
+) -> Iterator[tuple[tarfile.TarInfo, TarMember]]:
     """Yield the header and a reader of each member of a tar, in order.
 
     A member can only be read before the next one is requested. The valid attributes of a header are `name` (always
-    encodable as UTF-8), `type`, `size`, `offset_data`, and `sparse` (not None for a sparse file, whose stored bytes
-    are not the file's content).
+    encodable as UTF-8), `type`, `size`, `offset` (where the member's first header begins, which is an extended one if
+    it has any), `offset_data`, `pax_headers` (the fields of global headers so far), and `sparse` (not None for a sparse
+    file, whose stored bytes are not the file's content).
+
+    Args:
+        stream: the archive, positioned at `start`. If it can seek, large members that are not read are skipped.
+        start: byte at which the first header to read begins.
+        stop: byte at which to end without looking for an end mark: where a later header begins. None: the end.
+        buffer_bytes: number of bytes to read at a time.
 
     Raises:
         tarfile.TarError: where the archive is truncated or corrupt, after all members before that place were yielded.
     """
-    source = _Source(stream)
+    source = _Source(stream, start, buffer_bytes)
     for_all: dict[str, str] = {}  # Fields of global pax headers, which apply to all later members.
     for_next: dict[str, str] = {}  # Fields of the extended headers before the next member; the first occurrence wins.
+    first = start  # Where the first header of the next member begins.
     while True:
         position = source.position
+        if stop is not None and position >= stop:
+            return
         block = source.read(_BLOCK_BYTES)
         if not block:
             what = (
@@ -99,10 +113,12 @@ def tar_members(stream: Readable) -> Iterator[tuple[tarfile.TarInfo, TarMember]]
         else:
             num_stored = _complete(info, for_all | for_next, block, source, position)
             for_next = {}
+            info.offset, info.pax_headers = first, for_all
             yield info, TarMember(source, num_stored)
             end = info.offset_data + _whole_blocks(num_stored)
             if source.skip(end - source.position):
                 raise tarfile.ReadError(f"it ends within {info.name}")
+            first = source.position
 
 
 def _complete(info: tarfile.TarInfo, fields: dict[str, str], block: bytes, source: _Source, position: int) -> int:
@@ -172,19 +188,25 @@ def _whole_blocks(num_bytes: int) -> int:
 class _Source:
     """Buffered reader that reads a stream in large pieces, returns small ones, and tracks its position."""
 
-    __slots__ = ("_at", "_buffer", "_stream", "position")
+    __slots__ = ("_at", "_buffer", "_buffer_bytes", "_seek", "_size", "_stream", "position")
 
-    def __init__(self, stream: Readable) -> None:
+    def __init__(self, stream: Readable, position: int, buffer_bytes: int) -> None:
         self._stream = stream
+        self._seek: Callable[[int], int] | None = None
+        self._size = 0  # Of the whole archive in bytes; only known if the stream can seek.
+        if isinstance(stream, Seekable) and stream.seekable():
+            self._seek, self._size = stream.seek, stream.seek(0, os.SEEK_END)
+            stream.seek(position)
         self._buffer, self._at = b"", 0
-        self.position = 0
+        self._buffer_bytes = buffer_bytes
+        self.position = position
 
     def read(self, num_bytes: int) -> bytes:
         """Return exactly `num_bytes` bytes, or fewer at the end of the stream."""
         parts = []
         while num_bytes > 0:
             if self._at == len(self._buffer):
-                self._buffer, self._at = self._stream.read(_BUFFER_BYTES), 0
+                self._buffer, self._at = self._stream.read(self._buffer_bytes), 0
                 if not self._buffer:
                     break
             part = self._buffer[self._at : self._at + num_bytes]
@@ -196,6 +218,12 @@ class _Source:
 
     def skip(self, num_bytes: int) -> int:
         """Skip `num_bytes` bytes; return how many of them are missing because the stream ended."""
-        while num_bytes > 0 and (data := self.read(min(num_bytes, _BUFFER_BYTES))):
+        if self._seek is not None and num_bytes > len(self._buffer) - self._at + self._buffer_bytes:
+            num_skipped = min(num_bytes, self._size - self.position)
+            self.position += num_skipped
+            self._seek(self.position)
+            self._buffer, self._at = b"", 0
+            return num_bytes - num_skipped
+        while num_bytes > 0 and (data := self.read(min(num_bytes, self._buffer_bytes))):
             num_bytes -= len(data)
         return num_bytes

@@ -23,8 +23,39 @@ _PUBLISHED_HEADS: dict[PublishedHead, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TempNetConfig:
-    """Sizes, output range and ablation switches of a TempNet.
+class TempNetOptions:
+    """Sizes and ablation switches of a TempNet: what the configuration of a training run lets its user choose."""
+
+    hidden_size: int = 256
+    """d1, the width of the TempNet's transform layer."""
+    num_prototypes: int = 256
+    """d2, the width of the TempNet's projection layer."""
+    phi_init: float = 1.0
+    """Initial value of φ, the temperature inside the TempNet's pooling layer. The parameter is log φ, so that φ stays
+    positive."""
+    input_shift: Literal["none", "mean", "max"] = "none"
+    """What is subtracted from the logits before the TempNet reads them. none: nothing, as in the paper. mean: the mean of
+    the row, which makes τ independent of a constant added to all logits and costs nothing, because it folds into the
+    output weight. max: the maximum of the row, as in the training of the published LLaMA-2-Chat networks. A TempNet that
+    reads embeddings accepts only none."""
+    normalize_input: bool = True
+    """Whether the TempNet divides its input by the L2 norm (ablation: Table 20)."""
+    transform: bool = True
+    """Whether the TempNet has the transform layer (ablation: Tables 19 and 20)."""
+    projection: bool = True
+    """Whether the TempNet has the projection layer (ablation: Tables 19 and 20)."""
+    pooling: Literal["parametric", "linear"] = "parametric"
+    """Pooling of the TempNet: parametrised, as in the paper, or one linear layer instead, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b]
+    (ablation: Tables 19 and 20)."""
+    depth: Literal[3, 4] = 3
+    """Depth of the TempNet; 4 adds a second transform layer (ablation: Tables 21 and 22)."""
+    stop_gradient: bool = True
+    """Whether the TempNet's input is detached, so that no gradient reaches the base model through it (ablation: Table 18)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TempNetConfig(TempNetOptions):
+    """Input, output range, sizes and ablation switches of a TempNet.
 
     :meth:`for_logits` and :meth:`for_embeddings` create configurations with the papers' defaults for each kind.
 
@@ -44,29 +75,6 @@ class TempNetConfig:
     """Upper end τ_max of the output range in training (exclusive)."""
     tau_max_eval: float | None = None
     """τ_max at inference, which rescales the mean temperature (§6.4, Figure 9); None: the same as tau_max."""
-    hidden_size: int = 256
-    """Width d1 of the transform."""
-    num_prototypes: int = 256
-    """Width d2 of the projection."""
-    phi_init: float
-    """Initial value of the temperature φ inside the pooling; the parameter is log φ, so that φ stays positive."""
-    input_shift: Literal["none", "mean", "max"] = "none"
-    """Value that is subtracted from the logits first. "none": nothing, as in the paper. "mean": the mean of the row,
-    which makes τ independent of a constant added to all logits and costs nothing, because it folds into the output
-    weight. "max": the maximum of the row, as in the training of the published LLaMA-2-Chat networks."""
-    normalize_input: bool = True
-    """Whether to divide the input by its L2 norm (ablation: Table 20)."""
-    transform: bool = True
-    """Whether to use the transform layer (ablation: Tables 19 and 20)."""
-    projection: bool = True
-    """Whether to use the projection layer (ablation: Tables 19 and 20)."""
-    pooling: Literal["parametric", "linear"] = "parametric"
-    """Kind of pooling: the parametrised one, or instead one linear layer, s = (1/ρ)·[Σ_k w_k·u_k/d2 + b] (ablation:
-    Tables 19 and 20)."""
-    depth: Literal[3, 4] = 3
-    """Number of layers; 4 adds a second transform of width d1 (ablation: Tables 21 and 22)."""
-    stop_gradient: bool = True
-    """Whether to detach the input (ablation: Table 18)."""
     projection_bias: bool = False
     """Whether the projection has a bias (the published LLaMA-2 networks have one; the paper's formula has none)."""
     pool_by_rho: bool = True
@@ -119,7 +127,7 @@ class TempNetConfig:
             tau_max: upper end τ_max of the output range.
             changes: values of other fields.
         """
-        return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, "phi_init": 1.0, **changes})
+        return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, **changes})
 
     @classmethod
     def released(

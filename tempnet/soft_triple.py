@@ -32,23 +32,29 @@ _EPSILON = 1e-5  # As in the authors' code; it is needed because the slope of th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftTripleConfig:
+class SoftTripleOptions:
+    """Settings of the loss without the regulariser; the defaults are the best ones of the paper (Table 1)."""
+
+    num_centers: int = 2000
+    """K, the number of centres per class."""
+    gamma: float = 0.1
+    """γ, the temperature of the softmax over the centres of a class."""
+    scale: float = 3.3
+    """λ, the scale of the class similarities in the softmax."""
+    margin: float = 0.3
+    """δ, the margin subtracted from the similarity to the right class."""
+    beta: float = 0.9
+    """β, the weight of the cross-entropy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftTripleConfig(SoftTripleOptions):
     """Settings of the loss; the defaults are the best ones of the paper (TripleEntropy, Table 1).
 
     Raises:
         ValueError: if a field is outside its range; the message names the field.
     """
 
-    num_centers: int = 2000
-    """Number K of centres per class."""
-    gamma: float = 0.1
-    """Temperature γ of the softmax over the centres of a class."""
-    scale: float = 3.3
-    """Factor λ of the class scores."""
-    margin: float = 0.3
-    """Margin δ that is subtracted from the score of the true class."""
-    beta: float = 0.9
-    """Weight β of the cross-entropy, in [0, 1]."""
     regularizer: float = 0.0
     """Weight of the regulariser R; if 0, R is not computed."""
 

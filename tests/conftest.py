@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from store_support import bucket, s3_server  # noqa: F401 - fixtures of all tests
 
 # No test has a time limit per example, because a busy machine may be slow and no test measures speed.
 settings.register_profile("tempnet", deadline=None)

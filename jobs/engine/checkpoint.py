@@ -61,6 +61,8 @@ class RunState:
     """Number of PyTorch threads of every worker; 0 if it was not set."""
     validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Step and scores of every validation so far."""
+    order_version: int = 1
+    """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
 
 
 FRESH_STATE = RunState(
@@ -153,18 +155,24 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
         raise DamagedCheckpointError("; ".join(filter(None, problems)))
 
 
-def read_state(directory: Path, *, world_size: int, zero_stage: int) -> RunState:
+def read_state(directory: Path, *, world_size: int, zero_stage: int, order_version: int) -> RunState:
     """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
 
     Raises:
         FatalTrainingError: if a different number of workers wrote the checkpoint under ZeRO 3, which partitions the
-            weights themselves.
+            weights themselves, or if the program that wrote it read the data in an order of another version.
     """
     state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
     if state.world_size != world_size and zero_stage == 3:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by {state.world_size} workers under ZeRO 3, this run has "
             f"workers.num_workers = {world_size}: continue with {state.world_size} (ZeRO 0, 1 and 2 take any number)"
+        )
+    if state.order_version != order_version:
+        raise FatalTrainingError(
+            f"the checkpoint of step {state.step} was written by a program that reads these data in another order (version "
+            f"{state.order_version}; this program has version {order_version}), so that some samples would be repeated and "
+            "others left out: finish the run with the program that began it, or begin again under another run.name"
         )
     return state
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
+import itertools
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
 
 from jobs.engine.hints import with_hint
+from jobs.engine.identity import flat_fields
 from jobs.engine.masking import masked
 
 Config = TypeVar("Config")
@@ -43,7 +47,8 @@ def parse_preset(
     dry_run = "--dry-run" in rest
     rest = [argument for argument in rest if argument != "--dry-run"]
     default = presets[name]()
-    try:
+    rest = _without_alternatives(default, rest)
+    with refusals_on_one_line():
         config = tyro.cli(
             type(default),
             default=default,
@@ -51,9 +56,47 @@ def parse_preset(
             prog=f"python -m jobs.{job} {name}",
             config=(tyro.conf.AvoidSubcommands,),
         )
+    return config, dry_run
+
+
+def _without_alternatives(preset: object, arguments: list[str]) -> list[str]:
+    """Return the arguments and `None` for each field of the preset whose alternative they give (`jobs.engine.fields`)."""
+    given = {}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        given[name.replace("_", "-")] = value if equals else following
+    cleared = []
+    for name, _, metadata in flat_fields(preset):
+        if other := metadata.get("alternative"):
+            option, other = (f"--{path}".replace("_", "-") for path in (name, f"{name.rpartition('.')[0]}.{other}"))
+            if given.get(option, "None") != "None" and other not in given:
+                cleared += [other, "None"]
+    return arguments + cleared
+
+
+@contextlib.contextmanager
+def refusals_on_one_line() -> Iterator[None]:
+    """Report a value that a configuration's constructor refuses within tyro by :func:`fail`, and not in a box of tyro's.
+
+    The box stays for what tyro itself refuses, such as an unknown option, because it shows the help of the option.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        error = ended.__context__
+        while error is not None and not isinstance(error, ValueError):
+            error = error.__context__
+        if error and any(
+            frame.f_code.co_name == "__post_init__" for frame, _ in traceback.walk_tb(error.__traceback__)
+        ):
+            fail(str(error))
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
     except ValueError as error:
         fail(str(error))
-    return config, dry_run
+    print(said.getvalue(), end="", file=sys.stderr)
 
 
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -64,7 +107,7 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         exit_interrupted()
     except Exception:  # an unexpected error, whose text may hold an address with a password
         print(masked(traceback.format_exc()), file=sys.stderr, end="")
-        raise SystemExit(1) from None
+        raise SystemExit(FAILED) from None
 
 
 def exit_interrupted(directory: str = "") -> NoReturn:

@@ -238,7 +238,7 @@ class EncoderSection:
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
         check_share("model", self, "dropout")
-        if self.hidden_size % self.num_heads:
+        if not self.path and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}"
             )

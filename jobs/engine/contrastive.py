@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.fields import shared_fields
+from jobs.engine.fields import values_of
 from jobs.engine.temperature import TempNetSection
-from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
-from tempnet.network_config import TempNetConfig
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, ContrastiveOptions, check_negatives
+from tempnet.network_config import TempNetConfig, TempNetOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastiveSection(TempNetSection):
-    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`).
-
-    Fields that `ContrastiveLossConfig` has too are passed on to it.
-    """
+class ContrastiveSection(TempNetSection, ContrastiveOptions):
+    """The contrastive loss, its normaliser and its temperatures (see `tempnet.contrastive.config`)."""
 
     loss: str = "tempnet"
     """Name of the loss: clip, clip_fixed, cyclip, sogclr, isogclr, tempnet, sogclr_given, temperature_free or
     tempnet_in_batch."""
-    rho: float = 8.0
-    """ρ of the robust loss, in nats; used by isogclr and tempnet. Must be below the logarithm of the number of training
-    samples less one."""
     tau: float | None = None
     """The fixed temperature, or the initial value of a learned one. None: 0.01 for losses normalised over all data
     (sogclr, isogclr, tempnet, sogclr_given), 0.07 for losses normalised over the batch."""
@@ -32,17 +25,6 @@ class ContrastiveSection(TempNetSection):
     """τ₀, the lower bound of the temperature. None: 0.001 for losses normalised over all data, 0.01 over the batch."""
     tau_max: float | None = None
     """τ_max, the upper bound of the temperature. None: 0.05 for losses normalised over all data, 1 over the batch."""
-    gamma: float = 0.8
-    """Weight γ, in (0, 1], of the current batch in the per-sample moving averages of the losses normalised over all
-    data; 1 forgets the past. Used with the constant gamma_schedule."""
-    gamma_schedule: Literal["constant", "cosine"] = "constant"
-    """Schedule of γ. constant: always gamma. cosine: from 1 to gamma_min over the first half of training."""
-    gamma_min: float = 0.2
-    """Final value of γ with the cosine gamma_schedule, in (0, 1]."""
-    tau_step: float = 0.03
-    """Step size η of isogclr's updates of the per-sample temperatures."""
-    tau_momentum: float = 0.5
-    """Momentum β, in (0, 1], of isogclr's updates of the per-sample temperatures."""
     phi_init: float = 0.01
     """Initial value of φ, the temperature inside the TempNet's pooling layer."""
 
@@ -74,7 +56,8 @@ class ContrastiveSection(TempNetSection):
     @property
     def loss_config(self) -> ContrastiveLossConfig:
         """The configuration of the loss that this section describes."""
-        return ContrastiveLossConfig.for_name(self.loss, **shared_fields(self, ContrastiveLossConfig))
+        bounds = {"tau_min": self.tau_min, "tau_max": self.tau_max}
+        return ContrastiveLossConfig.for_name(self.loss, tau=self.tau, **bounds, **values_of(self, ContrastiveOptions))
 
     @property
     def tau_range(self) -> tuple[float, float]:
@@ -85,8 +68,8 @@ class ContrastiveSection(TempNetSection):
     def network_config(self, embedding_size: int) -> TempNetConfig:
         """Return the configuration of a TempNet that reads embeddings of the given size."""
         low, high = self.tau_range
-        options = shared_fields(self, TempNetConfig) | {"tau_min": low, "tau_max": high}
-        return TempNetConfig.for_embeddings(embedding_size, **options)
+        options = values_of(self, TempNetOptions)
+        return TempNetConfig.for_embeddings(embedding_size, rho=self.rho, tau_min=low, tau_max=high, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

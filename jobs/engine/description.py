@@ -63,7 +63,10 @@ def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: s
     if speed := outcome[f"{unit}_per_second"]:
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
         rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
-    rows.append(("steps, epochs", f"{outcome['num_steps']}, {outcome['num_epochs']:.2f}"))
+    num_epochs = outcome["num_epochs"]  # None if the run ended before all of its data were prepared
+    rows.append(
+        ("steps, epochs", f"{outcome['num_steps']}, {'below 1' if num_epochs is None else f'{num_epochs:.2f}'}")
+    )
     if reason := outcome.get("stopped"):
         rows.append(("STOPPED", reason))
     width = max(len(name) for name, _ in rows)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.config import EncoderSection
+from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 from tempnet.weights import check_weight_files
 
@@ -46,13 +47,13 @@ def build_encoder(
     torch.manual_seed(seed)
     if settings.path:
         try:
-            check_source(settings.path)
+            check_source(place := local_copy(settings.path))
         except ValueError as error:
             raise ValueError(f"model.path = {error}") from error
-        check_weight_files(settings.path)
+        check_weight_files(place)
         try:
             model: PreTrainedModel = head.from_pretrained(
-                settings.path,
+                place,
                 dtype=torch.float32,
                 use_safetensors=True,
                 attn_implementation=settings.attention,

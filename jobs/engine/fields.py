@@ -1,4 +1,4 @@
-"""What the fields of a configuration tell beside their values: whether they identify a run, and whether they are paths."""
+"""What the fields of a configuration tell beside their values: whether they identify a run, are paths, or replace another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,24 @@ PATH = {"is_path": True}
 """Metadata of a field that can hold a local path, which :func:`with_absolute_paths` makes absolute for the workers."""
 
 
+def alternative(name: str) -> dict[str, str]:
+    """Return the metadata of an optional field that stands for the same as another one of its section.
+
+    A value of it on the command line makes the other one None, unless that is given too.
+    """
+    return {"alternative": name}
+
+
 def absolute_path(value: str) -> str:
     """Return a local path as an absolute one, because the workers have another working directory.
 
-    URIs, hub names and paths that do not exist are returned unchanged.
+    URIs, hub names and paths that do not exist are returned unchanged. A file keeps its own name even if it is a symbolic
+    link, because the suffix tells the format.
     """
-    return str(Path(value).resolve()) if value and "://" not in value and Path(value).exists() else value
+    path = Path(value)
+    if not value or "://" in value or not path.exists():
+        return value
+    return str(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
 
 
 def with_absolute_paths(config: Section) -> Section:
@@ -37,12 +49,6 @@ def with_absolute_paths(config: Section) -> Section:
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
-def shared_fields(section: Any, config_type: type) -> dict[str, Any]:
-    """Return the values of a section's fields that a configuration of the library has under the same name.
-
-    A field that is None is left out, so that the library's default applies. A section does not hold the library's
-    configuration itself, because its fields would get another name on the command line and in what identifies a run.
-    """
-    names = {item.name for item in dataclasses.fields(config_type)}
-    values = {item.name: getattr(section, item.name) for item in dataclasses.fields(section) if item.name in names}
-    return {name: value for name, value in values.items() if value is not None}
+def values_of(section: Any, base: type) -> dict[str, Any]:
+    """Return the values of the fields that a section inherits from a dataclass of the library."""
+    return {item.name: getattr(section, item.name) for item in dataclasses.fields(base)}

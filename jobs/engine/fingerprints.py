@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from pipelines.local_copy import local_copy
 from tempnet.network import TempNet
 
 _DIGEST_SIZE = 12
@@ -37,7 +38,11 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 
 def model_digest(model: str, *, trust_remote_code: bool = False) -> str:
-    """Return a digest (24 hex digits) of a model: of its files if it is local, of its name and commit if on the hub."""
+    """Return a digest (24 hex digits) of a model: of its name and commit if it is on the hub, else of its files.
+
+    At a URI it is the same as that of a local copy.
+    """
+    model = local_copy(model)
     if Path(model).is_dir():
         return files_digest(sorted(path for path in Path(model).iterdir() if path.is_file()))
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)

@@ -22,7 +22,7 @@ def with_hint(message: str) -> str:
     It is known for the sample data and for the export of a run that has the name of a small preset.
     """
     for word in _WORD.findall(message):
-        if Path(word).expanduser().exists():
+        if word.startswith("//") or Path(word).expanduser().exists():  # the first is a URI without its scheme
             continue
         if _SAMPLE.fullmatch(word):
             return f"{message.rstrip('.')}. The sample data are made by: python -m jobs.sample_data"

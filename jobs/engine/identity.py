@@ -16,15 +16,15 @@ Config = TypeVar("Config")
 
 def flatten(config: Any) -> dict[str, Any]:
     """Convert a nested dataclass into a dictionary `section.field` → value."""
-    return {name: value for name, value, _ in _flat_fields(config)}
+    return {name: value for name, value, _ in flat_fields(config)}
 
 
-def _flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yield name (`section.field`), value and metadata of every field of a nested dataclass."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            yield from _flat_fields(value, f"{prefix}{item.name}.")
+            yield from flat_fields(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name, value, item.metadata
 
@@ -80,7 +80,7 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
 def fixed_values(config: Any) -> dict[str, Any]:
     """Return the fields that identify a run, or a group of runs: all that are not marked with `FREE_TO_CHANGE`."""
     return {
-        name: value for name, value, metadata in _flat_fields(config) if not metadata.get("is_free_to_change", False)
+        name: value for name, value, metadata in flat_fields(config) if not metadata.get("is_free_to_change", False)
     }
 
 

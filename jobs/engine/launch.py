@@ -126,6 +126,8 @@ def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resu
     """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
     config = plan.config
     unsent = result.pop("unsent_metrics", [])
+    data = {"num_samples": prepared.num_samples, **prepared.read_data_outcome()}
+    num_samples = data.pop("num_samples")
     outcome = {
         **result,
         "run": config.run.name,
@@ -134,7 +136,8 @@ def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resu
         "mlflow_run_id": tracked.run_id if tracked else None,
         "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
-        "num_epochs": result["num_steps"] * config.optimizer.batch_size / prepared.num_samples,
+        **data,
+        "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
         "temperature_verdict": verdict(result),
     }
     _publish(plan, outcome, tracked)

@@ -62,7 +62,12 @@ class TrainingLoop:
         state = FRESH_STATE
         if directory:
             check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
-            state = read_state(directory, world_size=self.world_size, zero_stage=config.workers.zero_stage)
+            state = read_state(
+                directory,
+                world_size=self.world_size,
+                zero_stage=config.workers.zero_stage,
+                order_version=self.task.stream.plan.order_version,
+            )
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained
@@ -274,6 +279,7 @@ class TrainingLoop:
             num_threads=self.num_threads,
             unsent_metrics=self.metrics.unsent() if self.metrics else [],
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
+            order_version=self.task.stream.plan.order_version,
         )
         save_checkpoint(self.engine, state, self.task.save, rank=self.rank, metrics={"step": self.step})
 

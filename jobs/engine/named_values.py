@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,23 @@ def named_values(field_name: str, values: Sequence[str]) -> dict[str, str]:
     if again := twice(name for name, _, _ in split):
         raise ValueError(f"{field_name} names {again!r} twice")
     return {name: value for name, _, value in split}
+
+
+def parse_resources(field_name: str, values: Sequence[str]) -> dict[str, float]:
+    """Parse a list of `NAME=AMOUNT` of custom Ray resources into a dictionary.
+
+    Raises:
+        ValueError: as :func:`named_values`, or if an amount is not a positive number.
+    """
+    resources: dict[str, float] = {}
+    for name, amount in named_values(field_name, values).items():
+        try:
+            resources[name] = float(amount)
+        except ValueError:
+            resources[name] = 0.0
+        if not 0.0 < resources[name] < math.inf:
+            raise ValueError(f"{field_name}: the amount of {name}={amount} must be a positive number, such as 0.1")
+    return resources
 
 
 def twice(names: Iterable[str]) -> str:

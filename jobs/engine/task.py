@@ -156,14 +156,17 @@ class PreparedTask:
 
     create_task: CreateTask
     """Creates the task on a worker, with the configuration in which paths are absolute and all defaults resolved."""
-    num_samples: int
-    """Number of training samples, which form one epoch."""
+    num_samples: int | None
+    """Number of training samples, which form one epoch; None if it is not known yet (see `read_data_outcome`)."""
     parameters: Mapping[str, Any]
     """Resolved values that are logged to MLflow in addition to the configuration."""
     data_sets: Mapping[str, tuple[str, str, str]]
     """Context (such as training) → (name, digest, source URI) of the data sets that MLflow records."""
     outcome: Mapping[str, Any]
     """Entries of the run's outcome in addition to the worker's results."""
+    read_data_outcome: Callable[[], Mapping[str, Any]] = dict
+    """Called when training has ended, if data were prepared meanwhile: `num_samples`, None if some are still missing, and
+    further entries of the outcome."""
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """File name → JSON object to write into the run's directory, where a continued run finds it."""
 

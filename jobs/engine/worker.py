@@ -31,6 +31,7 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.loop import TrainingLoop
+    from pipelines.problems import TooManyProblemsError
 
     checkpoint = ray.train.get_checkpoint()
     try:
@@ -41,7 +42,7 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
         finally:
             unsent = loop.close()
         return {**outcome, "unsent_metrics": unsent}
-    except FatalTrainingError as error:
+    except (FatalTrainingError, TooManyProblemsError) as error:
         return {"fatal": str(error)}
     except DamagedCheckpointError as error:
         assert checkpoint is not None

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail
+from jobs.engine.command_line import FAILED, fail, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
@@ -28,10 +28,8 @@ def run_evaluation(
     Returns:
         the exit status: 1 if units failed.
     """
-    try:
+    with refusals_on_one_line():
         config = tyro.cli(config_type, args=arguments, prog=f"python -m jobs.{job}", description=description)
-    except ValueError as error:
-        fail(str(error))
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from importlib import import_module
 

@@ -15,7 +15,7 @@ class ModelSpec:
     label: str
     """Name of the model in the results."""
     path: str
-    """Absolute path of its directory, or its hub name."""
+    """Absolute path or URI of its directory, or its hub name."""
     digest: str
     """Digest of the files that decide its outputs; TempNets have digests of their own."""
 

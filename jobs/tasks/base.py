@@ -64,8 +64,7 @@ class BaseTask(ABC, Generic[Config]):
     Args:
         config: configuration of the run.
         source: the training data.
-        shard_sizes: number of samples in every shard of the training data.
-        window_size: number of samples within which the order is fully random.
+        plan: order in which the samples are visited.
         rank: rank of this worker.
         world_size: number of workers.
         reading: further fields of `pipelines.stream.RankStream`, which say how the data are read.
@@ -78,16 +77,15 @@ class BaseTask(ABC, Generic[Config]):
         config: Config,
         source: Source,
         *,
-        shard_sizes: tuple[int, ...],
-        window_size: int,
+        plan: StreamPlan,
         rank: int,
         world_size: int,
-        **reading: int,
+        **reading: Any,
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.stream = RankStream(
             source=source,
-            plan=StreamPlan(shard_sizes=shard_sizes, seed=config.run.seed, window_size=window_size),
+            plan=plan,
             batch_size=config.optimizer.batch_size,
             rank=rank,
             world_size=world_size,
@@ -145,8 +143,8 @@ def count_parameters(*modules: nn.Module | None) -> int:
 
 @contextmanager
 def naming_field(field: str) -> Iterator[None]:
-    """Begin the message of a ValueError or FileNotFoundError raised inside the block with the name of a field."""
+    """Begin the message of a ValueError or OSError raised inside the block with the name of a field."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise type(error)(f"{field}{error}") from error

@@ -31,6 +31,7 @@ from pipelines.images.samples import (
     report_truncated,
 )
 from pipelines.images.webdataset import webdataset_samples
+from pipelines.object_store import open_for_reading
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
@@ -101,8 +102,7 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
         assert captions is not None
         yield from _read_files(filesystem, archive, captions)
         return
-    # Without `compression=None`, pyarrow would decompress the stream itself if the suffix suggests a compression.
-    with filesystem.open_input_stream(archive.path, compression=None) as stream:
+    with open_for_reading(filesystem, archive.path) as stream:
         if captions is not None:
             yield from _read_named_images(tar_members(stream), name, captions)
             return
@@ -152,7 +152,7 @@ def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: Capt
             yield _NOT_NAMED
             continue
         try:
-            with filesystem.open_input_stream(f"{archive.path}/{file}", compression=None) as stream:
+            with open_for_reading(filesystem, f"{archive.path}/{file}") as stream:
                 data = stream.read(MAX_IMAGE_BYTES + 1)
         except (FileNotFoundError, PermissionError) as error:  # Other errors concern the filesystem, not this file.
             yield Problem(kind=SampleProblemKind.UNREADABLE_FILE, where=file, detail=str(error))

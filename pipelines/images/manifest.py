@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.manifest import read_manifest, write_manifest
+from pipelines.plan import StreamPlan
 from pipelines.problems import Reading
+from pipelines.ranges import range_reader
 from pipelines.storage import compute_digest, resolve
 
 FORMAT_VERSION = 3
@@ -107,6 +109,10 @@ class ImageManifest:
     """Problems with the caption file, or None if captions are stored with the images."""
     version: int = FORMAT_VERSION
     """Version of the manifest format."""
+
+    def plan(self, *, seed: int, window_size: int) -> StreamPlan:
+        """Return the order in which training visits the pairs."""
+        return StreamPlan(shard_sizes=self.shard_sizes, seed=seed, window_size=window_size)
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
@@ -203,7 +209,5 @@ def read_index(manifest: ImageManifest, number: int) -> pa.Table:
 
 def open_index(directory: str, file: str) -> pa.Table:
     """Read an index file unchanged; a local file is memory-mapped."""
-    filesystem, path = resolve(f"{directory}/{file}")
-    is_local = filesystem.type_name == "local"
-    with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:
-        return pa.ipc.open_file(source).read_all()
+    path = resolve(f"{directory}/{file}")[1]
+    return pa.ipc.open_file(range_reader(directory).read_file(path)).read_all()

@@ -56,6 +56,8 @@ class PairSource:
     """Distribution of the training views."""
     caption_noise: float = 0.0
     """Share of the captions that receive noise, in [0, 1] (`CaptionNoise`)."""
+    cache_bytes: int = 0
+    """Size of the node's cache of remote archives in bytes; 0: none, so that every image is a request of its own."""
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
@@ -118,6 +120,12 @@ class PairSource:
             "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
             "digest": digests,
         }
+
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch remote tars, given by their shards, into the node's cache in the background."""
+        chosen = [self.manifest.shards[shard] for shard in shards]
+        paths = [shard.archive for shard in chosen if not shard.is_directory]
+        range_reader(self.manifest.source, self.cache_bytes).read_ahead(paths)
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""
@@ -204,7 +212,7 @@ class PairSource:
             entry = self.manifest.shards[shard]
             path = f"{entry.archive}/{member}" if entry.is_directory else entry.archive
             ranges.append(ByteRange(path, offset, size))
-        files = range_reader(self.manifest.source).stream(ranges)
+        files = range_reader(self.manifest.source, self.cache_bytes).stream(ranges)
         for place, (data, checksum) in enumerate(zip(files, entries["checksum"].to_pylist(), strict=True)):
             if zlib.crc32(data) != checksum:
                 member = entries["member"][place].as_py()

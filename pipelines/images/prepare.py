@@ -12,7 +12,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.archive_tasks import run_archive_tasks
 from pipelines.images.archives import ImageArchive, list_image_archives
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS
@@ -20,6 +19,7 @@ from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
 from pipelines.images.manifest import FORMAT_VERSION, ImageManifest
 from pipelines.losses import list_losses, losses_name
 from pipelines.problems import check_problems
+from pipelines.recorded_tasks import run_recorded_tasks
 from pipelines.storage import resolve
 
 
@@ -94,7 +94,7 @@ def prepare_images(
             )
 
         manifest = assemble(
-            run_archive_tasks(prepare, len(archives), directory),
+            run_recorded_tasks(prepare, [f"archive-{number:05d}" for number in range(len(archives))], directory),
             captions,
             directory=directory,
             source=config.source,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.local_copy import local_copy
 from pipelines.problems import Problem, note
 from pipelines.sentences.senteval_files import TASK_FILES, Parser, Record
 from pipelines.storage import compute_digest
@@ -117,9 +118,10 @@ def present_tasks(directory: str | Path) -> tuple[str, ...]:
     Raises:
         FileNotFoundError: if `directory` is not a directory, or holds no task's folder.
     """
-    if not Path(directory).is_dir():
+    place = Path(local_copy(str(directory)))
+    if not place.is_dir():
         raise FileNotFoundError(f"{str(directory)!r} is no directory")
-    names = tuple(name for name in TASK_NAMES if Path(directory, {"SST2": "SST"}.get(name, name)).is_dir())
+    names = tuple(name for name in TASK_NAMES if Path(place, {"SST2": "SST"}.get(name, name)).is_dir())
     if not names:
         raise FileNotFoundError(f"{str(directory)!r} holds no folder of {', '.join(TASK_NAMES)}")
     return names
@@ -129,7 +131,7 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
     """Read one of SentEval's classification tasks.
 
     Args:
-        directory: directory that holds the tasks' folders, such as SentEval's `data/downstream`.
+        directory: path or URI of the directory that holds the tasks' folders, such as SentEval's `data/downstream`.
         name: name of the task, one of TASK_NAMES.
 
     Raises:
@@ -139,13 +141,14 @@ def read_task(directory: str | Path, name: str) -> SentenceTask:
     if name not in TASK_FILES:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASK_NAMES)}")
     task_files, problems, examples = TASK_FILES[name], Counter[str](), list[str]()
+    place = Path(local_copy(str(directory)))
     parts = {}
     for part, files in task_files.files.items():
         records = [
             record
             for file, parse in zip(files, task_files.parse, strict=True)
             for record in _read_records(
-                Path(directory), file, parse, task_files.class_names, problems, examples, task_files.num_header_lines
+                place, file, parse, task_files.class_names, problems, examples, task_files.num_header_lines
             )
         ]
         parts[part] = _collect_examples(records, task_files.class_names, f"{name}, {' and '.join(files)}")
@@ -160,7 +163,7 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
     The columns are separated by tabs. Either all lines have a second sentence or none.
 
     Args:
-        path: the file to read.
+        path: path or URI of the file to read.
         class_names: allowed labels; a line with another label is skipped and counted. If empty, all labels that occur
             are classes.
 
@@ -169,7 +172,7 @@ def read_labelled(path: str | Path, class_names: Sequence[str] = ()) -> Sentence
         ValueError: if the first line does not have two or three columns, if there are fewer than two classes, or if
             one of `class_names` has no sentence.
     """
-    path = Path(path)
+    path = Path(local_copy(str(path)))
     problems, examples = Counter[str](), list[str]()
     num_columns = len(next(_read_lines(path), (0, ""))[1].split("\t"))
     if num_columns not in (2, 3):
@@ -202,7 +205,7 @@ def read_judgements(path: str | Path, name: str) -> Judgements:
     """
     problems, examples = Counter[str](), list[str]()
     first, second, scores = [], [], []
-    for number, line in _read_lines(Path(path)):
+    for number, line in _read_lines(Path(local_copy(str(path)))):
         entries = line.split("\t")
         score, *sentences = entries[4:7] if len(entries) >= 7 else entries
         if len(entries) >= 3 and not score.strip():

@@ -9,6 +9,7 @@ Shapes: n documents in a batch, A anchors per document, P positives per anchor, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,8 +18,9 @@ import numpy as np
 from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
-from pipelines.text.manifest import Manifest, read_rows
+from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
+from pipelines.text.rows import read_rows, read_shards_ahead
 from pipelines.text.tokenization import SpecialTokens
 
 # Shares of the tokens chosen for prediction that become the mask token and a random token; the rest stay unchanged
@@ -47,6 +49,8 @@ class SpanSource:
     """Seed of the spans and of the masking."""
     mask_share: float = 0.15
     """Probability with which each token of an anchor is chosen for prediction; 0 disables masking."""
+    cache_bytes: int = 0
+    """Size of the node's cache of remote shards in bytes; 0: none, so that a shard is read anew every time."""
 
     def __post_init__(self) -> None:
         layout = self.manifest.layout
@@ -114,10 +118,14 @@ class SpanSource:
             "digest": np.array(digest, dtype=np.int64),
         }
 
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch remote shards into the node's cache in the background."""
+        read_shards_ahead(self.manifest, shards, self.cache_bytes)
+
     def name(self, shard: int, row: int) -> str:
         """Return the archive of a document and its number in it, with shard file and row, for messages."""
         entry = self.manifest.shards[shard]
-        document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
+        document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
         return f"document {document} of {entry.archive} ({entry.file}:{row})"
 
     def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -125,7 +133,7 @@ class SpanSource:
         documents: list[np.ndarray] = [np.empty(0)] * len(rows)
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
-            table = read_rows(self.manifest, self.manifest.shards[shard], rows[chosen])
+            table = read_rows(self.manifest, self.manifest.shards[shard], rows[chosen], self.cache_bytes)
             for place, tokens in zip(chosen, table.column("tokens"), strict=True):
                 documents[place] = tokens.values.to_numpy()
         return documents

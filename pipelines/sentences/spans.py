@@ -47,17 +47,18 @@ class SpanConfig:
     """
 
     num_anchors: int = 2
-    """Number A of anchors per document."""
+    """A, the number of anchors per document."""
     num_positives: int = 2
-    """Number P of positives per anchor."""
+    """P, the number of positives per anchor."""
     min_length: int = 32
-    """Minimum length l_min of a span, in tokens."""
+    """l_min, the minimum number of tokens of a span."""
     max_length: int = 512
-    """Maximum length l_max of a span, in tokens."""
+    """l_max, the maximum number of tokens of a span, not counting the tokenizer's special tokens."""
     strategy: Strategy = "any"
-    """Position of positives relative to their anchor: "any", "subsuming" or "adjacent"."""
+    """Position of a positive relative to its anchor: any (overlapping, adjacent or inside), subsuming (only inside) or
+    adjacent (only adjacent)."""
     min_num_tokens: int = 0
-    """Minimum length of a document in tokens; shorter ones are skipped. It must be at least (A + 1)·l_max; 0 stands for
+    """Minimum number of tokens of a document, at least (A + 1)·l_max; shorter documents are counted and left out. 0:
     2·A·l_max, as in the paper."""
 
     def __post_init__(self) -> None:

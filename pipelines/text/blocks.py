@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +11,20 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.stream import Batch
-from pipelines.text.manifest import Manifest, read_rows
+from pipelines.text.growing import GrowingManifest
+from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig, unpack_blocks
+from pipelines.text.rows import read_rows, read_shards_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSource:
     """Source of the blocks of a prepared text (see `pipelines.stream.Source`)."""
 
-    manifest: Manifest
-    """Prepared data set of packed blocks."""
+    manifest: Manifest | GrowingManifest
+    """Prepared data set of packed blocks, which may still be growing."""
+    cache_bytes: int = 0
+    """Size of the node's cache of remote shards in bytes; 0: none, so that a shard is read anew every time."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         """Return `input_ids`, `position_ids`, `targets`, each (n, T), and `digest` (n,) of n blocks of T tokens.
@@ -29,19 +34,23 @@ class BlockSource:
         tables, order = [], []
         for shard in np.unique(shards):
             chosen = np.flatnonzero(shards == shard)
-            tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen]))
+            tables.append(read_rows(self.manifest, self.manifest.shards[shard], rows[chosen], self.cache_bytes))
             order.append(chosen)
         table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
         return block_arrays(self.manifest, table)
 
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch remote shards into the node's cache in the background."""
+        read_shards_ahead(self.manifest, shards, self.cache_bytes)
+
     def name(self, shard: int, row: int) -> str:
         """Return the shard file, row, archive and first document of a block, for messages."""
         entry = self.manifest.shards[shard]
-        document = read_rows(self.manifest, entry, [row]).column("document")[0].as_py()
+        document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
         return f"{entry.file}:{row} (document {document} of {entry.archive})"
 
 
-def block_arrays(manifest: Manifest, table: pa.Table) -> Batch:
+def block_arrays(manifest: Manifest | GrowingManifest, table: pa.Table) -> Batch:
     """Return the training arrays of stored blocks, and `digest` (n,) int64, hashes of their tokens in [0, 2^48)."""
     assert isinstance(manifest.layout, PackingConfig)
     arrays: dict[str, Any] = unpack_blocks(table, manifest.layout)

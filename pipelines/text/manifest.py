@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from pipelines.manifest import read_manifest, write_manifest
-from pipelines.storage import compute_digest, resolve
+from pipelines.plan import StreamPlan
+from pipelines.storage import compute_digest
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Layout = PackingConfig | DocumentConfig
 """Configuration of how documents become rows of shards: packed into blocks, or one document per row."""
@@ -41,6 +38,8 @@ class ShardEntry:
     plus one end-of-text token for each document that ends in the shard."""
     digest: str
     """blake2b hash of the stored tokens and the lengths of the rows."""
+    part: int = 0
+    """Number of the part of the archive that the documents come from (`pipelines.text.parts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +58,8 @@ class ArchiveEntry:
     """Descriptions of the first few problems."""
     shards: list[ShardEntry]
     """Shards that were written from the archive."""
+    num_parts: int = 1
+    """Number of parts of the archive."""
 
     @property
     def num_records(self) -> int:
@@ -90,6 +91,20 @@ class Manifest:
     def shard_sizes(self) -> tuple[int, ...]:
         """Number of rows of every shard, for a `StreamPlan`."""
         return tuple(shard.num_rows for shard in self.shards)
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Number of shards of every part of the archives, for a `StreamPlan`."""
+        counts = [Counter(shard.part for shard in archive.shards) for archive in self.archives]
+        return tuple(
+            count[part]
+            for archive, count in zip(self.archives, counts, strict=True)
+            for part in range(archive.num_parts)
+        )
+
+    def plan(self, *, seed: int, window_size: int) -> StreamPlan:
+        """Return the order in which training visits the rows."""
+        return StreamPlan(shard_sizes=self.shard_sizes, part_sizes=self.part_sizes, seed=seed, window_size=window_size)
 
     @cached_property
     def num_rows(self) -> int:
@@ -142,20 +157,3 @@ class Manifest:
 def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:
     """Create an ArchiveEntry from a dictionary; the inverse of `dataclasses.asdict`."""
     return ArchiveEntry(**{**values, "shards": [ShardEntry(**shard) for shard in values["shards"]]})
-
-
-def read_rows(manifest: Manifest, shard: ShardEntry, rows: Sequence[int] | np.ndarray) -> pa.Table:
-    """Read the given rows of one shard, in the given order.
-
-    A local shard is memory-mapped; a remote one is read completely.
-
-    Raises:
-        OSError: if the shard does not have the number of rows that the manifest states.
-    """
-    filesystem, path = resolve(f"{manifest.directory}/{shard.file}")
-    is_local = filesystem.type_name == "local"
-    with pa.memory_map(path) if is_local else filesystem.open_input_file(path) as source:
-        table = pa.ipc.open_file(source).read_all()
-        if table.num_rows != shard.num_rows:
-            raise OSError(f"{path} holds {table.num_rows} rows, its manifest says {shard.num_rows}: prepare it again")
-        return table.take(pa.array(rows, pa.int64()))

@@ -1,36 +1,31 @@
-"""Prepare text: a Ray Data job that turns archives into shards of rows and a manifest, with one task per archive.
+"""Prepare text: a Ray Data job that turns archives into shards of rows and a manifest, with one task per part.
 
 The name of the prepared directory contains a hash of everything that determines its content, so that preparing the
-same data again costs nothing, and an interrupted preparation continues with the remaining archives.
+same data again costs nothing, and an interrupted preparation continues with the remaining parts of archives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from pipelines.archive_tasks import run_archive_tasks
 from pipelines.archives import Archive, list_archives
 from pipelines.losses import Losses, list_losses, losses_name
-from pipelines.problems import Problem, check_problems, note
-from pipelines.storage import resolve
-from pipelines.text.manifest import FORMAT_VERSION, ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json
-from pipelines.text.reading import Document, read_documents
+from pipelines.problems import NUM_EXAMPLES, check_problems
+from pipelines.recorded_tasks import run_recorded_tasks
+from pipelines.storage import relative, resolve
+from pipelines.text.manifest import FORMAT_VERSION, ArchiveEntry, Layout, Manifest, archive_from_json
+from pipelines.text.part_preparation import PartTask, list_archive_parts, part_name
+from pipelines.text.parts import PART_BYTES
+from pipelines.text.reading import ProblemKind, report_empty
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
-
-NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.
-_NUM_DOCUMENTS_PER_ENCODE = 64
-_NUM_CHARACTERS_PER_ENCODE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,130 +76,137 @@ def prepare_text(
         TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems
             and the archives.
     """
-    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    # Only the backend is sent to the tasks, because a Transformers tokenizer would make each of them import torch.
-    backend = tokenizer.backend_tokenizer
-    archives = list_archives(config.source)
-    directory = f"{root}/{_name_content(config, layout, tokenizer_digest(tokenizer), archives)}"
+    target = PreparedTarget.locate(config, layout, root)
     try:
-        manifest = Manifest.load(directory)
+        manifest = Manifest.load(target.directory)
     except FileNotFoundError:
-        filesystem, path = resolve(directory)
-        filesystem.create_dir(path, recursive=True)
-
-        def prepare(number: int) -> dict[str, Any]:
-            return asdict(_prepare_archive(config, layout, backend, archives[number], number, directory))
-
-        entries = [archive_from_json(entry) for entry in run_archive_tasks(prepare, len(archives), directory)]
-        manifest = Manifest(
-            directory=directory, tokenizer_digest=tokenizer_digest(tokenizer), layout=layout, archives=entries
-        )
-        manifest.save()
+        task = target.make_task()
+        records = run_recorded_tasks(task.run, [part.name for part in task.parts], target.directory)
+        manifest = finish_manifest(task, [archive_from_json(record) for record in records])
     if losses:
-        list_losses(directory, [losses_name(_shard_prefix(number)) for number in range(len(archives))], losses)
+        list_losses(target.directory, _list_losses_files(manifest), losses)
     check_problems(config.source, manifest.archives, config.max_bad_share, field=max_bad_share_field)
     return manifest
 
 
-def _name_content(config: PrepareConfig, layout: Layout, tokenizer: str, archives: list[Archive]) -> str:
-    """Return a directory name that contains a hash of everything that determines the prepared content."""
-    files = [(archive.path, archive.num_bytes) for archive in archives]
-    content = json.dumps([FORMAT_VERSION, files, config.text_field, layout.kind, asdict(layout), tokenizer])
-    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
-    name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
-    return f"{name}-{layout.label}-{digest}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTarget:
+    """Where a text is prepared, and what is needed to do so."""
 
+    config: PrepareConfig
+    """Which text to read, and how."""
+    layout: Layout
+    """How the tokens of documents become rows."""
+    tokenizer: PreTrainedTokenizerFast
+    """The tokenizer that `config` names."""
+    archives: list[Archive]
+    """The archives of the source."""
+    directory: str
+    """Path or URI of the prepared directory; its name contains a hash of everything that determines its content."""
 
-def _prepare_archive(
-    config: PrepareConfig, layout: Layout, tokenizer: Tokenizer, archive: Archive, number: int, directory: str
-) -> ArchiveEntry:
-    """Read and tokenise one archive, convert its documents to rows, and write them as shards."""
-    problems: Counter[str] = Counter()
-    examples: list[str] = []
-    num_documents = 0
-
-    def documents() -> Iterator[np.ndarray]:
-        nonlocal num_documents
-        with Losses(losses_name(f"{directory}/{_shard_prefix(number)}")) as losses:
-            add = partial(losses.add, archive.path)
-            readable = readable_documents(config.source, archive, config.text_field, problems, examples, add)
-            for chunk in _group_texts(readable):
-                num_documents += len(chunk)
-                for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
-                    yield np.asarray(encoding.ids, dtype=np.int64)
-
-    shards: list[ShardEntry] = []
-    batches = layout.rows(documents())
-    while chunk := list(itertools.islice(batches, NUM_BATCHES_PER_SHARD)):
-        file = f"{_shard_prefix(number)}-{len(shards):05d}.arrow"
-        filesystem, path = resolve(f"{directory}/{file}")
-        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, layout.schema) as writer:
-            for batch in chunk:
-                writer.write_batch(batch)
-        digest = hashlib.blake2b(digest_size=8)
-        for batch in chunk:
-            digest.update(batch.column("tokens").flatten().to_numpy())
-            digest.update(batch.column("num_tokens").to_numpy())
-        shards.append(
-            ShardEntry(
-                file=file,
-                archive=archive.path,
-                num_rows=sum(batch.num_rows for batch in chunk),
-                num_tokens=sum(int(batch.column("num_tokens").to_numpy().sum()) for batch in chunk),
-                digest=digest.hexdigest(),
-            )
+    @classmethod
+    def locate(cls, config: PrepareConfig, layout: Layout, root: str) -> PreparedTarget:
+        """Load the tokenizer, list the archives, and determine the directory below `root`; see `prepare_text`."""
+        tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+        archives = list_archives(config.source)
+        files = [(archive.path, archive.num_bytes) for archive in archives]
+        content = json.dumps(
+            [
+                FORMAT_VERSION,
+                PART_BYTES,
+                files,
+                config.text_field,
+                layout.kind,
+                asdict(layout),
+                tokenizer_digest(tokenizer),
+            ]
         )
-    return ArchiveEntry(
-        path=archive.path,
-        num_bytes=archive.num_bytes,
-        num_documents=num_documents,
-        problems=dict(problems),
-        examples=examples,
-        shards=shards,
-    )
+        digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+        name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
+        return cls(
+            config=config,
+            layout=layout,
+            tokenizer=tokenizer,
+            archives=archives,
+            directory=f"{root}/{name}-{layout.label}-{digest}",
+        )
+
+    def make_task(self) -> PartTask:
+        """Divide the archives into parts, create the directory, and return the preparation of the parts."""
+        parts = list_archive_parts(self.config.source, self.archives)
+        filesystem, path = resolve(self.directory)
+        filesystem.create_dir(path, recursive=True)
+        return PartTask(
+            source=self.config.source,
+            text_field=self.config.text_field,
+            layout=self.layout,
+            tokenizer=self.tokenizer.backend_tokenizer,
+            tokenizer_digest=tokenizer_digest(self.tokenizer),
+            directory=self.directory,
+            parts=parts,
+        )
 
 
-def _shard_prefix(number: int) -> str:
-    """Return the common prefix of the names of an archive's files."""
-    return f"shard-{number:05d}"
-
-
-def _group_texts(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Group texts for tokenisation; a group ends when it has a certain number of documents or of characters."""
-    chunk: list[str] = []
-    num_characters = 0
-    for document in documents:
-        chunk.append(document.text)
-        num_characters += len(document.text)
-        if len(chunk) == _NUM_DOCUMENTS_PER_ENCODE or num_characters >= _NUM_CHARACTERS_PER_ENCODE:
-            yield chunk
-            chunk, num_characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def readable_documents(
-    source: str,
-    archive: Archive,
-    text_field: str,
-    problems: Counter[str],
-    examples: list[str],
-    add: Callable[[Problem, Counter[str], list[str]], None] = note,
-) -> Iterator[Document]:
-    """Yield the readable documents of an archive, and report its problems.
+def finish_manifest(task: PartTask, entries: Sequence[ArchiveEntry]) -> Manifest:
+    """Write and return the manifest of a data set, all parts of which are prepared.
 
     Args:
-        source: the URI that `archive` was listed from.
-        archive: the archive to read.
-        text_field: name of the JSON field or Parquet column that holds the text.
-        problems, examples: counts and examples of problems, which `add` updates in place.
-        add: function that records a problem.
+        task: the preparation of the parts.
+        entries: the summary of every part, in stored order.
     """
-    for item in read_documents(source, archive, text_field=text_field):
-        if isinstance(item, Problem):
-            add(item, problems, examples)
-        else:
-            yield item
+    manifest = Manifest(
+        directory=task.directory,
+        tokenizer_digest=task.tokenizer_digest,
+        layout=task.layout,
+        archives=merge_parts(task, entries),
+    )
+    manifest.save()
+    return manifest
+
+
+def merge_parts(task: PartTask, entries: Sequence[ArchiveEntry]) -> list[ArchiveEntry]:
+    """Combine the summaries of all parts to one of each archive, and report archives that turn out to be empty.
+
+    Args:
+        task: the preparation of the parts.
+        entries: the summary of every part, in stored order.
+    """
+    archives: list[ArchiveEntry] = []
+    pairs = zip(task.parts, entries, strict=True)
+    for number, group in itertools.groupby(pairs, key=lambda pair: pair[0].archive_number):
+        parts = [entry for _, entry in group]
+        problems = sum((Counter(part.problems) for part in parts), Counter[str]())
+        examples = [example for part in parts for example in part.examples][:NUM_EXAMPLES]
+        num_documents = sum(part.num_documents for part in parts)
+        if not num_documents and not problems:  # A part alone cannot tell that its archive holds no record.
+            empty = report_empty(relative(parts[0].path, resolve(task.source)[1]))
+            with Losses(losses_name(f"{task.directory}/{_archive_name(number)}")) as losses:
+                losses.add(parts[0].path, empty, problems, examples)
+        archives.append(
+            dataclasses.replace(
+                parts[0],
+                num_documents=num_documents,
+                problems=dict(problems),
+                examples=examples,
+                shards=[shard for part in parts for shard in part.shards],
+                num_parts=len(parts),
+            )
+        )
+    return archives
+
+
+def _list_losses_files(manifest: Manifest) -> list[str]:
+    """Return the names of the files that list the lost records of a prepared data set, in stored order."""
+    prepared: list[str] = []
+    for number, archive in enumerate(manifest.archives):
+        prepared += [part_name(number, part) for part in range(archive.num_parts)]
+        if archive.num_parts > 1 and ProblemKind.EMPTY_ARCHIVE in archive.problems:
+            prepared.append(_archive_name(number))
+    return [losses_name(name) for name in prepared]
+
+
+def _archive_name(number: int) -> str:
+    return f"archive-{number:05d}"
 
 
 def describe(manifest: Manifest, seconds: float | None = None) -> str:

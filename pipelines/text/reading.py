@@ -25,23 +25,15 @@ import pyarrow.parquet as pq
 
 from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of
 from pipelines.decompression import DamagedError, Readable, decompress
+from pipelines.object_store import open_for_reading
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
-
-MAX_RECORD_BYTES = 16 * 2**20
-"""Maximum size of a record in bytes.
-
-A longer record is treated as a decompression bomb or a file without line breaks, and is lost. The size is checked
-before parsing, because parsed JSON takes up to 35 times its size as Python objects (`{"":[{}]}` repeated); with this
-limit a reader stays below 1 GB.
-"""
+from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
+from pipelines.text.parts import PARQUET_ERRORS, WHOLE, Part
 
 PARQUET_ROWS_PER_BATCH = 8  # Each row may have MAX_RECORD_BYTES; batches of 64 rows are less than twice as fast.
 _NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
-# UnicodeDecodeError is included because the name of a column may be corrupt too.
-PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-
 
 MEMBER_SUFFIXES = {
     ".jsonl": ArchiveFormat.JSONL,
@@ -81,8 +73,10 @@ class Document:
     """The text, which is never empty and can always be encoded as UTF-8."""
 
 
-def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> Iterator[Document | Problem]:
-    """Stream the documents of one archive in stored order, together with its problems.
+def read_documents(
+    uri: str, archive: Archive, *, text_field: str = "text", part: Part = WHOLE
+) -> Iterator[Document | Problem]:
+    """Stream the documents of an archive, or of a part of it, in stored order, together with the problems.
 
     The text of a record is a string, or a list of strings, which are joined by blank lines as lm_dataformat does. A
     JSON record may also be a bare string. Blank lines are not records.
@@ -92,6 +86,8 @@ def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> I
             relative to.
         archive: one of `list_archives(uri)`.
         text_field: the field of a JSON record, or the column of a Parquet file, that holds the text.
+        part: the part to read, one of `list_parts(uri, [archive])`. Reading all of them in order yields what reading
+            the whole archive does, except that records of JSON lines are counted from the beginning of their part.
 
     Raises:
         OSError: at the first step of the iteration if the file cannot be opened, and at any step if reading from the
@@ -99,29 +95,38 @@ def read_documents(uri: str, archive: Archive, *, text_field: str = "text") -> I
             distinguish it from corrupt bytes.
     """
     is_empty = True
-    for item in _read_archive(uri, archive, text_field):
+    for item in _read_part(uri, archive, text_field, part):
         is_empty = False
         yield item
-    if is_empty:
-        where = relative(archive.path, resolve(uri)[1])
-        yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=where, detail="the archive holds no record")
+    if is_empty and part.is_whole:
+        yield report_empty(relative(archive.path, resolve(uri)[1]))
 
 
-def _read_archive(uri: str, archive: Archive, text_field: str) -> Iterator[Document | Problem]:
+def report_empty(where: str) -> Problem:
+    """Return the problem of an archive without any record."""
+    return Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=where, detail="the archive holds no record")
+
+
+def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Iterator[Document | Problem]:
     filesystem, root = resolve(uri)
     name = relative(archive.path, root)
     if archive.format is ArchiveFormat.PARQUET:
-        with filesystem.open_input_file(archive.path) as file:
-            yield from _read_parquet(file, name, text_field)
+        with filesystem.open_input_file(archive.path) as native:
+            yield from _read_parquet(native, name, text_field, part)
         return
-    # Without `compression=None`, pyarrow would decompress the stream itself if the suffix suggests a compression.
-    with filesystem.open_input_stream(archive.path, compression=None) as stream:
+    with open_for_reading(filesystem, archive.path, stop=part.stop) as file:
         if archive.format is ArchiveFormat.PLAIN:
-            yield _read_plain(stream, f"{name}:0")
+            yield _read_plain(file, f"{name}:0")
         elif archive.format is ArchiveFormat.TAR:
-            yield from _read_tar(stream, name, text_field)
+            file.seek(part.start)
+            yield from _read_tar(file, name, text_field, part)
+        elif archive.format is ArchiveFormat.JSONL:
+            where = f"{name}@{part.start}" if part.start else name
+            chunks = read_line_range(file, part.start, archive.num_bytes if part.stop is None else part.stop)
+            yield from _read_lines(chunks, where, text_field, itertools.count())
         else:
-            yield from _read_lines(stream, archive.num_bytes, archive.format, name, text_field, itertools.count())
+            chunks = decompress(file, archive.num_bytes, archive.format)
+            yield from _read_lines(chunks, name, text_field, itertools.count())
 
 
 # ---- from a record to a document -------------------------------------------------------------------------------------
@@ -187,47 +192,25 @@ def _read_plain(stream: Readable, where: str) -> Document | Problem:
 
 
 def _read_lines(
-    stream: Readable, num_bytes: int, line_format: ArchiveFormat, name: str, text_field: str, indices: Iterator[int]
+    chunks: Iterator[bytes], name: str, text_field: str, indices: Iterator[int]
 ) -> Iterator[Document | Problem]:
     try:
-        for line in _split_lines(decompress(stream, num_bytes, line_format)):
+        for line in split_lines(chunks):
             yield _parse_line(line, f"{name}:{next(indices)}", text_field)
     except DamagedError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=str(error))
 
 
-def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """Split chunks of bytes into lines; yield each line that is not blank, or None for an oversized line.
-
-    Lines stay bytes, so that an invalid byte affects only its own line.
-    """
-    parts: list[bytes] = []
-    num_bytes = 0  # Length of the line so far; counting continues after `parts` has been discarded for its size.
-    for chunk in itertools.chain(chunks, [b"\n"]):
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            if num_bytes + len(end) > MAX_RECORD_BYTES:
-                yield None
-            elif line := b"".join([*parts, end]).strip():
-                yield line
-            parts, num_bytes = [], 0
-        num_bytes += len(rest)
-        if num_bytes <= MAX_RECORD_BYTES:
-            parts.append(rest)
-        else:
-            parts.clear()
-
-
 # ---- tar -------------------------------------------------------------------------------------------------------------
 
 
-def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document | Problem]:
+def _read_tar(stream: Readable, name: str, text_field: str, part: Part) -> Iterator[Document | Problem]:
     # If a member's name occurs twice, the count of its records continues, so that keys stay unique.
     indices: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     others: list[str] = []  # The first few names of members that are not read, for the error message.
     num_others = 0
     try:
-        for info, member in tar_members(stream):
+        for info, member in tar_members(stream, start=part.start, stop=part.stop):
             member_format = format_of(info.name, MEMBER_SUFFIXES)
             if member_format is None or info.isdir():
                 num_others += 1
@@ -239,13 +222,13 @@ def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document
                 detail = "a link, a sparse file or a device, not a plain file"
                 yield Problem(kind=ProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
                 continue
-            yield from _read_lines(member, info.size, member_format, where, text_field, index)
+            yield from _read_lines(decompress(member, info.size, member_format), where, text_field, index)
             if member.is_cut:  # The damage was already reported for the member, and the tar cannot be read further.
                 return
     except tarfile.TarError as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:
-        if not indices:
+        if part.is_whole and not indices:
             detail = f"no member ends in one of {', '.join(MEMBER_SUFFIXES)}; {describe_names(others, num_others)}"
             yield Problem(kind=ProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
 
@@ -253,7 +236,7 @@ def _read_tar(stream: Readable, name: str, text_field: str) -> Iterator[Document
 # ---- Parquet ---------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[Document | Problem]:
+def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -> Iterator[Document | Problem]:
     try:
         # With a buffer size, the reader streams the pages of a column instead of loading those of a whole row group.
         table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
@@ -265,9 +248,10 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str) -> Iterator[D
         detail = f"no column {text_field!r}; the file has {_format_fields(columns)}"
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
         return
-    indices = itertools.count()
     try:
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS_PER_BATCH, columns=[text_field]):
+        groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
+        indices = itertools.count(sum(table.metadata.row_group(group).num_rows for group in range(part.start)))
+        for batch in table.iter_batches(PARQUET_ROWS_PER_BATCH, row_groups=groups, columns=[text_field]):
             for value in batch.column(text_field):
                 where = f"{name}:{next(indices)}"
                 try:

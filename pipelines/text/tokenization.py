@@ -12,16 +12,17 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
-    """Load a Transformers fast tokenizer from a local directory, a `tokenizer.json`-style file, or the hub.
+    """Load a Transformers fast tokenizer from a directory, a `tokenizer.json`-style file, or the hub.
 
     Args:
-        name_or_path: hub name or local path.
+        name_or_path: hub name, local path or URI.
         needs_eos: whether the tokenizer must have an end-of-text token. Documents of a language model end with one;
             captions do not, and tokenizers of BERT's kind have none.
 
@@ -34,17 +35,17 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
     from transformers import AutoTokenizer
 
     try:
-        check_source(name_or_path)
+        check_source(place := local_copy(name_or_path, with_weights=False))
     except ValueError as error:
         raise ValueError(f"tokenizer = {error}") from error
     tokenizer: PreTrainedTokenizerFast
     try:
-        if Path(name_or_path).is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=name_or_path)
+        if Path(place).is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=place)
             if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
                 tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
         else:
-            loaded = AutoTokenizer.from_pretrained(name_or_path, use_fast=True)
+            loaded = AutoTokenizer.from_pretrained(place, use_fast=True)
             if not isinstance(loaded, PreTrainedTokenizerFast):
                 raise ValueError("it is not a fast tokenizer (it has no tokenizer.json)")
             tokenizer = loaded

@@ -59,8 +59,29 @@ LOSS_KINDS: dict[str, LossKind] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots, so that a class can inherit from other slotted ones too
+class ContrastiveOptions:
+    """Constants of the losses that do not depend on the name of the loss: what a training run lets its user choose."""
+
+    rho: float = 8.0
+    """ρ of the robust loss, the radius of the KL ball in nats; used by isogclr and tempnet. Must be below the logarithm of
+    the number of training samples less one, which is the number of negatives."""
+    gamma: float = 0.8
+    """Weight γ, in (0, 1], of the current batch in the per-sample moving averages u ← (1−γ)u + γ·g of the losses
+    normalised over all data; 1 forgets the past. Used with the constant gamma_schedule."""
+    gamma_schedule: Literal["constant", "cosine"] = "constant"
+    """Schedule of γ. constant: always gamma. cosine: from 1 to gamma_min over the first half of training
+    (arXiv 2407.01445)."""
+    gamma_min: float = 0.2
+    """Final value of γ with the cosine gamma_schedule, in (0, 1]."""
+    tau_step: float = 0.03
+    """Step size η of isogclr's updates τ ← Π[τ − η·m] of the per-sample temperatures, where Π clamps to [τ₀, τ_max]."""
+    tau_momentum: float = 0.5
+    """Momentum β, in (0, 1], of isogclr's updates of the per-sample temperatures, m ← (1−β)m + β·clip(G, ±5)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastiveLossConfig:
+class ContrastiveLossConfig(ContrastiveOptions):
     """Configuration of one contrastive loss; :meth:`for_name` uses the papers' temperatures.
 
     Raises:
@@ -69,24 +90,12 @@ class ContrastiveLossConfig:
 
     name: str = "tempnet"
     """Name of the loss, one of LOSS_KINDS."""
-    rho: float = 8.0
-    """Radius ρ of the KL ball in nats, 0 ≤ ρ < log K with K the number of negatives; used by isogclr and tempnet."""
     tau: float = 0.01
     """Fixed temperature, or the initial one if it is learned as one scalar or per sample."""
     tau_min: float = 0.001
     """Lower bound τ₀ if τ is learned as one scalar or per sample (a TempNet has its own range)."""
     tau_max: float = 0.05
     """Upper bound τ_max if τ is learned as one scalar or per sample (a TempNet has its own range)."""
-    gamma: float = 0.8
-    """Weight γ of the new value in the moving average u ← (1−γ)u + γ·g, in (0, 1]; with 1 there is no memory."""
-    gamma_schedule: Literal["constant", "cosine"] = "constant"
-    """Schedule of γ: `cosine` decays from 1 to gamma_min over the first half of the training (arXiv 2407.01445)."""
-    gamma_min: float = 0.2
-    """Final γ of the cosine schedule."""
-    tau_step: float = 0.03
-    """Step size η of isogclr's update τ ← Π[τ − η·m], where Π clamps to [τ₀, τ_max]."""
-    tau_momentum: float = 0.5
-    """Weight β of the new gradient G in isogclr's momentum m ← (1−β)m + β·clip(G, ±5)."""
     cyclic_in_modal: float = 0.25
     """Weight λ₁ of cyclip's term that compares image-image with text-text similarities."""
     cyclic_cross_modal: float = 0.25
@@ -129,11 +138,12 @@ class ContrastiveLossConfig:
 
         Args:
             name: name of the loss, one of LOSS_KINDS.
-            changes: values of other fields.
+            changes: values of other fields; None stands for the default.
         """
         kind = LOSS_KINDS.get(name)
         clip = {"tau": 0.07, "tau_min": 0.01, "tau_max": 1.0} if kind and kind.normaliser == "in_batch" else {}
-        return cls(name=name, **{**clip, **changes})
+        given = {field: value for field, value in changes.items() if value is not None}
+        return cls(name=name, **clip | given)
 
     @property
     def kind(self) -> LossKind:

@@ -15,6 +15,7 @@ import pytest
 import ray
 from clip_training_support import write_tiny_images
 from readme_support import recipe, run_line
+from store_support import S3Server
 from support import (
     BIN,
     LANGUAGE_MODEL_OPTIONS,
@@ -33,8 +34,10 @@ from pipelines.text.tokenization import train_bpe, train_wordpiece
 
 
 @pytest.fixture(scope="session")
-def ray_head() -> Iterator[dict[str, str]]:
+def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
+
+    Its workers can use the object store of :func:`s3_server`.
 
     RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
     """
@@ -50,8 +53,12 @@ def ray_head() -> Iterator[dict[str, str]]:
         "RAY_num_workers_soft_limit": "4",
         "RAY_DATA_USAGE_DISABLED": "1",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
+        # What a test has read from an object store must not be there for the next run of the tests.
+        "TEMPNET_CACHE": str(tmp_path_factory.mktemp("cache")),
         # Jobs run in other directories, but must import the code of this one.
         "PYTHONPATH": str(ROOT),
+        **s3_server.environment,
+        "TEMPNET_MODELS": str(tmp_path_factory.mktemp("copies")),
     }
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",

@@ -25,6 +25,7 @@ RUN_BY = {
     "jobs.train_lm * --workers.zero-stage 3": (
         "test_train_lm.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
     ),
+    "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
     "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
     "ray job submit *": "test_train_lm.py::test_a_killed_job_goes_on_through_ray_job_submit",
     "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",

@@ -1,8 +1,9 @@
-"""Test how much computing time a stream takes from the process that trains on it."""
+"""Test how much computing time a stream takes from the process that trains on it, and what it fetches ahead."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,30 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
             during = [at for at in steps if begun < at < begun + 3]
             assert 1 <= len(during) <= 3 / Patience.SECONDS + 2
     assert places == list(range(200))
+
+
+@dataclass
+class Asked:
+    """Returns with every item which shards were to be fetched ahead before."""
+
+    asked: tuple[int, ...] = ()
+
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        self.asked = tuple(shards)
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        asked = np.full((len(rows), 2), -1)
+        asked[:, : len(self.asked)] = self.asked
+        return {"digest": rows, "shard": shards, "asked": asked}
+
+    def name(self, shard: int, row: int) -> str:
+        return f"{shard}/{row}"
+
+
+def test_a_stream_fetches_its_window_and_the_next_one_ahead(cluster: dict[str, str]) -> None:
+    plan = StreamPlan(shard_sizes=(8,) * 5, seed=0, window_size=8)
+    stream = RankStream(source=Asked(), plan=plan, batch_size=4, rank=0, world_size=1, num_batches_per_task=1)
+    order = [window.shards[0] for window in plan.windows(0, 64)]
+    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in stream.batches(0, 64)]
+    expected = list(zip(order, order, [*order[1:], -1], strict=True))
+    assert found == [entry for entry in expected for _ in range(2)]

@@ -94,12 +94,12 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
     directory = Path(first.directory)
     times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     (directory / "manifest.json").unlink()
-    (directory / "archive-00001.json").unlink()
+    (directory / "part-00001-00000.json").unlink()
     again = prepare(corpus / "train", corpus, tmp_path)
     assert again.digest == first.digest
     changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
-    shard = "shard-00001"
-    assert changed == {"manifest.json", "archive-00001.json", f"{shard}-00000.arrow", f"{shard}.losses.jsonl"}
+    part = "part-00001-00000"
+    assert changed == {"manifest.json", f"{part}.json", f"{part}-00000.arrow", f"{part}.losses.jsonl"}
 
 
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
@@ -131,7 +131,7 @@ def test_broken_data_costs_its_record_is_counted_and_named(
     manifest = prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=0.9)
     assert manifest.problems == {kind: 1}
     assert manifest.num_documents >= 6
-    (loss,) = Path(manifest.directory).glob("shard-00000.losses.jsonl")
+    (loss,) = Path(manifest.directory).glob("part-00000-00000.losses.jsonl")
     assert [json.loads(line)["kind"] for line in loss.read_text().splitlines()] == [kind]
     # A stricter configuration refuses the same data with an error that names kind and archive.
     with pytest.raises(TooManyProblemsError, match=rf"data\.max_bad_share = 0\.00%.*bad\.jsonl\.zst.*{kind}"):

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.metrics import metric_history
+from jobs.engine.resumption import registered_step
 from jobs.engine.tracking import TrackedRun, open_run
 from jobs.engine.watch import Validation
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
@@ -190,12 +192,17 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
 
     # A worker asks the watch after every validation.
     class Raises:
-        def __init__(self, *, always: bool) -> None:
-            self.always = always
+        def __init__(self, directory: str, *, always: bool) -> None:
+            self.directory, self.always = directory, always
 
         def reason_to_stop(self, validations: Sequence[Validation]) -> str:
             if len(validations) == 4 and (self.always or not os.path.exists(tmp_path / "raised")):
                 (tmp_path / "raised").touch()
+                # Checkpoints are written in the background, which takes longer than these steps on a busy machine.
+                for _ in range(600):
+                    if registered_step(self.directory):
+                        break
+                    time.sleep(0.1)
                 raise OSError("the disk is gone")
             return ""
 
@@ -211,7 +218,12 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     )  # fmt: skip
     assert parent is not None
     cell = work.cells[0]
-    watches = {"once": Raises(always=False), "always": Raises(always=True), "killed": Kills(), "fine": None}
+    watches = {
+        "once": Raises(named(cell, "once").run.directory, always=False),
+        "always": Raises(named(cell, "always").run.directory, always=True),
+        "killed": Kills(),
+        "fine": None,
+    }
     outcomes = run_trials(
         one_round(
             [Trial(config=named(cell, name), make_plan=make_plan, watch=watch) for name, watch in watches.items()]

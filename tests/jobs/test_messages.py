@@ -28,8 +28,6 @@ def test_a_missing_path_is_called_missing(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match=r"is missing: there is no such file or directory$") as refused:
             check_source(source)
         assert repr(source) in str(refused.value)
-    with pytest.raises(ValueError, match=r"'s3://bucket/model' is a URI, .*copy it to a directory"):
-        check_source("s3://bucket/model")
     check_source("here")
 
 

@@ -12,8 +12,9 @@ from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import MAX_PIXELS
 from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
 from pipelines.losses import list_losses, losses_name
+from pipelines.text.manifest import archive_from_json
 from pipelines.text.packing import PackingConfig
-from pipelines.text.prepare import PrepareConfig, _prepare_archive, _shard_prefix
+from pipelines.text.part_preparation import PartTask, list_archive_parts
 from pipelines.text.tokenization import train_bpe
 
 BAD = [b"<html>", b'{"body": 1}', b'{"text": "caf\xe9"}', b'{"text": ""}']
@@ -30,14 +31,18 @@ def test_every_lost_document_is_listed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (source / f"{name}.jsonl").write_bytes(b'{"text": "good"}\n' + b"\n".join(BAD * 10))
     tokenizer = train_bpe(["good"], 300)
-    config = PrepareConfig(source=str(source), tokenizer="")
-    layout = PackingConfig.for_tokenizer(tokenizer, 32)
     archives = list_archives(str(source))
-    entries = [
-        _prepare_archive(config, layout, tokenizer.backend_tokenizer, archives[number], number, str(tmp_path))
-        for number in (1, 0)  # the order of the tasks does not matter
-    ]
-    list_losses(str(tmp_path), [losses_name(_shard_prefix(number)) for number in (0, 1)], str(tmp_path / "all.jsonl"))
+    task = PartTask(
+        source=str(source),
+        text_field="text",
+        layout=PackingConfig.for_tokenizer(tokenizer, 32),
+        tokenizer=tokenizer.backend_tokenizer,
+        tokenizer_digest="",
+        directory=str(tmp_path),
+        parts=list_archive_parts(str(source), archives),
+    )
+    entries = [archive_from_json(task.run(number)) for number in (1, 0)]  # the order of the tasks does not matter
+    list_losses(str(tmp_path), [losses_name(part.name) for part in task.parts], str(tmp_path / "all.jsonl"))
     losses = read(tmp_path / "all.jsonl")
     expected = [(kind, f"{name}.jsonl:{1 + place}") for name in ("a", "b") for place, kind in enumerate(KINDS * 10)]
     assert [(loss["kind"], loss["where"]) for loss in losses] == expected

@@ -44,7 +44,7 @@ def test_a_manifest_of_the_other_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not hold prepared images of version 3.*: prepare it again"):
         ImageManifest.load(str(tmp_path))
     save_images(tmp_path)
-    with pytest.raises(ValueError, match=r"does not hold prepared text of version 3.*: prepare it again"):
+    with pytest.raises(ValueError, match=r"does not hold prepared text of version 4.*: prepare it again"):
         Manifest.load(str(tmp_path))
 
 
@@ -52,5 +52,5 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     save_text(tmp_path)
     file = tmp_path / MANIFEST_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    with pytest.raises(ValueError, match="does not hold prepared text of version 3"):
+    with pytest.raises(ValueError, match="does not hold prepared text of version 4"):
         Manifest.load(str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,18 @@ from hypothesis import strategies as st
 
 from pipelines.plan import StreamPlan, rank_places
 
+shards_of_parts = st.lists(st.lists(st.integers(0, 40), max_size=5), min_size=1, max_size=6).filter(
+    lambda parts: sum(map(sum, parts)) > 0
+)
 plans = st.builds(
-    StreamPlan,
-    shard_sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0).map(tuple),
+    lambda parts, is_grouped, seed, window_size: StreamPlan(
+        shard_sizes=tuple(size for part in parts for size in part),
+        part_sizes=tuple(map(len, parts)) if is_grouped else (),
+        seed=seed,
+        window_size=window_size,
+    ),
+    parts=shards_of_parts,
+    is_grouped=st.booleans(),
     seed=st.integers(0, 1000),
     window_size=st.integers(1, 100),
 )
@@ -36,6 +47,29 @@ def test_every_epoch_visits_every_block_once(plan: StreamPlan) -> None:
         visited = order(plan, epoch * size, (epoch + 1) * size)
         assert len(visited) == size
         assert set(visited) == every
+
+
+@settings(max_examples=100)
+@given(plan=plans, seed=st.integers(0, 1000))
+def test_a_window_depends_on_no_part_after_its_own(plan: StreamPlan, seed: int) -> None:
+    """Shards of parts that come later may have any size; the windows before them stay the same."""
+    part_sizes = plan.part_sizes or (1,) * len(plan.shard_sizes)
+    first_shards = np.cumsum([0, *part_sizes])
+    visited = plan.order_parts(0)
+    num_known = seed % len(visited)
+    sizes = list(plan.shard_sizes)
+    for part in visited[num_known:]:
+        for shard in range(first_shards[part], first_shards[part + 1]):
+            sizes[shard] += 7
+    other = replace(plan, shard_sizes=tuple(sizes))
+    known = {shard for part in visited[:num_known] for shard in range(first_shards[part], first_shards[part + 1])}
+    for window, changed in zip(plan.epoch(0, 0), other.epoch(0, 0), strict=False):
+        if not known.issuperset(window.shards) or not known.issuperset(changed.shards):
+            break
+        assert window == changed
+        places = np.arange(window.start, window.stop)
+        for mine, others in zip(plan.locate(window, places), other.locate(changed, places), strict=True):
+            assert np.array_equal(mine, others)
 
 
 @settings(max_examples=100)

@@ -12,6 +12,7 @@ import torch
 
 from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from pipelines.images.captions import CaptionEncoder
+from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 
@@ -23,7 +24,8 @@ class Encoder:
 
     def __init__(self, spec: DualEncoderSpec, *, precision: str, batch_size: int, use_gpu: bool = False) -> None:
         self._device = torch.device("cuda" if use_gpu else "cpu")
-        self._model = DualEncoder.from_pretrained(spec.path, autocast_dtype=_DTYPES[precision]).to(self._device)
+        model = DualEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[precision])
+        self._model = model.to(self._device)
         self._captions = caption_encoder(spec)
         self._batch_size = batch_size
 

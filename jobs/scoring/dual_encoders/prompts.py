@@ -9,6 +9,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import local_copy
+
 _HERE = Path(__file__).parent
 _TEMPLATES = ("imagenet", "cifar")
 _CLASS_NAMES = ("cifar10", "cifar100")
@@ -20,7 +23,7 @@ def read_templates(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: naming the unknown set, the unreadable or empty file, or the template without `{}`.
     """
-    path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else Path(name)
+    path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else _file(name, "templates")
     if not path.is_file():
         raise ValueError(f"templates = {name!r} is neither {' nor '.join(_TEMPLATES)}, nor a file")
     lines = [line.strip() for line in _text(path, "templates").splitlines()]
@@ -63,15 +66,21 @@ def prompts(templates: Sequence[str], class_names: Sequence[str]) -> list[str]:
 
 
 def _read_object(source: str) -> dict[str, str]:
-    if not Path(source).is_file():
+    path = _file(source, "class_names")
+    if not path.is_file():
         raise ValueError(f"class_names = {source!r} is neither {' nor '.join(_CLASS_NAMES)}, nor a file")
     try:
-        content = json.loads(_text(Path(source), "class_names"))
+        content = json.loads(_text(path, "class_names"))
     except ValueError as error:
         raise ValueError(f"class_names = {source!r} is no json: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"class_names = {source!r} is no json object of folder → name")
     return content
+
+
+def _file(source: str, field_name: str) -> Path:
+    with naming_field(f"{field_name} = "):
+        return Path(local_copy(source))
 
 
 def _text(path: Path, field_name: str) -> str:

@@ -17,9 +17,11 @@ import numpy as np
 import safetensors.numpy
 from pyarrow.fs import FileType
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import files_digest
 from jobs.scoring.models import ModelSpec
-from pipelines.storage import resolve
+from pipelines.local_copy import is_directory, local_copy
+from pipelines.storage import join, resolve
 from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 # Increase this whenever the same input would give other embeddings.
@@ -46,16 +48,20 @@ class DualEncoderSpec(ModelSpec):
         Raises:
             ValueError: naming the path, if it is not a directory with a dual encoder.
         """
-        if not Path(path).exists():
+        try:
+            place = Path(local_copy(path))
+        except ValueError as error:
+            raise ValueError(f"models: {error}") from error
+        if not place.exists():
             raise ValueError(f"models: {path!r} is missing: there is no such directory")
-        if not Path(path).is_dir():
+        if not place.is_dir():
             raise ValueError(f"models: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
-        model = DualEncoder.from_pretrained(path)
+        model = DualEncoder.from_pretrained(place)
         tokens: Any = model.text_encoder.get_input_embeddings()
-        parts = [Path(path), Path(path, IMAGE_ENCODER_DIRECTORY), Path(path, TEXT_ENCODER_DIRECTORY)]
+        parts = [place, place / IMAGE_ENCODER_DIRECTORY, place / TEXT_ENCODER_DIRECTORY]
         return cls(
             label=label,
-            path=str(Path(path).resolve()),
+            path=absolute_path(path),
             digest=files_digest(
                 file for part in parts if part.is_dir() for file in sorted(part.iterdir()) if file.is_file()
             ),
@@ -67,8 +73,8 @@ class DualEncoderSpec(ModelSpec):
     @property
     def tokenizer(self) -> str:
         """Directory of the model's tokenizer."""
-        beside = Path(self.path, TEXT_ENCODER_DIRECTORY)
-        return str(beside if beside.is_dir() else self.path)
+        beside = join(self.path, TEXT_ENCODER_DIRECTORY)
+        return beside if is_directory(beside) else self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,12 @@ class GenerateConfig:
     """The model, the prompts, the temperature, and where the texts are written."""
 
     model: str
-    """A Transformers causal LM: a hub name or a directory, such as an export of training (with `tempnet/` in it)."""
+    """A Transformers causal LM: a hub name, or a path or URI such as an export of training (with `tempnet/` in it)."""
     prompts: str
-    """The file of prompts, in the format that `--format` names."""
+    """The file of prompts, a path or URI, in the format that `--format` names."""
     output: str
-    """The file to write. One that was made with the same settings is continued: the texts it already holds are kept."""
+    """The file to write, a path or URI. One that was made with the same settings is continued: the texts it already
+    holds are kept."""
     format: Literal["text", "alpaca-eval", "mt-bench", "gsm8k"] = "text"
     """Format of the prompts. text: `.txt` with one prompt per line, or JSONL with `prompt` (and optionally `id`).
     The others: the files of those benchmarks."""
@@ -26,7 +27,7 @@ class GenerateConfig:
     """Temperature. tempnet: predicted for every token; a number: that constant; greedy: always the most likely
     token. auto: tempnet if the model has one, else 1."""
     tempnet: str = ""
-    """Directory or hub name of the TempNet. Default: the one beside the model."""
+    """Directory, URI or hub name of the TempNet. Default: the one beside the model."""
     tau_max_eval: float | None = None
     """τ_max of the TempNet for this job, which rescales all predicted temperatures. Default: the saved value."""
     top_k: int = 0
@@ -54,7 +55,7 @@ class GenerateConfig:
     entropy: bool = True
     """Record the entropy of every prediction at τ = 1, in nats."""
     html: str = ""
-    """File for an additional HTML page with every token coloured by its τ. Empty: no page."""
+    """Path or URI of an additional HTML page with every token coloured by its τ. Empty: no page."""
     generator: str = ""
     """Name of the model in the output files of alpaca-eval and mt-bench. Default: the value of `--model`."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.scoring.generation.gsm8k import STOP_STRINGS, extract_answer, few_shot_prompt, gold_answer
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import local_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,13 @@ def read_prompts(path: str, format_name: str, limit: int) -> list[Prompt]:
         OSError: if the file cannot be read.
         ValueError: if a record is malformed (naming its line), if an id occurs twice, or if the file holds no prompts.
     """
-    if not Path(path).exists():
+    with naming_field("prompts = "):
+        place = Path(local_copy(path))
+    if not place.exists():
         raise FileNotFoundError(f"prompts = {path!r} is missing: there is no such file")
     prompts: list[Prompt] = []
     seen: set[int | str] = set()
-    for prompt in FORMATS[format_name].read(Path(path)):
+    for prompt in FORMATS[format_name].read(place):
         if prompt.id in seen:
             raise ValueError(f"{path}: the id {prompt.id!r} comes twice")
         seen.add(prompt.id)

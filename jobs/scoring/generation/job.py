@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.formats import FORMATS, Prompt, PromptFormat, read_prompts
 from jobs.scoring.generation.records import Key, RecordFile, settings_hash
 from jobs.scoring.generation.sampling import Generated, Request, Sampler
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import local_copy
+from pipelines.storage import exists, write_bytes
 from pipelines.text.tokenization import document_start_id, load_tokenizer, token_texts
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
@@ -69,8 +72,8 @@ def run(config: GenerateConfig) -> Outcome:
     room = room_for_prompts(config)
     settings = settings_of(config, temperature, is_chat)
     path = records_path(config, prompt_format)
-    if prompt_format.export is not None and Path(config.output).exists() and not path.exists():
-        raise ValueError(f"{config.output} exists, and no {path.name} beside it: this job did not write it")
+    if prompt_format.export is not None and exists(config.output) and not exists(path):
+        raise ValueError(f"{config.output} exists, and no {path} beside it: this job did not write it")
     _check_that_all_is_not_lost(prompts, tokenizer, is_chat, room, config)
     file = RecordFile(path, settings)
     keys = [
@@ -78,34 +81,36 @@ def run(config: GenerateConfig) -> Outcome:
     ]
     outcome = Outcome(prompts=prompts, file=file, room=room, num_kept=sum(key in file.records for key in keys))
     sampler: Sampler | None = None
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        requests = _requests(outcome, turn, config, tokenizer, is_chat)
-        if requests and sampler is None:
-            sampler = Sampler(config, tokenizer, temperature, () if is_chat else prompt_format.stop)
-        by_id = {prompt.id: prompt for prompt in prompts}
-        for start in range(0, len(requests), config.batch_size):
-            assert sampler is not None
-            batch = requests[start : start + config.batch_size]
-            started = time.monotonic()
-            generated = sampler(batch)
-            outcome.seconds += time.monotonic() - started
-            outcome.num_tokens += sum(len(text.ids) for text in generated)
-            file.append(
-                _record(request, text, tokenizer) | dict(prompt_format.grade(by_id[request.key[0]], text.text))
-                for request, text in zip(batch, generated, strict=True)
-            )
-            print(f"turn {turn + 1}: {start + len(batch)} of {len(requests)} texts", flush=True)
+    try:
+        for turn in range(max(len(prompt.turns) for prompt in prompts)):
+            requests = _requests(outcome, turn, config, tokenizer, is_chat)
+            if requests and sampler is None:
+                sampler = Sampler(config, tokenizer, temperature, () if is_chat else prompt_format.stop)
+            by_id = {prompt.id: prompt for prompt in prompts}
+            for start in range(0, len(requests), config.batch_size):
+                assert sampler is not None
+                batch = requests[start : start + config.batch_size]
+                started = time.monotonic()
+                generated = sampler(batch)
+                outcome.seconds += time.monotonic() - started
+                outcome.num_tokens += sum(len(text.ids) for text in generated)
+                file.append(
+                    _record(request, text, tokenizer) | dict(prompt_format.grade(by_id[request.key[0]], text.text))
+                    for request, text in zip(batch, generated, strict=True)
+                )
+                print(f"turn {turn + 1}: {start + len(batch)} of {len(requests)} texts", flush=True)
+    finally:
+        file.save()
     if prompt_format.export is not None:
         answered = [(p, texts) for p in prompts if (texts := outcome.texts(p, config.num_samples)) is not None]
         content = prompt_format.export(answered, config.generator or config.model, settings_hash(settings))
-        Path(config.output).write_text(content, encoding="utf-8")
+        write_bytes(config.output, content.encode())
     return outcome
 
 
-def records_path(config: GenerateConfig, prompt_format: PromptFormat) -> Path:
-    """Returns the path of the records: the output itself, or a file beside it if the format exports another file."""
-    output = Path(config.output)
-    return output if prompt_format.export is None else output.with_name(f"{output.name}.records.jsonl")
+def records_path(config: GenerateConfig, prompt_format: PromptFormat) -> str:
+    """Returns the path or URI of the records: the output, or a file beside it if the format exports another file."""
+    return config.output if prompt_format.export is None else f"{config.output}.records.jsonl"
 
 
 def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFast) -> TempNet | float | None:
@@ -119,8 +124,10 @@ def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFas
         return None
     if config.fixed_temperature is not None:
         return config.fixed_temperature
+    with naming_field("tempnet = " if config.tempnet else "model = "):
+        place = local_copy(config.tempnet or config.model)
     try:
-        network = load_tempnet(config.tempnet or config.model)
+        network = load_tempnet(place)
     except FileNotFoundError as error:
         if config.temperature == "auto" and not config.tempnet and config.tau_max_eval is None:
             return 1.0
@@ -141,7 +148,8 @@ def room_for_prompts(config: GenerateConfig) -> int | None:
     Raises:
         ValueError: if `max_new_tokens` leaves no room for a prompt.
     """
-    model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
+    place = local_copy(config.model, with_weights=False)
+    model = AutoConfig.from_pretrained(place, trust_remote_code=config.trust_remote_code).get_text_config()
     context: int | None = getattr(model, "max_position_embeddings", None)
     if context is None:
         return None
@@ -156,9 +164,7 @@ def room_for_prompts(config: GenerateConfig) -> int | None:
 def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_chat: bool) -> dict[str, Any]:
     """Returns everything besides the prompt that decides a text, including digests of the weights."""
     settings = {name: getattr(config, name) for name in GenerateConfig.__slots__ if name not in _NOT_SETTINGS}
-    local = Path(config.model)
-    if local.is_dir():
-        settings["model"] = str(local.resolve())
+    settings["model"] = absolute_path(config.model)
     settings["weights"] = model_digest(config.model, trust_remote_code=config.trust_remote_code)
     if isinstance(temperature, TempNet):
         settings |= {"temperature": "tempnet", "tempnet": tempnet_digest(temperature)}

@@ -1,15 +1,20 @@
-"""The file of generated texts: JSON lines that are appended batch by batch and read again when the job is repeated."""
+"""The file of generated texts: JSON lines that are added batch by batch and read again when the job is repeated."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelines.storage import exists, read_bytes, read_json, write_bytes, write_json
+
 # (id of the prompt, number of the sample, number of the turn), the numbers counted from 0.
 Key = tuple[int | str, int, int]
+
+_SECONDS_BETWEEN_UPLOADS = 30.0
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
@@ -18,31 +23,40 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 
 class RecordFile:
-    """The records of texts that were generated with one group of settings; only whole lines are appended.
+    """The records of texts that were generated with one group of settings; only whole lines are added.
 
-    `<file>.settings.json` beside the file holds the settings whose hash is stored in every record.
+    `<file>.settings.json` beside the file holds the settings whose hash is stored in every record. Lines are appended
+    to a local file. Nothing can be appended to an object at a URI, so it is written anew, at most every 30 seconds, and
+    by :meth:`save`.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
         """Read the existing records. An incomplete last line, left by an interruption, is removed from the file.
+
+        Args:
+            path: local path or URI of the file.
+            settings: everything beside the prompt that decides a text.
 
         Raises:
             OSError: if the file cannot be read or written.
             ValueError: if the file holds anything other than records of this job, or records made with other settings.
         """
         self.path = path
-        self.settings_path = path.with_name(f"{path.name}.settings.json")
+        self.settings_path = f"{path}.settings.json"
         self.settings = settings_hash(settings)
         self.records: dict[Key, dict[str, Any]] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = path.read_bytes() if path.exists() else b""
+        self._is_local = "://" not in path
+        if self._is_local:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        content = read_bytes(path) if exists(path) else b""
         whole = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1], 1):
             self._take(line, number, settings)
         if len(whole) < len(content):
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-        self.settings_path.write_text(json.dumps({"hash": self.settings, "settings": settings}, indent=2) + "\n")
+            write_bytes(path, whole)
+        # What a URI is to hold, and when it was written.
+        self._content, self._num_saved, self._saved_at = bytearray(whole), len(whole), time.monotonic()
+        write_json(self.settings_path, {"hash": self.settings, "settings": settings})
 
     def _take(self, line: str, number: int, settings: Mapping[str, Any]) -> None:
         try:
@@ -58,16 +72,29 @@ class RecordFile:
         self.records[key] = record
 
     def _difference(self, settings: Mapping[str, Any]) -> str:
-        if not self.settings_path.is_file():
-            return f"{self.settings_path.name} is missing"
-        before = json.loads(self.settings_path.read_text())["settings"]
+        if (known := read_json(self.settings_path)) is None:
+            return f"{self.settings_path} is missing"
+        before = known["settings"]
         names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
         return "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in names)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records to the file."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for record in records:
-                record = {**record, "settings": self.settings}
-                self.records[record["id"], record["sample"], record["turn"]] = record
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        """Add records to the file."""
+        lines = bytearray()
+        for record in records:
+            record = {**record, "settings": self.settings}
+            self.records[record["id"], record["sample"], record["turn"]] = record
+            lines += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        if self._is_local:
+            with Path(self.path).open("ab") as file:
+                file.write(lines)
+            return
+        self._content += lines
+        if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_UPLOADS:
+            self.save()
+
+    def save(self) -> None:
+        """Write what the object at a URI does not hold yet; a local file holds everything."""
+        if not self._is_local and len(self._content) > self._num_saved:
+            write_bytes(self.path, bytes(self._content))
+            self._num_saved, self._saved_at = len(self._content), time.monotonic()

@@ -25,6 +25,7 @@ from transformers import (
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.processors import EffectiveVocabulary, EntropyRecorder, SeededDraw, StopStrings
 from jobs.scoring.generation.records import Key
+from pipelines.local_copy import local_copy
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
@@ -89,9 +90,9 @@ class Sampler:
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
-        check_weight_files(config.model)
+        check_weight_files(place := local_copy(config.model))
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+            place, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )
         check_weights(base, config.model)
         self.base = base.to(device).eval()  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ class EvaluateConfig(EvaluationConfig):
     """The models, temperatures and tasks; every model is evaluated at every temperature on every task."""
 
     models: tuple[str, ...]
-    """Transformers causal LMs: directories of exports, or hub names."""
+    """Transformers causal LMs: directories or URIs of exports, or hub names."""
     tempnets: tuple[str, ...] = ()
     """The TempNets of the models, in the same order; `none` for a model without one. Default: `tempnet/` in each
     model's directory."""
@@ -64,10 +64,10 @@ class EvaluateConfig(EvaluationConfig):
             raise ValueError("nothing to evaluate on: give wikitext, lambada or tasks")
         check_least(self, limit=0, num_fewshot=-1, max_length=0, batch_size=1)
         for name in ("wikitext", "lambada"):
-            if (path := getattr(self, name)) and not Path(path).is_file():
+            if (path := getattr(self, name)) and "://" not in path and not Path(path).is_file():
                 raise ValueError(f"{name} = {path!r} is no file")
         for name in ("include_path", "data_dir"):
-            if (path := getattr(self, name)) and not Path(path).is_dir():
+            if (path := getattr(self, name)) and "://" not in path and not Path(path).is_dir():
                 raise ValueError(f"{name} = {path!r} is no directory")
         if not self.temperatures:
             raise ValueError("temperatures is empty: name one, tempnet, fixed:VALUE or several")

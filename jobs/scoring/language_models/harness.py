@@ -24,6 +24,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import encode_context
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.network import TempNet
@@ -126,11 +128,13 @@ class TemperedLM(HFLM):
 
 
 class Tasks:
-    """Looks up tasks by name: those of the user's directory first, then the harness's own."""
+    """Looks up tasks by name: those of the user's directory (or URI) first, then the harness's own."""
 
     def __init__(self, include_path: str, data_dir: str) -> None:
-        self.include_path = include_path
-        self.data_dir = data_dir
+        with naming_field("include_path = "):
+            self.include_path = local_copy(include_path)
+        with naming_field("data_dir = "):
+            self.data_dir = local_copy(data_dir)
 
     @cached_property
     def _own(self) -> TaskManager:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
+from jobs.engine.fields import absolute_path
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.plan import make_plan
 from jobs.scoring.language_models.scoring import Score
@@ -53,6 +53,6 @@ def _with_absolute_paths(config: EvaluateConfig) -> EvaluateConfig:
     """Returns the configuration for the workers, which have another working directory."""
     return dataclasses.replace(
         config,
-        include_path=str(Path(config.include_path).resolve()) if config.include_path else "",
-        data_dir=str(Path(config.data_dir).resolve()),
+        include_path=absolute_path(config.include_path),
+        data_dir=absolute_path(config.data_dir or "."),
     )

@@ -32,7 +32,10 @@ from jobs.scoring.language_models.windows import (
     windows_digest,
 )
 from jobs.scoring.models import model_labels
+from jobs.tasks.base import naming_field
+from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import check_source
+from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -69,8 +72,10 @@ def make_plan(config: EvaluateConfig) -> Plan:
     _ = resolve_uri(config.tracking, config.run.resolved_storage)
     tasks = Tasks(config.include_path, config.data_dir)
     task_digests = {name: _task_digest(tasks, name) for name in config.tasks}
-    pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []
-    pairs = read_lambada(config.lambada, config.limit) if config.lambada else []
+    with naming_field("wikitext = "):
+        pages = wikitext_pages(read_text(config.wikitext))[: config.limit or None] if config.wikitext else []
+    with naming_field("lambada = "):
+        pairs = read_lambada(config.lambada, config.limit) if config.lambada else []
     models, jobs = [], []
     for label, path, tempnet in zip(model_labels(config.models), config.models, _tempnets(config), strict=True):
         spec, tokenizer = _model_spec(config, label, path, tempnet)
@@ -151,8 +156,8 @@ def _tempnets(config: EvaluateConfig) -> list[str]:
     """Returns the location of each model's TempNet; an empty string if it has none."""
     if config.tempnets:
         return ["" if path == NO_TEMPNET else path for path in config.tempnets]
-    beside = [Path(model) / PAIRED_DIRECTORY for model in config.models]
-    return [str(path) if path.is_dir() else "" for path in beside]
+    beside = [join(model, PAIRED_DIRECTORY) for model in config.models]
+    return [path if is_directory(path) else "" for path in beside]
 
 
 def _model_spec(
@@ -165,7 +170,8 @@ def _model_spec(
         raise ValueError(f"the tokenizer of {path} has {len(tokenizer)} tokens, the model a vocabulary of {num_logits}")
     network: TempNet | None = None
     if tempnet:
-        network = load_tempnet(tempnet)
+        with naming_field("tempnets: "):
+            network = load_tempnet(local_copy(tempnet))
         if network.config.input_size != len(tokenizer):
             raise ValueError(
                 f"the TempNet {tempnet} was built for a vocabulary of {network.config.input_size}, the tokenizer of "
@@ -194,13 +200,13 @@ def _model_spec(
 
 
 def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
-    check_weight_files(path)
     try:
-        check_source(path)
+        check_source(place := local_copy(path))
     except ValueError as error:
         raise ValueError(f"models: {error}") from error
+    check_weight_files(place)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"models: {path!r} is no Transformers model directory or hub name: {reason}") from error

@@ -19,6 +19,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from lm_eval.utils import get_rolling_token_windows
 from transformers import PreTrainedTokenizerFast
 
+from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
 
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
@@ -34,13 +35,13 @@ class Window:
 
 
 def read_text(path: str) -> str:
-    """Returns the content of a UTF-8 file.
+    """Returns the content of a UTF-8 file at a path or URI.
 
     Raises:
-        ValueError: if the file is not UTF-8, or is empty.
+        ValueError: if the file is not UTF-8, or is empty, or there is none at the URI.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(local_copy(path)).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     if not text.strip():

@@ -13,6 +13,7 @@ from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
 from jobs.scoring.language_models.scoring import Score, score_windows
 from jobs.scoring.language_models.units import Job, LanguageModelSpec
 from jobs.scoring.models import LoadedModel
+from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
@@ -70,10 +71,11 @@ class Evaluator:
     def _load(self, spec: LanguageModelSpec) -> _Model:
         dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
         network: TempNet | None = None
+        place = local_copy(spec.path)
         if spec.tempnet:
-            base, network = load_causal_lm(spec.path, spec.tempnet, dtype=dtype, trust_remote_code=trust)
+            base, network = load_causal_lm(place, local_copy(spec.tempnet), dtype=dtype, trust_remote_code=trust)
         else:
-            base = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust).eval()
+            base = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=trust).eval()
             check_weights(base, spec.path)
         device = "cuda" if self._config.workers.use_gpu else "cpu"
         base.to(device)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from jobs.engine.fingerprints import model_digest
 from jobs.scoring.models import LoadedModel, ModelSpec
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.sentence_encoders.transfer import Labelled, pair_features, similarity_figures, transfer_accuracy
+from pipelines.local_copy import local_copy
 from pipelines.sentences.senteval import Examples, Judgements, SentenceTask
 from pipelines.sources import check_source
 from pipelines.storage import read_json
@@ -45,8 +46,8 @@ class SentenceEncoderSpec(ModelSpec):
                 than `num_tokens`.
         """
         try:
-            check_source(path)
-            encoder = SentenceEncoder.from_pretrained(path).encoder
+            check_source(place := local_copy(path))
+            encoder = SentenceEncoder.from_pretrained(place).encoder
             load_tokenizer(path, needs_eos=False)
         except ValueError as error:
             raise ValueError(f"models: {error}") from error
@@ -57,7 +58,7 @@ class SentenceEncoderSpec(ModelSpec):
             label=label,
             path=absolute_path(path),
             digest=model_digest(path),
-            num_tokens=config.num_tokens or saved_num_tokens(path) or min(most, _MOST_TOKENS),
+            num_tokens=config.num_tokens or saved_num_tokens(place) or min(most, _MOST_TOKENS),
         )
 
 
@@ -116,7 +117,7 @@ class CellComputer:
         return compute(cell, encoder, tokenizer, batch_size=self._config.batch_size)
 
     def _load(self, spec: SentenceEncoderSpec) -> SentenceEncoder:
-        model = SentenceEncoder.from_pretrained(spec.path, autocast_dtype=_DTYPES[self._config.precision])
+        model = SentenceEncoder.from_pretrained(local_copy(spec.path), autocast_dtype=_DTYPES[self._config.precision])
         return model.to("cuda" if self._config.workers.use_gpu else "cpu")
 
 

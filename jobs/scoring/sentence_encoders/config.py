@@ -72,5 +72,5 @@ class EvaluateSentencesConfig(EvaluationConfig):
             return ()
         try:
             return self.tasks or present_tasks(self.data)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"data: {error}") from error
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"data: {error}") from error

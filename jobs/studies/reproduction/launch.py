@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jobs.engine.cluster import start_ray
@@ -15,7 +14,7 @@ from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import PoolSection
 from jobs.studies.reproduction.experiment import Measure, Scores
 from jobs.studies.reproduction.picture import has_picture, png
-from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, is_local, locate, outcome_of
+from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, locate, outcome_of
 from jobs.studies.reproduction.runs import Run, find_planner, list_needed_paths
 from jobs.studies.reproduction.scoring import FinishedRun, Place
 from jobs.studies.reproduction.table import StudyResult, as_content, as_markdown, verdict_of_claim
@@ -25,6 +24,7 @@ from jobs.studies.trials.parent import open_parent, publish
 from jobs.studies.trials.prepare import prepare_once
 from jobs.studies.trials.run import run_trials
 from jobs.studies.trials.trial import Outcomes, Rounds, Trial
+from pipelines.storage import exists
 
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
@@ -99,7 +99,7 @@ def _check(work: Reproduction) -> list[Plan]:
         ValueError, OSError: naming the field and the legal values, also for data that only those later runs read.
     """
     for name, path in work.scoring_data.items():
-        if path and is_local(path) and not Path(path).exists():
+        if path and not exists(path):
             raise FileNotFoundError(
                 f"data: {name} = {path!r} does not exist, and models are scored on it: use --data {name}=PATH"
             )
@@ -107,7 +107,7 @@ def _check(work: Reproduction) -> list[Plan]:
     by_name = {run.name: run for run in first.values()}
 
     def can_start(run: Run) -> bool:
-        return not run.after or Path(work.runs[run.after].config.run.export_directory).exists()
+        return not run.after or exists(work.runs[run.after].config.run.export_directory)
 
     plans = [find_planner(run.config)(run.config) for run in by_name.values() if can_start(run)]
     for field, paths in list_needed_paths([run.config for run in work.runs.values()]).items():

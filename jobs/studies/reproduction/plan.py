@@ -120,12 +120,6 @@ def make_reproduction(config: ReproduceConfig) -> Reproduction:
         for study in _select_arms(experiment.studies(config.scale), config.arms)
     ]
     work = Reproduction(config=config, experiment=experiment, studies=studies, tracking_uri=uri)
-    reads_models = any(planned.study.scoring or any(run.after for run in planned.runs) for planned in studies)
-    if reads_models and not is_local(storage):
-        raise ValueError(
-            f"storage = {storage!r}: the models of {experiment.id} are read again, to score them or to start others from "
-            "them, which needs a local path: choose a directory that all machines share"
-        )
     if unknown := sorted(config.paths.keys() - work.scoring_data.keys()):
         known = (
             ", ".join(work.scoring_data) or "no data; the data that runs read are fields: use --change data.FIELD=PATH"
@@ -142,14 +136,9 @@ def outcome_of(run: Run) -> Mapping[str, Any] | None:
     return read_json(f"{run.config.run.directory}/outcome.json")
 
 
-def is_local(path: str) -> bool:
-    """Returns whether a path is a local path, as opposed to a URI."""
-    return "://" not in path
-
-
 def locate(name: str, path: str) -> str:
     """Returns, as text for the user, whether a path exists; tokenizers and models may be on the hub."""
-    if not is_local(path):
+    if "://" in path:
         return "a URI"
     if Path(path).exists():
         return "found"

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from jobs.studies.sweeps.search import round_value
 
 # Prior of d log τ̄ / dρ, per nat: what the paper's sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03,
-# .95, .81, .69).
+# .95, .81, .69). With PRIOR_FALL over the axis in its place 8 points fewer of the searches on the log's grid of language
+# models come within .5 % of its best (benchmarks/README.md).
 PRIOR_SLOPE = -0.35
-# Prior fall of log τ̄ from one end to the other, as in that sweep; the only guess there is for an axis other than ρ.
+# Prior fall of log τ̄ from one end to the other, as in that sweep; the only guess there is for an axis other than ρ. With
+# PRIOR_SLOPE 33 points fewer of the searches along such an axis reach the band (benchmarks/README.md).
 PRIOR_FALL = PRIOR_SLOPE * 2.5
-# Noise of log τ̄ between two trials with the same seed; a smaller difference says nothing about the direction.
+# Noise of log τ̄ between two trials with the same seed; a smaller difference says nothing about the direction. Two of the
+# log's three searches from far away saw .987 and .981 or .974 first, and would have turned round (docs/log.md).
 _NOISE = 0.02
 
 
@@ -33,12 +36,17 @@ def next_value(
 ) -> float | None:
     """Returns the value of an axis at which the mean temperature should be in the middle of the band.
 
+    Between two neighbouring observations on both sides of the middle it interpolates. Otherwise it extrapolates from the
+    nearest observation, with the slope of the two nearest unless their difference is within the noise. The slope may have
+    either sign, since in a short run the temperature may rise with ρ: with the prior alone 17 points fewer of the searches
+    on the log's dual encoders come within .5 % of the grid's best (benchmarks/README.md).
+
     Args:
         observations: (value, mean temperature) of the trials so far; NaN for the temperature of a failed trial.
         ends: the smallest and the largest value that may be tried.
         band: bounds of the mean temperature.
         start: the value to try first.
-        slope: prior of d log τ̄ / d value, as in :func:`measure_slope`.
+        slope: prior of d log τ̄ / d value, for fewer than two observations.
         is_whole: whether the value must be a whole number.
 
     Returns:
@@ -48,43 +56,19 @@ def next_value(
     known = sorted((value, log_distance(tau, band)) for value, tau in observations if tau > 0.0)
     tried = [value for value, _ in observations]
     if not known:
-        # All that is known is that those points failed, so move on towards the upper end.
+        # All that is known is that those points failed, so move on towards the upper end. If a quarter of the points
+        # fail, 16 points fewer of the searches reach the band without this (benchmarks/README.md).
         candidate = start
         for _ in tried:
             candidate = (candidate + high) / 2
     elif brackets := [pair for pair in itertools.pairwise(known) if (pair[0][1] > 0.0) != (pair[1][1] > 0.0)]:
         (left, before), (right, after) = min(brackets, key=lambda pair: abs(pair[0][1]) + abs(pair[1][1]))
-        # Kept away from the ends of the bracket, because observations are noisy and the temperature is flat near its
-        # bounds.
-        candidate = left + min(max(before / (before - after), 0.1), 0.9) * (right - left)
+        candidate = left + before / (before - after) * (right - left)
     else:
-        nearest, distance = min(known, key=lambda observation: abs(observation[1]))
-        candidate = nearest - distance / measure_slope(observations, band=band, prior=slope)
+        (nearest, distance), *others = sorted(known, key=lambda observation: abs(observation[1]))
+        if others and abs(others[0][1] - distance) > _NOISE:
+            slope = (others[0][1] - distance) / (others[0][0] - nearest)
+        candidate = nearest - distance / slope
     candidate = round_value(min(max(candidate, low), high), is_whole)
     tolerance = 0.0 if is_whole else 1e-3
     return None if any(math.isclose(candidate, value, rel_tol=tolerance) for value in tried) else candidate
-
-
-def measure_slope(
-    observations: Sequence[tuple[float, float]], *, band: tuple[float, float], prior: float = PRIOR_SLOPE
-) -> float:
-    """Returns d log τ̄ / d value by the two observations nearest to the band's middle, or the prior if fewer exist.
-
-    The prior is taken to be off by a factor of at most 4. The observations decide the sign unless their difference is
-    within the noise, since in a short run the temperature may rise with ρ.
-
-    Args:
-        observations: as in :func:`next_value`.
-        band: bounds of the mean temperature.
-        prior: the slope that is assumed before there are observations.
-    """
-    known = sorted(
-        ((value, log_distance(tau, band)) for value, tau in observations if tau > 0.0),
-        key=lambda observation: abs(observation[1]),
-    )
-    if len(known) < 2:
-        return prior
-    (value, distance), (other_value, other_distance) = known[:2]
-    measured = (other_distance - distance) / (other_value - value)
-    sign = math.copysign(1.0, measured if abs(other_distance - distance) > _NOISE else prior)
-    return sign * min(max(sign * measured, abs(prior) / 4), abs(prior) * 4)

@@ -17,10 +17,10 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, shared_fields, with_absolute_paths
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of, with_absolute_paths
 from jobs.engine.named_values import twice
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks
-from tempnet.soft_triple import SoftTripleConfig
+from tempnet.soft_triple import SoftTripleConfig, SoftTripleOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +92,11 @@ class CentersSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingSection:
+class SettingSection(SoftTripleOptions):
     """One setting of the loss; see `GridSection` for the meaning of the values."""
 
     cross_entropy_alone: bool = False
     """Plain fine-tuning by cross-entropy; the other fields of this section are ignored."""
-    num_centers: int = 2000
-    """K, the number of centres per class."""
-    gamma: float = 0.1
-    """γ, the temperature of the softmax over the centres of a class."""
-    scale: float = 3.3
-    """λ, the scale of the class similarities in the softmax."""
-    margin: float = 0.3
-    """δ, the margin subtracted from the similarity to the right class."""
-    beta: float = 0.9
-    """β, the weight of the cross-entropy."""
 
     @property
     def name(self) -> str:
@@ -245,8 +235,8 @@ class CrossValidationConfig(TrainingConfig):
             return ("",)
         try:
             return self.data.tasks or present_tasks(self.data.directory)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"data.directory: {error}") from error
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"data.directory: {error}") from error
 
     def cells(self) -> list[ClassifierConfig]:
         """Return the configurations of all cells, with the settings to be compared on the same fold next to each other.
@@ -285,4 +275,4 @@ def soft_triple_config(setting: SettingSection, centers: CentersSection) -> Soft
     Raises:
         ValueError: if a value is not legal; the message names the field.
     """
-    return SoftTripleConfig(**shared_fields(setting, SoftTripleConfig), **shared_fields(centers, SoftTripleConfig))
+    return SoftTripleConfig(regularizer=centers.regularizer, **values_of(setting, SoftTripleOptions))

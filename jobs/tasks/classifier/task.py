@@ -19,6 +19,7 @@ from jobs.tasks.base import BaseTask
 from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
+from pipelines.plan import StreamPlan
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.triple_entropy_classifier import ClassifierOutput, TripleEntropyClassifier
@@ -41,8 +42,7 @@ class ClassifierTask(BaseTask[ClassifierConfig]):
         super().__init__(
             config,
             self.train,
-            shard_sizes=(len(self.train),),
-            window_size=len(self.train),
+            plan=StreamPlan(shard_sizes=(len(self.train),), seed=config.run.seed, window_size=len(self.train)),
             rank=rank,
             world_size=world_size,
             num_readers=0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from jobs.engine.config import (
@@ -13,8 +12,10 @@ from jobs.engine.config import (
     check_share,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import PATH
+from jobs.engine.fields import FREE_TO_CHANGE, PATH
 from pipelines.images.views import AugmentationConfig
+from pipelines.local_copy import is_directory
+from pipelines.storage import join
 from tempnet.contrastive.config import LOSS_KINDS
 from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
 
@@ -59,11 +60,18 @@ class PairDataSection:
     """Number of pairs within which the order is fully random; across windows only whole shards are permuted."""
     num_readers: int = 1
     """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
+    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
+    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
+    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
-        check_positive("data", self, "num_text_tokens", "shuffle_window", "num_readers")
-        check_share("data", self, "max_bad_share", "caption_noise", "flip_probability")
-        _ = self.augmentation
+        check_positive("data", self, "num_text_tokens", "min_crop_scale", "shuffle_window", "num_readers")
+        check_share("data", self, "max_bad_share", "caption_noise", "min_crop_scale", "flip_probability")
+        check_not_negative("data", self, "num_augmentations", "cache_gib")
+        try:
+            _ = self.augmentation
+        except ValueError as error:  # only the magnitude is left to be refused
+            raise ValueError(f"data.augmentation_{error}") from error
 
     @property
     def augmentation(self) -> AugmentationConfig:
@@ -128,7 +136,7 @@ class DualEncoderSection:
                 f"model.image_widths = {self.image_widths} and model.image_depths = {self.image_depths} must be equally "
                 "many positive numbers, one a stage"
             )
-        if self.text_hidden_size % self.text_num_heads:
+        if not (self.path or self.text_path) and self.text_hidden_size % self.text_num_heads:
             raise ValueError(
                 f"model.text_hidden_size = {self.text_hidden_size} is not divisible by "
                 f"text_num_heads = {self.text_num_heads}"
@@ -192,12 +200,13 @@ class ClipConfig(ContrastiveTrainingConfig):
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "
                 "choose tempnet or tempnet_in_batch"
             )
-        if not self.tokenizer:
+        if not (self.data.tokenizer or self.model.text_path or self.model.path):
             raise ValueError("data.tokenizer is empty, and there is no model.path or model.text_path to take one from")
 
     @property
     def tokenizer(self) -> str:
         """Directory or hub name of the tokenizer; an exported dual encoder keeps it in the directory of its text tower."""
-        beside_text_tower = Path(self.model.path) / TEXT_ENCODER_DIRECTORY
-        of_model = str(beside_text_tower) if self.model.path and beside_text_tower.is_dir() else self.model.path
-        return self.data.tokenizer or self.model.text_path or of_model
+        if given := self.data.tokenizer or self.model.text_path:
+            return given
+        beside_text_tower = join(self.model.path, TEXT_ENCODER_DIRECTORY)
+        return beside_text_tower if is_directory(beside_text_tower) else self.model.path

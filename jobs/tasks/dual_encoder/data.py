@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.node_cache import cache_bytes
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, describe, prepare_images
@@ -34,7 +35,19 @@ def prepare_split(config: ClipConfig, split: str) -> ImageManifest:
         preparation(config, split), config.run.prepared_directory, max_bad_share_field="data.max_bad_share"
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
+    cache_for(config, manifest, split)
     return manifest
+
+
+def cache_for(config: ClipConfig, manifest: ImageManifest, split: str = "") -> int:
+    """Return the size of the node's cache for a split; one that is too small is reported if the split is named."""
+    is_remote = "://" in manifest.source and not manifest.source.startswith("file:")
+    return cache_bytes(
+        config.data,
+        plan=manifest.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
+        shard_bytes=[shard.num_bytes if is_remote else 0 for shard in manifest.shards],
+        split=split,
+    )
 
 
 def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
@@ -47,6 +60,7 @@ def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
         seed=config.run.seed,
         augmentation=config.data.augmentation,
         caption_noise=config.data.caption_noise,
+        cache_bytes=cache_for(config, manifest),
     )
 
 

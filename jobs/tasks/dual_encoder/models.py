@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from jobs.tasks.dual_encoder.config import ClipConfig
+from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
@@ -26,13 +27,17 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
     torch.manual_seed(config.run.seed)
     settings = config.model
     autocast = torch.bfloat16 if config.workers.precision == "bf16" else None
+    places: dict[str, str] = {}
     for field in ("path", "image_path", "text_path"):
-        try:
-            check_source(getattr(settings, field) or ".")
-        except ValueError as error:
-            raise ValueError(f"model.{field} = {error}") from error
+        places[field] = ""
+        if source := getattr(settings, field):
+            try:
+                check_source(place := local_copy(source))
+            except ValueError as error:
+                raise ValueError(f"model.{field} = {error}") from error
+            places[field] = place
     if settings.path:
-        encoder = DualEncoder.from_pretrained(settings.path, autocast_dtype=autocast)
+        encoder = DualEncoder.from_pretrained(places["path"], autocast_dtype=autocast)
         for field, wanted, found in (
             ("model.image_size", settings.image_size, encoder.config.image_size),
             ("model.embedding_size", settings.embedding_size, encoder.config.embedding_size),
@@ -42,7 +47,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
                 raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
     else:
         image_tower = (
-            load_tower(settings.image_path, "image")
+            load_tower(places["image_path"], "image")
             if settings.image_path
             else random_tower(
                 "resnet",
@@ -54,7 +59,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
             )
         )
         text_tower = (
-            load_tower(settings.text_path, "text")
+            load_tower(places["text_path"], "text")
             if settings.text_path
             else random_tower(
                 "distilbert",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
+from pipelines.storage import exists
 from pipelines.stream import READ_CPUS
 from pipelines.text.tokenization import load_tokenizer
 
@@ -159,11 +159,7 @@ def make_plan(config: ClipConfig) -> ClipPlan:
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
     with naming_field("data."):
         CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
-    if (
-        config.temperature.table
-        and not Path(config.temperature.table).exists()
-        and "://" not in config.temperature.table
-    ):
+    if config.temperature.table and not exists(config.temperature.table):
         raise FileNotFoundError(f"temperature.table = {config.temperature.table!r} does not exist")
     encoder = build_encoder(config, tokenizer)
     if config.workers.activation_checkpointing and any(

@@ -60,8 +60,7 @@ class ClipTask(BaseTask[ClipConfig]):
         super().__init__(
             config,
             self.source,
-            shard_sizes=train.shard_sizes,
-            window_size=config.data.shuffle_window,
+            plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
             num_readers=config.data.num_readers,

@@ -13,9 +13,10 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import PATH, shared_fields
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, alternative, values_of
+from jobs.engine.named_values import parse_resources
 from jobs.engine.temperature import TempNetSection
-from tempnet.network_config import TempNetConfig
+from tempnet.network_config import TempNetConfig, TempNetOptions
 from tempnet.softmax.reference import LOSS_KINDS
 
 
@@ -41,12 +42,33 @@ class DataSection:
     """Largest share of unreadable records, in [0, 1], that is tolerated; above it the run fails."""
     shuffle_window: int = 32_768
     """Number of blocks within which the order is fully random; across windows only whole shards are permuted."""
+    prepare: Literal["ahead", "streaming"] = field(default="ahead", metadata=FREE_TO_CHANGE)
+    """When the training text is tokenised: ahead, before the first step, or streaming, while training runs, in the order
+    in which it is visited. The batches are the same."""
+    num_parts_ahead: int = field(default=16, metadata=FREE_TO_CHANGE)
+    """With prepare = streaming, the number of parts of the archives (8 MiB or a member of a tar, whichever is larger)
+    that may be prepared before training asks for them."""
+    prepare_cpus: float = field(default=1.0, metadata=FREE_TO_CHANGE)
+    """With prepare = streaming, the number of logical CPUs that Ray reserves for each preparing task."""
+    reader_resources: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
+    """Custom Ray resources NAME=AMOUNT that every task takes that reads or prepares training text, such as reader=0.1:
+    it then runs on nodes that were started with these resources."""
+    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
+    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
+    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
-        check_positive("data", self, "context_length", "shuffle_window")
+        check_positive("data", self, "context_length", "shuffle_window", "num_parts_ahead", "prepare_cpus")
+        check_not_negative("data", self, "cache_gib")
+        assert self.resources is not None  # parsed here already, so that a wrong entry is refused
         if self.context_length < 2:
             raise ValueError("data.context_length = 1 must be at least 2: a token, and one that follows it")
         check_share("data", self, "max_bad_share")
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Custom Ray resources of reading and preparing tasks."""
+        return parse_resources("data.reader_resources", self.reader_resources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +99,7 @@ class ModelSection:
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
         check_share("model", self, "dropout")
-        if self.hidden_size % self.num_heads:
+        if not self.path and self.hidden_size % self.num_heads:
             raise ValueError(f"model.hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}")
         if self.freeze and not self.path:
             raise ValueError(
@@ -96,10 +118,10 @@ class TemperatureSection(TempNetSection):
 
     loss: str = "dro"
     """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce or dro (see `tempnet.softmax.reference`)."""
-    rho: float | None = 10.0
+    rho: float | None = field(default=10.0, metadata=alternative("target_entropy"))
     """ρ of the robust loss in nats, below log V, where V is the size of the vocabulary. None: computed from
     target_entropy, or calibrated if that is None too."""
-    target_entropy: float | None = None
+    target_entropy: float | None = field(default=None, metadata=alternative("rho"))
     """Entropy log V − ρ, in nats, that the optimal temperature gives every softmax; give either this or rho. If both
     are None, ρ is calibrated on the base model (model.path) so that the mean optimal temperature is calibrated_tau."""
     calibrated_tau: float = 0.85
@@ -158,7 +180,8 @@ class TemperatureSection(TempNetSection):
 
     def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
         """Return the configuration of a TempNet that reads the logits of the given vocabulary (the tokenizer's)."""
-        return TempNetConfig.for_logits(vocab_size, **shared_fields(self, TempNetConfig) | {"rho": rho})
+        bounds = {"tau_min": self.tau_min, "tau_max": self.tau_max}
+        return TempNetConfig.for_logits(vocab_size, rho=rho, **bounds, **values_of(self, TempNetOptions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +216,11 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
                 "there already (model.path), not on random weights; give one of them"
+            )
+        if self.temperature.needs_calibration and self.data.prepare == "streaming":
+            raise ValueError(
+                "data.prepare = 'streaming' prepares the text while training runs, but ρ is calibrated on a sample of all of "
+                "it first: set temperature.rho or temperature.target_entropy, or data.prepare ahead"
             )
         if self.model.is_frozen and self.temperature.target_tau is not None:
             raise ValueError(

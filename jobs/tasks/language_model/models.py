@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 from pipelines.text.tokenization import document_start_id
 from tempnet.dro import rho_from_target_entropy
@@ -36,13 +37,13 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
-        check_weight_files(model.path)
         try:
-            check_source(model.path)
+            check_source(place := local_copy(model.path, with_weights=False))
         except ValueError as error:
             raise ValueError(f"model.path = {error}") from error
+        check_weight_files(place)
         try:
-            base = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+            base = AutoConfig.from_pretrained(place, trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -122,8 +123,10 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     base: PreTrainedModel
     if config.model.path:
         is_half = config.workers.precision == "bf16" and config.model.is_frozen
+        place = local_copy(config.model.path)
+        check_weight_files(place)
         base = AutoModelForCausalLM.from_pretrained(
-            config.model.path,
+            place,
             dtype=torch.bfloat16 if is_half else torch.float32,
             trust_remote_code=config.model.trust_remote_code,
             attn_implementation=config.model.attention,
@@ -169,7 +172,7 @@ def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> T
     wanted = config.temperature.network_config(vocab_size, rho)
     if not config.temperature.path:
         return TempNet(wanted)
-    network = TempNet.from_pretrained(config.temperature.path).train()
+    network = TempNet.from_pretrained(local_copy(config.temperature.path)).train()
     network.set_tau_max_eval(None)
     if network.config != wanted:
         raise ValueError(f"temperature.path = {config.temperature.path!r} holds {network.config}, wanted is {wanted}")

@@ -19,20 +19,34 @@ from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_pa
 from jobs.tasks.language_model import report
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
-from jobs.tasks.language_model.data import prepare_split
+from jobs.tasks.language_model.data import describe_data, prepare_split, prepare_training_text
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
 from pipelines.archives import list_archives
+from pipelines.local_copy import local_copy
+from pipelines.stream import READ_CPUS
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
 
-def create_task(config: LanguageModelConfig, train: str, validation: str, rank: int, world_size: int) -> Task:
-    """Create the task on a worker; `train` and `validation` are the directories of the prepared data."""
+def create_task(
+    config: LanguageModelConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
+) -> Task:
+    """Create the task on a worker.
+
+    Args:
+        config: configuration of the run.
+        train: directory of the prepared training data, or what is known of them while they still grow.
+        validation: directory of the prepared validation data.
+        rank: rank of this worker.
+        world_size: number of workers.
+    """
     from jobs.tasks.language_model.task import LanguageModelTask
 
-    return LanguageModelTask(config, Manifest.load(train), Manifest.load(validation), rank, world_size)
+    train_data = Manifest.load(train) if isinstance(train, str) else train
+    return LanguageModelTask(config, train_data, Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +63,13 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """Number of parameters of the TempNet; 0 without one."""
 
     summary_table = staticmethod(report.summary_table)
+
+    @property
+    def data_cpus(self) -> float:
+        """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
+        data = self.config.data
+        preparing = data.prepare_cpus if data.prepare == "streaming" else 0.0
+        return READ_CPUS * self.config.workers.num_workers + preparing
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
@@ -89,19 +110,26 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = resolve_paths(self.config)
-        train_data = prepare_split(config, "train")
+        train_data = prepare_training_text(config)
         validation_data = prepare_split(config, "validation")
         rho = self.rho
         records = {}
         if rho is None:
+            assert isinstance(train_data, Manifest)  # the configuration refuses the other case
             calibration = records[CALIBRATION_FILE] = read_or_calibrate(config, train_data)
             rho = float(calibration["rho"])
             print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
         config = with_rho(config, rho)
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            create_task=partial(create_task, config, train_data.directory, validation_data.directory),
-            num_samples=train_data.num_rows,
+            create_task=partial(
+                create_task,
+                config,
+                train_data if isinstance(train_data, GrowingManifest) else train_data.directory,
+                validation_data.directory,
+            ),
+            num_samples=None,
+            read_data_outcome=partial(describe_data, train_data, validation_data),
             parameters={
                 "vocab_size": self.vocab_size,
                 "resolved.rho": rho,
@@ -117,11 +145,6 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 "tau_min": config.temperature.tau_min,
                 "tau_max": config.temperature.tau_max,
                 "loss": config.temperature.loss,
-                "num_documents_lost": {
-                    "train": dict(train_data.problems),
-                    "validation": dict(validation_data.problems),
-                },
-                "num_blocks_train": train_data.num_rows,
             },
             records=records,
         )
@@ -152,6 +175,9 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     network = None
     if config.temperature.needs_tempnet:
         network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0))
+        if config.temperature.path:
+            with naming_field("temperature.path = "):
+                TempNet.from_pretrained(local_copy(config.temperature.path))
     return LanguageModelPlan(
         config=config,
         vocab_size=vocab_size,

@@ -16,12 +16,14 @@ from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.data import cache_for
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
@@ -43,15 +45,20 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
     module: TemperatureCausalLM
 
     def __init__(
-        self, config: LanguageModelConfig, train: Manifest, validation: Manifest, rank: int, world_size: int
+        self,
+        config: LanguageModelConfig,
+        train: Manifest | GrowingManifest,
+        validation: Manifest,
+        rank: int,
+        world_size: int,
     ) -> None:
         super().__init__(
             config,
-            BlockSource(manifest=train),
-            shard_sizes=train.shard_sizes,
-            window_size=config.data.shuffle_window,
+            BlockSource(manifest=train, cache_bytes=cache_for(config, train)),
+            plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
+            reader_resources=config.data.resources,
         )
         self.validation_manifest = validation
 

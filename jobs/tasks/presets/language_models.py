@@ -144,6 +144,7 @@ def _small(
             validation=f"{SAMPLE_TEXT}/validation",
             tokenizer=SAMPLE_TOKENIZER,
             context_length=128,
+            prepare_cpus=0.5,
         ),
         temperature=replace(config.temperature, rho=None, target_entropy=target_entropy),
         optimizer=replace(

@@ -8,17 +8,18 @@ from jobs.engine.config import (
     EncoderSection,
     RunSection,
     ValidationSection,
+    check_not_negative,
     check_positive,
     check_share,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import PATH, shared_fields
-from pipelines.sentences.spans import SpanConfig, Strategy
+from jobs.engine.fields import FREE_TO_CHANGE, PATH
+from pipelines.sentences.spans import SpanConfig
 from tempnet.contrastive.config import LOSS_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentSection:
+class DocumentSection(SpanConfig):
     """The documents, and how spans (anchors and their positives) are drawn from them (DeCLUTR §3.1)."""
 
     train: str = field(metadata=PATH)
@@ -30,39 +31,24 @@ class DocumentSection:
     """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
     text_field: str = "text"
     """Name of the field (column) of a record that holds the text."""
-    num_anchors: int = 2
-    """A, the number of anchors per document."""
-    num_positives: int = 2
-    """P, the number of positives per anchor."""
-    min_length: int = 32
-    """l_min, the minimum number of tokens of a span."""
-    max_length: int = 512
-    """l_max, the maximum number of tokens of a span, not counting the tokenizer's special tokens."""
-    strategy: Strategy = "any"
-    """Position of a positive relative to its anchor: any (overlapping, adjacent or inside), subsuming (only inside) or
-    adjacent (only adjacent)."""
-    min_num_tokens: int = 0
-    """Minimum number of tokens of a document, at least (A + 1)·l_max; shorter documents are counted and left out. 0:
-    2·A·l_max, as in the paper."""
     mask_share: float = 0.15
     """Share of the anchors' tokens, in [0, 1], that are masked for the masked language modelling (MLM) objective."""
     max_bad_share: float = 0.01
     """Largest share of unreadable documents, in [0, 1], that is tolerated; above it the run fails."""
     shuffle_window: int = 32_768
     """Number of documents within which the order is fully random; across windows only whole shards are permuted."""
+    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
+    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
+    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "shuffle_window")
+        check_not_negative("data", self, "cache_gib")
         check_share("data", self, "max_bad_share", "mask_share")
         try:
-            _ = self.spans
+            SpanConfig.__post_init__(self)
         except ValueError as error:
             raise ValueError(f"data.{error}") from error
-
-    @property
-    def spans(self) -> SpanConfig:
-        """The configuration of the drawing of spans."""
-        return SpanConfig(**shared_fields(self, SpanConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +110,7 @@ class SpanValidationSection(ValidationSection):
     def __post_init__(self) -> None:
         ValidationSection.__post_init__(self)
         check_positive("validation", self, "batch_size")
+        check_not_negative("validation", self, "num_documents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,14 @@ import time
 
 import numpy as np
 
+from jobs.tasks.node_cache import cache_bytes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
 from pipelines.sentences.span_source import SpanSource
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest
 from pipelines.text.prepare import PrepareConfig, describe, prepare_text
+from pipelines.text.rows import shard_bytes
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 
 # Random seed of the spans that are scored in validation, which are the same for all runs.
@@ -36,27 +38,39 @@ def prepare_split(config: SentenceConfig, split: str) -> Manifest:
             text_field=data.text_field,
             max_bad_share=data.max_bad_share,
         ),
-        DocumentConfig(least_num_tokens=data.spans.least_num_tokens, vocab_size=len(tokenizer)),
+        DocumentConfig(least_num_tokens=data.least_num_tokens, vocab_size=len(tokenizer)),
         config.run.prepared_directory,
         max_bad_share_field="data.max_bad_share",
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
+    cache_for(config, manifest, split)
     if not manifest.num_rows:
         raise ValueError(
-            f"data.{split} = {getattr(data, split)!r} holds no document of {data.spans.least_num_tokens} tokens, which spans "
+            f"data.{split} = {getattr(data, split)!r} holds no document of {data.least_num_tokens} tokens, which spans "
             f"of data.max_length = {data.max_length} need: choose shorter spans, fewer anchors or a smaller min_num_tokens"
         )
     return manifest
+
+
+def cache_for(config: SentenceConfig, manifest: Manifest, split: str = "") -> int:
+    """Return the size of the node's cache for a split; one that is too small is reported if the split is named."""
+    return cache_bytes(
+        config.data,
+        plan=manifest.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
+        shard_bytes=shard_bytes(manifest),
+        split=split,
+    )
 
 
 def span_source(config: SentenceConfig, manifest: Manifest, *, seed: int) -> SpanSource:
     """Return the source that draws spans from prepared documents."""
     return SpanSource(
         manifest=manifest,
-        spans=config.data.spans,
+        spans=config.data,
         special_tokens=SpecialTokens.of(load_tokenizer(config.tokenizer, needs_eos=False)),
         seed=seed,
         mask_share=config.data.mask_share if config.objective.mlm_weight else 0.0,
+        cache_bytes=cache_for(config, manifest),
     )
 
 

@@ -59,7 +59,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
                 "loss": self._loss,
                 "spans": f"{data.num_anchors} anchors of {data.min_length} to {data.max_length} tokens a document, "
                 f"{data.num_positives} positives each ({data.strategy}); documents from "
-                f"{data.spans.least_num_tokens} tokens on",
+                f"{data.least_num_tokens} tokens on",
                 "batch": f"{size} documents: {workers} workers × {size // workers}; each anchor against "
                 f"{2 * config.num_pairs_per_batch - 2} others",
             },

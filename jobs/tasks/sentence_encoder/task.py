@@ -47,8 +47,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
         super().__init__(
             config,
             self.source,
-            shard_sizes=train.shard_sizes,
-            window_size=config.data.shuffle_window,
+            plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
             num_batches_per_task=64,

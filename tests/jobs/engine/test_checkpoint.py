@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import pickletools
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from jobs.engine.checkpoint import SafeCheckpointEngine
+from jobs.engine.checkpoint import FRESH_STATE, SafeCheckpointEngine, read_state
+from jobs.engine.job import FatalTrainingError
 
 
 def test_a_stage_is_pickled_by_its_value_whatever_the_python(tmp_path: Path) -> None:
@@ -27,3 +30,13 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
     torch.save({"hidden": pytest.raises}, tmp_path / "states.pt")
     with pytest.raises(pickle.UnpicklingError):
         SafeCheckpointEngine().load(str(tmp_path / "states.pt"))
+
+
+def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
+    """A checkpoint without a version is one that was written before there were several."""
+    state = asdict(FRESH_STATE)
+    del state["order_version"]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert read_state(tmp_path, world_size=1, zero_stage=0, order_version=1) == FRESH_STATE
+    with pytest.raises(FatalTrainingError, match=r"another order \(version 1; this program has version 2\)"):
+        read_state(tmp_path, world_size=1, zero_stage=0, order_version=2)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.engine.command_line import run_job
+from jobs.engine.command_line import parse_preset, run_job
+from jobs.tasks.presets.language_models import PRESETS
 
 
 def test_the_status_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +18,36 @@ def test_the_status_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         run_job(len)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train_lm gpt2-scratch-small --run.num-steps 0", "run.num_steps = 0 must be positive"),
+        ("train_lm gpt2-scratch-small --optimizer.batch-size 7", "optimizer.batch_size = 7 is not divisible by"),
+        ("train_clip clip-cc3m-tempnet-small --data.caption-noise 2", "data.caption_noise = 2 must lie in [0, 1]"),
+        ("sweep gpt2-rho-lr-small --base.run.num-steps 0", "run.num_steps = 0 must be positive"),
+        ("sweep gpt2-rho-lr-small --sweep.band 3 2", "sweep.band = (3.0, 2.0) must be two rising positive numbers"),
+        ("reproduce T2 --seeds 0", "seeds = 0 must be at least 1"),
+    ],
+)
+def test_a_refused_value_is_one_line_and_status_2(words: str, message: str) -> None:
+    job, *rest = words.split()
+    ended = subprocess.run(
+        [sys.executable, "-m", f"jobs.{job}", *rest, "--dry-run"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"error: {message}")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_tyro_refuses_is_shown_with_the_help_of_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_preset(PRESETS, ["gpt2-scratch-small", "--run.num-steps", "many"], job="train_lm", purpose="")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Error parsing --run.num-steps" in said
+    assert "Number of optimizer steps." in said
 
 
 def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:

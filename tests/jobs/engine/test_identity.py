@@ -37,6 +37,8 @@ FREE_IN_EVERY_RUN = {
     "tracking.system_metrics",
     "tracking.max_model_gib",
 }
+FREE_WITH_TEXT = {"data.prepare", "data.num_parts_ahead", "data.prepare_cpus", "data.reader_resources"}
+"""How the text of a language model is prepared, which does not change its batches."""
 HASHES = {
     "gpt2-scratch": "56b55c3fed0f",
     "gpt2-scratch-small": "572d25b89b4c",
@@ -61,7 +63,13 @@ def test_runs_made_before_are_recognised(name: str) -> None:
 def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     config = PRESETS[name]()
     free = {field.removeprefix("base.") for field in flatten(config).keys() - fixed_values(config).keys()}
-    assert {field for field in free if not field.startswith(("grid.", "sweep."))} == FREE_IN_EVERY_RUN
+    has_text = any(field.endswith("data.prepare") for field in flatten(config))
+    has_cache = any(field.endswith("data.cache_gib") for field in flatten(config))
+    expected = (
+        FREE_IN_EVERY_RUN | (FREE_WITH_TEXT if has_text else set()) | ({"data.cache_gib"} if has_cache else set())
+    )
+    assert has_cache == hasattr(getattr(config, "base", config).data, "cache_gib")
+    assert {field for field in free if not field.startswith(("grid.", "sweep."))} == expected
     assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
     assert ("sweep.num_concurrent" in free) == hasattr(config, "sweep")
 
@@ -97,3 +105,12 @@ def test_only_what_exists_here_becomes_absolute(tmp_path: Any, monkeypatch: pyte
     (tmp_path / "model").mkdir()
     assert absolute_path("model") == str(tmp_path / "model")
     assert [absolute_path(value) for value in ("", "gpt2", "s3://b/model")] == ["", "gpt2", "s3://b/model"]
+
+
+def test_a_link_to_a_file_keeps_the_suffix_that_tells_its_format(tmp_path: Any) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "5f1e").touch()
+    (tmp_path / "text.jsonl").symlink_to(tmp_path / "blobs" / "5f1e")
+    (tmp_path / "data").symlink_to(tmp_path / "blobs")
+    assert absolute_path(f"{tmp_path}/blobs/../text.jsonl") == str(tmp_path / "text.jsonl")
+    assert absolute_path(str(tmp_path / "data")) == str(tmp_path / "blobs")

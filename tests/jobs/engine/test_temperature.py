@@ -1,31 +1,12 @@
-"""Tests that the sections about temperatures agree with the library's configurations that are made from them."""
+"""Tests that what the sections about temperatures say reaches the library's configurations that are made from them."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import pytest
-
 from jobs.engine.contrastive import ContrastiveSection
-from jobs.engine.fields import shared_fields
 from jobs.tasks.language_model.config import TemperatureSection
-from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.network import TempNetConfig
-
-
-@pytest.mark.parametrize(
-    ("section", "made"),
-    [
-        (TemperatureSection(), TempNetConfig.for_logits(50_257)),
-        (ContrastiveSection(), TempNetConfig.for_embeddings(512)),
-        (ContrastiveSection(), ContrastiveLossConfig.for_name("tempnet")),
-    ],
-)
-def test_fields_of_the_same_name_have_the_same_default(section: object, made: object) -> None:
-    shared = shared_fields(section, type(made))
-    assert len(shared) >= 6
-    assert {name: getattr(made, name) for name in shared} == shared
 
 
 def test_every_option_of_the_section_reaches_the_network() -> None:

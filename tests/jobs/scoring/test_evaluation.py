@@ -363,8 +363,7 @@ def test_a_refusal_reaches_the_person_with_status_2(
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     for model, wikitext, message in [
-        # The configuration itself refuses this value, so tyro prints the message in a frame.
-        (export, "nowhere.txt", "wikitext = 'nowhere.txt' is no file"),
+        (export, "nowhere.txt", "error: wikitext = 'nowhere.txt' is no file"),
         ("runs/nothing", str(text), "error: models: 'runs/nothing' is no Transformers model"),
     ]:
         with pytest.raises(SystemExit) as exit_info:

@@ -109,14 +109,6 @@ def test_a_users_own_weights_cost_what_the_presets_do(name: str, path: str, tmp_
     assert "GPU-hours" in own.describe()
 
 
-def test_models_that_are_read_again_need_a_path() -> None:
-    tracking = TrackingSection(enabled=False)
-    for name in ("T3", "T15"):  # the models of T3 are scored, and those of T15 are started from
-        with pytest.raises(ValueError, match="choose a directory that all machines share"):
-            make_reproduction(ReproduceConfig(experiment=name, storage="s3://bucket/runs", tracking=tracking))
-    make_reproduction(ReproduceConfig(experiment="T4", storage="s3://bucket/runs", tracking=tracking))
-
-
 def test_the_history_of_a_run_needs_no_mlflow() -> None:
     scores = [{"step": step, "scores": {"loss": 10.0 - step}} for step in (1, 2, 3, 4)]
     config = PRESETS["gpt2-scratch-small"]()

@@ -91,7 +91,10 @@ def test_wrong_values_are_refused_with_their_name(
 ) -> None:
     with pytest.raises(SystemExit):
         sweep(*arguments)
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_whole_fields_stay_whole() -> None:

@@ -89,7 +89,10 @@ def test_the_presets_cover_every_loss() -> None:
         (["--model.image-size", "0"], "model.image_size = 0 must be positive"),
         (["--model.image-size", "-32"], "model.image_size = -32 must be positive"),
         (["--data.caption-noise", "1.5"], "data.caption_noise = 1.5 must lie in [0, 1]"),
-        (["--data.min-crop-scale", "0"], "min_scale = 0"),
+        (["--data.min-crop-scale", "0"], "data.min_crop_scale = 0.0 must be positive"),
+        (["--data.min-crop-scale", "2"], "data.min_crop_scale = 2 must lie in [0, 1]"),
+        (["--data.num-augmentations", "-1"], "data.num_augmentations = -1 must not be negative"),
+        (["--data.augmentation-magnitude", "11"], "data.augmentation_magnitude = 11 must lie in [0, 10]"),
         (["--optimizer.batch-size", "127"], "is not divisible by workers.num_workers = 2"),
         (["--temperature.target-tau", "0.02", "--temperature.loss", "isogclr"], "or tempnet (contrastive)"),
         (["--temperature.target-tau", "0.02", "--temperature.loss", "tempnet_in_batch"], "target_tau = 0.02 steers"),
@@ -103,7 +106,10 @@ def test_wrong_values_are_refused_with_their_name(
     with pytest.raises(SystemExit) as exit_info:
         parse_preset(PRESETS, ["clip-cc3m-tempnet-small", *arguments], job="train_clip", purpose="")
     assert exit_info.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 @pytest.fixture

@@ -78,7 +78,11 @@ def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
         (["--run.name", "a/b"], "run.name = 'a/b' must be a plain file name"),
         (["--temperature.loss", "drro"], "temperature.loss = 'drro' is unknown: choose one of ce"),
         (["--temperature.target-entropy", "None"], "both None: ρ can be calibrated only on a model"),
-        (["--temperature.rho", "3"], "give one of them"),
+        (["--temperature.rho", "3", "--temperature.target-entropy=4"], "target_entropy = 4.0: give one of them"),
+        (
+            ["--temperature.rho", "None", "--temperature.target_entropy", "None"],
+            "both None: ρ can be calibrated only on a",
+        ),
         (["--data.max-bad-share", "1.5"], "data.max_bad_share = 1.5 must lie in"),
         (["--optimizer.learning-rate-base", "-1"], "optimizer.learning_rate_base = -1.0 must be positive"),
         (["--optimizer.learning-rate-base", "inf"], "learning_rate_base = inf must be positive and finite"),
@@ -117,7 +121,33 @@ def test_wrong_values_are_refused_with_their_name(
     with pytest.raises(SystemExit) as exit_info:
         parse_preset(PRESETS, ["gpt2-scratch-small", *arguments], job="train_lm", purpose="")
     assert exit_info.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "expected"),
+    [
+        ("gpt2-scratch-small", ["--temperature.rho", "3"], (3.0, None)),
+        ("gpt2-scratch-small", ["--temperature.rho=3", "--temperature.target_entropy=None"], (3.0, None)),
+        ("gpt2-scratch-small", ["--temperature.rho", "None"], (None, 4.9)),
+        ("gpt2-scratch", ["--temperature.target-entropy", "4"], (None, 4.0)),
+        ("gpt2-scratch", ["--temperature.target_entropy=None"], (10.0, None)),
+    ],
+)
+def test_a_given_rho_or_target_entropy_takes_the_place_of_the_other_one_of_the_preset(
+    preset: str, arguments: list[str], expected: tuple[float | None, float | None]
+) -> None:
+    config, _ = parse_preset(PRESETS, [preset, *arguments], job="train_lm", purpose="")
+    assert (config.temperature.rho, config.temperature.target_entropy) == expected
+
+
+def test_the_sizes_of_a_random_model_are_not_checked_if_a_path_is_given() -> None:
+    words = ["gpt2-scratch-small", "--model.path", "x", "--model.num-heads", "7"]
+    config, _ = parse_preset(PRESETS, words, job="train_lm", purpose="")
+    assert config.model.hidden_size % config.model.num_heads
 
 
 def test_misspelt_presets_and_fields_are_answered_with_near_names(capsys: pytest.CaptureFixture[str]) -> None:

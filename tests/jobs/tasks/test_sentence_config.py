@@ -52,7 +52,7 @@ def test_presets_carry_the_papers_numbers() -> None:
     config = PRESETS["declutr-base"]()
     data, optimizer = config.data, config.optimizer
     assert (data.num_anchors, data.num_positives, data.min_length) == (2, 2, 32)
-    assert data.spans.least_num_tokens == 2048
+    assert data.least_num_tokens == 2048
     assert (optimizer.batch_size, optimizer.learning_rate_base, optimizer.weight_decay) == (16, 5e-5, 0.1)
     assert (optimizer.decay, optimizer.warmup_share, optimizer.max_grad_norm) == ("linear", 0.1, 1.0)
     assert (config.temperature.loss, config.temperature.tau) == ("clip_fixed", 0.05)
@@ -114,6 +114,7 @@ def test_the_longest_span_of_a_full_preset_fits_roberta(name: str, roberta: str)
             ["--temperature.loss", "tempnet", "--temperature.target-tau", "0.02"],
             "target_tau = 0.02: ρ is steered for language models and for images with captions",
         ),
+        (["--validation.num-documents", "-1"], "validation.num_documents = -1 must not be negative"),
         (["--model.hidden-size", "130"], "model.hidden_size = 130 is not divisible by model.num_heads = 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -123,7 +124,10 @@ def test_wrong_values_are_refused_with_their_name(
 ) -> None:
     with pytest.raises(SystemExit):
         small(data, *arguments)
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_a_plan_says_what_will_happen(data: Path) -> None:

@@ -29,6 +29,7 @@ from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import describe, prepare_images
 from pipelines.images.temperature_table import read_table, table_schema
+from pipelines.local_copy import local_copy
 from pipelines.storage import write_json
 from tempnet.models.dual_encoder import load_pair_tempnets
 from tempnet.statistics import BOUND_SHARE
@@ -69,7 +70,7 @@ class PairPredictor:
         self._encoder = Encoder(
             settings.model, precision=settings.precision, batch_size=settings.batch_size, use_gpu=use_gpu
         )
-        self._tempnets = load_pair_tempnets(settings.tempnet)
+        self._tempnets = load_pair_tempnets(local_copy(settings.tempnet))
 
     @torch.inference_mode()
     def images(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

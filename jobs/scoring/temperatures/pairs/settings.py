@@ -6,15 +6,17 @@ All of this happens before Ray is started.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.dual_encoders.encoder import caption_encoder
 from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from jobs.tasks.base import naming_field
 from pipelines.images.prepare import PrepareImagesConfig, check_source
+from pipelines.local_copy import local_copy
 from pipelines.storage import relative, resolve
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
@@ -75,18 +77,19 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
         ValueError: if they do not fit together.
     """
     images = PrepareImagesConfig(
-        source=_absolute(config.images),
-        captions=_absolute(config.captions) if config.captions else "",
+        source=absolute_path(config.images),
+        captions=absolute_path(config.captions),
         splits=config.splits,
         max_bad_share=config.max_bad_share,
     )
     check_source(images)
     tempnet = config.tempnet or config.model
-    networks = load_pair_tempnets(tempnet)
+    with naming_field("tempnet = " if config.tempnet else "model = "):
+        networks = load_pair_tempnets(local_copy(tempnet))
     (label,) = model_labels([config.model])
     model = DualEncoderSpec.read(label, config.model)
     caption_encoder(model)
-    embedding_size = DualEncoder.from_pretrained(model.path).config.embedding_size
+    embedding_size = DualEncoder.from_pretrained(local_copy(model.path)).config.embedding_size
     for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
         if network.config.kind != "embeddings" or network.config.input_size != embedding_size:
             raise ValueError(
@@ -96,7 +99,7 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
     return PairPredictionSettings(
         images=images,
         model=model,
-        tempnet=str(Path(tempnet).absolute()),
+        tempnet=absolute_path(tempnet),
         batch_size=config.batch_size,
         precision=config.precision,
         part_pairs=config.part_pairs,
@@ -109,8 +112,3 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
 def _tau_range(network: TempNet) -> tuple[float, float]:
     config = network.config
     return config.tau_min, config.tau_max if config.tau_max_eval is None else config.tau_max_eval
-
-
-def _absolute(name: str) -> str:
-    """Returns a local path as an absolute one, and a URI unchanged."""
-    return name if "://" in name else str(Path(name).absolute())

@@ -13,9 +13,9 @@ class PredictTemperaturesConfig:
     """The model, the texts, and where the results go: tables (`output`), a page (`html`), or both."""
 
     model: str
-    """A Transformers causal LM: the directory of an export of `train_lm`, or a hub name."""
+    """A Transformers causal LM: the directory or URI of an export of `train_lm`, or a hub name."""
     tempnet: str = ""
-    """Directory or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
+    """Directory, URI or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
     text: str
     """A text archive (.jsonl, .jsonl.gz, .jsonl.zst, .tar of these, .parquet), a plain UTF-8 text (.txt, .md, .rst:
     one document per file), or a directory of archives or, if it has none, of plain texts; a path or pyarrow URI."""
@@ -23,8 +23,8 @@ class PredictTemperaturesConfig:
     """Directory or URI of the tables, with one Parquet file per part. A repeated run writes only the missing parts.
     With several machines, all of them must be able to reach it. Empty: no tables."""
     html: str = ""
-    """HTML file that shows the first documents with every token coloured by its τ. Default: temperatures.html if
-    there is no output."""
+    """HTML file (path or URI) that shows the first documents with every token coloured by its τ. Default:
+    temperatures.html if there is no output."""
     html_tokens: int = 4096
     """Maximum number of tokens on the page."""
     per_token: bool = False

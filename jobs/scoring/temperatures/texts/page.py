@@ -14,7 +14,8 @@ from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.tasks.language_model.report import ColouredText, coloured_page
 from pipelines.archives import Archive
-from pipelines.text.prepare import readable_documents
+from pipelines.storage import exists, write_bytes
+from pipelines.text.part_preparation import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer, token_texts
 
@@ -59,15 +60,18 @@ def first_documents(
 
 
 def write_page(path: str, text: str, sections: dict[str, ColouredText]) -> None:
-    """Write the page for a text (whose name is shown in the title) to a file."""
-    Path(path).write_text(coloured_page(title=f"Temperatures of {text}", sections=sections), encoding="utf-8")
+    """Write the page for a text (whose name is shown in the title) to a file at a path or URI."""
+    write_bytes(path, coloured_page(title=f"Temperatures of {text}", sections=sections).encode())
 
 
 def check_page(path: str) -> None:
-    """Check that the page can be written, before any work starts.
+    """Check that the page can be written, before any work starts, by making an empty one unless there is one.
 
     Raises:
         OSError: with the reason why it cannot be written.
     """
-    with Path(path).open("a", encoding="utf-8"):
-        pass
+    if "://" not in path:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    elif not exists(path):
+        write_bytes(path, b"")

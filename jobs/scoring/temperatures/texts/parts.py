@@ -19,7 +19,7 @@ from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from pipelines.archives import Archive
 from pipelines.storage import read_json, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
-from pipelines.text.prepare import readable_documents
+from pipelines.text.part_preparation import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
+from pipelines.local_copy import local_copy
 from tempnet.inference import CachedFold, can_fold
 from tempnet.loading import load_causal_lm
 
@@ -47,7 +48,7 @@ class Predictor:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
-        base, network = load_causal_lm(settings.model, settings.tempnet, dtype=dtype)
+        base, network = load_causal_lm(local_copy(settings.model), local_copy(settings.tempnet), dtype=dtype)
         self._settings = settings
         self._device = torch.device("cuda" if use_gpu else "cpu")
         self._base: Any = base.to(self._device)  # type: ignore[arg-type]

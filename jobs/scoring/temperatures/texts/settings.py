@@ -8,16 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pyarrow.fs import FileType
 from transformers import AutoConfig
 
+from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.identity import differences
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.tasks.base import naming_field
 from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, list_archives
+from pipelines.local_copy import local_copy
 from pipelines.storage import read_json, relative, resolve, write_json
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.loading import load_tempnet
@@ -81,10 +83,11 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         FileNotFoundError, OSError: if the model or the TempNet is missing.
         ValueError: if they do not fit together, or a field does not fit them.
     """
-    network = load_tempnet(config.tempnet or config.model)
+    with naming_field("tempnet = " if config.tempnet else "model = "):
+        network = load_tempnet(local_copy(config.tempnet or config.model))
     tokenizer = load_tokenizer(config.model)
-    check_weight_files(config.model)
-    base = AutoConfig.from_pretrained(config.model).get_text_config()
+    check_weight_files(place := local_copy(config.model))
+    base = AutoConfig.from_pretrained(place).get_text_config()
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
     longest = getattr(base, "max_position_embeddings", None)
     context_length = config.context_length or longest
@@ -98,9 +101,9 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     if stride > context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
     return PredictionSettings(
-        source=_absolute(config.text),
-        model=_absolute(config.model),
-        tempnet=_absolute(config.tempnet or config.model),
+        source=absolute_path(config.text),
+        model=absolute_path(config.model),
+        tempnet=absolute_path(config.tempnet or config.model),
         text_field=config.text_field,
         context_length=context_length,
         stride=stride,
@@ -172,11 +175,6 @@ def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logi
         raise ValueError(
             f"the TempNet was built for a vocabulary of {network.config.input_size}, {model} has {num_logits} logits"
         )
-
-
-def _absolute(name: str) -> str:
-    """Returns a local path as an absolute one, and a URI or a hub name unchanged."""
-    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _digest(*parts: bytes) -> str:

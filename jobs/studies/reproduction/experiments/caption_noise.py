@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jobs.studies.reproduction.experiment import NO_TABLE, Experiment, Measure, Scale, Statement, Study, above, score
 from jobs.studies.reproduction.experiments.contrastive import RECALL, RETRIEVAL_MEASURES, TAU, TAU_STD, arm, study
-from jobs.studies.reproduction.scoring import NoisyCaptions
+from jobs.studies.reproduction.noisy_captions import NoisyCaptions
 
 _NOISE = (0.0, 0.05, 0.10, 0.15)
 

@@ -1,0 +1,193 @@
+"""Copies what lies at a remote URI (a model, a tokenizer, a small data set) to this machine, for readers that need files.
+
+Transformers, safetensors and lm-evaluation-harness read local files only. Every machine keeps one copy for all of its
+processes, in $TEMPNET_MODELS or `~/.cache/tempnet`, and uses it for as long as the names, sizes and times at the URI
+stay the same. Whoever reads a model calls :func:`local_copy` where the model is read, and keeps the URI everywhere else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow import fs
+
+from pipelines.ranges import ByteRange, RangeReader
+from pipelines.storage import resolve
+
+_VARIABLE = "TEMPNET_MODELS"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+# Nothing here reads these subdirectories of a model: its repository, checkpoints of its training, and other formats.
+_UNREAD = re.compile(r"\..*|checkpoint-.*|onnx|openvino")
+_RANGE_BYTES, _RANGES_AT_A_TIME = 8 << 20, 8
+_NUM_ATTEMPTS = 4
+_NUM_LISTINGS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listing:
+    """What lies at a URI: one file, or the files of a directory."""
+
+    filesystem: fs.FileSystem
+    path: str
+    """Path of the file or directory within its filesystem."""
+    files: dict[str, fs.FileInfo]
+    """Path relative to `path` → file, in alphabetical order; a single file has the path "."."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """Hash of names, sizes and times of modification, as 16 hex digits."""
+        return _digest([[name, file.size, file.mtime_ns] for name, file in self.files.items()])
+
+
+def local_copy(source: str, *, with_weights: bool = True) -> str:
+    """Return the path on this machine of what lies at a URI, which is copied unless this was done before.
+
+    A local path and the name of a model on the hub are returned unchanged. Of a directory, its repository
+    (`.git`), checkpoints (`checkpoint-…`) and exports for other programs (`onnx`, `openvino`) are left out.
+
+    Args:
+        source: URI, local path or hub name.
+        with_weights: whether to copy the files that hold weights, too. A tokenizer and a configuration need none.
+
+    Raises:
+        ValueError: if there is nothing at the URI, it cannot be read, or a file's name would lead out of the directory;
+            the message names the URI.
+        OSError: if the files cannot be copied, for example because the disk is too small.
+    """
+    if "://" not in source:
+        return source
+    for _ in range(_NUM_LISTINGS):
+        listing = _list(source, with_weights)
+        if isinstance(listing.filesystem, fs.LocalFileSystem):
+            return listing.path
+        directory = _cache() / _digest([source.rstrip("/"), with_weights])
+        version = directory / listing.digest
+        place = version / listing.path.lstrip("/")
+        if version.is_dir():
+            return str(place)
+        with _locked(directory):
+            if version.is_dir():
+                return str(place)
+            for old in directory.glob("*/"):  # what a killed process has left, and what the source was before
+                shutil.rmtree(old)
+            _check_room(source, listing.num_bytes, directory)
+            partial = Path(tempfile.mkdtemp(prefix="partial-", dir=directory))
+            try:
+                _copy(listing, partial / listing.path.lstrip("/"))
+                if _list(source, with_weights).digest == listing.digest:
+                    partial.rename(version)
+                    return str(place)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    raise OSError(f"{source} was written to each of the {_NUM_LISTINGS} times that it was copied: try again later")
+
+
+def is_directory(source: str) -> bool:
+    """Return whether a path or URI is that of a directory; False also if the URI cannot be read."""
+    try:
+        filesystem, path = resolve(source)
+        return bool(filesystem.get_file_info(path).type == fs.FileType.Directory)
+    except OSError:
+        return False
+
+
+def _list(uri: str, with_weights: bool) -> _Listing:
+    try:
+        filesystem, path = resolve(uri)
+        there = filesystem.get_file_info(path)
+        found = [there]
+        if there.type == fs.FileType.Directory:
+            found = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{uri!r} cannot be read: check bucket, endpoint, region and credentials on this machine. {reason}"
+        ) from error
+    if there.type == fs.FileType.NotFound:
+        raise ValueError(f"{uri!r} is missing: there is no such file or directory, or no such bucket")
+    files: dict[str, fs.FileInfo] = {}
+    for file in sorted(found, key=lambda file: file.path):
+        if file.type != fs.FileType.File:
+            continue
+        if {"", ".", ".."} & set(file.path.lstrip("/").split("/")):
+            raise ValueError(f"{uri!r} holds {file.path!r}, which is no name of a file: rename or delete it")
+        name = "." if file is there else file.path.removeprefix(f"{path}/")
+        *parents, _ = name.split("/")
+        is_read = not any(map(_UNREAD.fullmatch, parents)) and (with_weights or not name.endswith(_WEIGHTS))
+        if is_read or file is there:
+            files[name] = file
+    return _Listing(filesystem=filesystem, path=path, files=files)
+
+
+def _copy(listing: _Listing, to: Path) -> None:
+    reader = RangeReader(listing.filesystem)
+    (to.parent if "." in listing.files else to).mkdir(parents=True)
+    for name, file in listing.files.items():
+        target = to / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as stream:
+            for start in range(0, file.size, _RANGES_AT_A_TIME * _RANGE_BYTES):
+                stop = min(start + _RANGES_AT_A_TIME * _RANGE_BYTES, file.size)
+                ranges = [
+                    ByteRange(file.path, offset, min(_RANGE_BYTES, stop - offset))
+                    for offset in range(start, stop, _RANGE_BYTES)
+                ]
+                stream.writelines(_read(reader, ranges))
+            if stream.tell() != file.size:
+                raise OSError(f"{file.path} ended after {stream.tell()} of its {file.size} bytes")
+
+
+def _read(reader: RangeReader, ranges: Sequence[ByteRange]) -> list[bytes]:
+    """Read ranges, and after an error of an object store read them again, waiting 1, 2 and 4 s before that."""
+    for attempt in range(_NUM_ATTEMPTS - 1):
+        try:
+            return reader.read(ranges)
+        except OSError as error:
+            if (
+                error.errno is not None
+            ):  # Object stores' errors have no number; a missing file, which has one, stays so.
+                raise
+            time.sleep(2.0**attempt)
+    return reader.read(ranges)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(_VARIABLE) or "~/.cache/tempnet").expanduser().absolute()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Let one process of this machine at a time into the block; a killed process holds no lock."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_room(source: str, num_bytes: int, directory: Path) -> None:
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        raise OSError(
+            f"{source} takes {num_bytes / 2**30:.2f} GiB, and {directory.parent} has {free / 2**30:.2f} GiB left: make room "
+            f"there, or set {_VARIABLE} to a directory on another disk"
+        )
+
+
+def _digest(content: object) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,92 @@
+"""Say in one line what is wrong with an object store: the URI, the cause, and the environment variables to set.
+
+pyarrow reports every failure of a store as an OSError without a number, whose text holds the store's own name for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_ACCESS = (
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY",
+    "INVALID_CLIENT_TOKEN",
+    "SIGNATURE",
+    "MISSING_AUTHENTICATION_TOKEN",
+    "UNRECOGNIZED_CLIENT",
+    "EXPIRED_TOKEN",
+    "OPT_IN_REQUIRED",
+    "HTTP status 401",
+    "HTTP status 403",
+    "Permission denied",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+)
+_BUCKET = ("NO_SUCH_BUCKET", "Bucket '", "bucket does not exist")
+_MISSING = ("NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "Path does not exist", "HTTP status 404")
+_UNREACHABLE = ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached")
+
+
+def is_final(error: OSError) -> bool:
+    """Return whether an object store would give the same answer again, so that there is no use in asking it."""
+    return isinstance(error, FileNotFoundError | PermissionError) or _holds(str(error), _ACCESS + _BUCKET + _MISSING)
+
+
+def explain(error: OSError, uri: str) -> OSError:
+    """Return an error with one line for people in place of an error of an object store.
+
+    Args:
+        error: the error as pyarrow raises it.
+        uri: what was to be read or written.
+    """
+    text = " ".join(str(error).split())
+    keys, endpoint = _variables(uri)
+    if _holds(text, _BUCKET):
+        return FileNotFoundError(
+            f"{uri}: there is no such bucket here: correct the name, or set {endpoint} to the store that has it ({text})"
+        )
+    if isinstance(error, FileNotFoundError) or _holds(text, _MISSING):
+        return FileNotFoundError(f"{uri}: there is no such object in the store, or it was deleted ({text})")
+    if isinstance(error, PermissionError) or _holds(text, _ACCESS):
+        return PermissionError(f"{uri}: the store refuses access: set {keys} to credentials that allow it ({text})")
+    if _holds(text, _UNREACHABLE):
+        return ConnectionError(f"{uri}: the store cannot be reached: set {endpoint}, or check the network ({text})")
+    return OSError(f"{uri}: the store failed, also when asked again ({text})")
+
+
+def names_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function whose first argument is a URI: errors of an object store are explained (`explain`)."""
+
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
+            # An error that names the URI comes from this project, and is explained already.
+            if "://" not in uri or uri.startswith("file:") or uri in str(error):
+                raise
+            raise explain(error, uri) from error
+
+    return call
+
+
+def _holds(text: str, names: tuple[str, ...]) -> bool:
+    return any(name in text for name in names)
+
+
+def _variables(uri: str) -> tuple[str, str]:
+    """Return the environment variables that hold the credentials and the address of the store of a URI."""
+    if uri.startswith(("gs://", "gcs://")):
+        return "GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"
+    if uri.startswith(("abfs://", "abfss://")):
+        return "AZURE_CLIENT_ID, AZURE_TENANT_ID and AZURE_CLIENT_SECRET", "the account in the URI"
+    return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)", "AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"

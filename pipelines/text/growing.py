@@ -1,0 +1,283 @@
+"""Text that is prepared while training runs: its parts become known in the order in which the first epoch visits them.
+
+One actor for the whole run prepares the parts, ahead of the training by a bounded number, with Ray tasks on any CPUs
+of the cluster. The workers ask it for a part when they reach it, and read the shards themselves. Parts are written to
+the same directory, in the same form, as by `pipelines.text.prepare`, so the batches are the same as with data that were
+prepared ahead, a run can be continued either way, and once all parts are there the manifest is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from pipelines.plan import StreamPlan
+from pipelines.problems import TooManyProblemsError, check_problems
+from pipelines.recorded_tasks import read_records
+from pipelines.storage import compute_digest, read_json, write_json
+from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json
+from pipelines.text.part_preparation import PartTask
+from pipelines.text.prepare import PrepareConfig, PreparedTarget, finish_manifest
+
+# A part's shards are numbered from the part's number times this, because the number of the shards of other parts is
+# not known.
+_MAX_SHARDS_PER_PART = 2**20
+# The share of unreadable records is judged once this many records were read, and at the end.
+_NUM_RECORDS_TO_JUDGE = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowingSettings:
+    """How parts are prepared while training runs."""
+
+    seed: int
+    """Seed of the order in which the first epoch visits the parts."""
+    num_parts_ahead: int = 16
+    """Number of parts that may be prepared before training asks for them, which bounds the disk space in advance."""
+    num_cpus: float = 1.0
+    """Number of logical CPUs that Ray reserves for each preparing task."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Custom Ray resources that a preparing task takes, by which the tasks are kept to certain nodes."""
+    max_bad_share: float = 0.01
+    """Largest share of unreadable records, in [0, 1]."""
+    max_bad_share_field: str = "max_bad_share"
+    """Name of the setting that `max_bad_share` comes from, for the error message."""
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class PartPreparer:
+    """Actor that prepares the parts of a source, a bounded number of them ahead of those that were asked for.
+
+    Args:
+        task: the preparation of the parts.
+        settings: how to prepare them.
+    """
+
+    def __init__(self, task: PartTask, settings: GrowingSettings) -> None:
+        self._task, self._settings = task, settings
+        self._order = order_parts(settings.seed, len(task.parts))
+        self._positions = {part: position for position, part in enumerate(self._order)}
+        records = read_records([part.name for part in task.parts], task.directory)
+        self._entries: dict[int, ArchiveEntry] = {
+            number: archive_from_json(record) for number, record in enumerate(records) if record is not None
+        }
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._num_wanted = 0
+        self._shared_task = ray.put(task)
+
+    async def wait_for(self, part: int) -> list[int]:
+        """Return the number of rows of every shard of a part, as soon as it is prepared.
+
+        Raises:
+            TooManyProblemsError: if too many of the records that were read so far are unreadable.
+            OSError: if the part cannot be read or written. It is tried again when it is asked for again.
+        """
+        self._num_wanted = max(self._num_wanted, self._positions[part] + 1)
+        while part not in self._entries:
+            self._start_parts()
+            await asyncio.shield(self._running[part])
+        self._start_parts()
+        self._check()
+        return [shard.num_rows for shard in self._entries[part].shards]
+
+    def _start_parts(self) -> None:
+        """Start to prepare every part that is wanted, or will be soon, unless this was done."""
+        for part in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
+            if part not in self._entries and part not in self._running:
+                self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
+
+    async def _prepare(self, part: int) -> None:
+        settings = self._settings
+        try:
+            record = await _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources).remote(
+                self._shared_task, part
+            )
+            self._entries[part] = archive_from_json(record)
+            if len(self._entries) == len(self._order):
+                finish_manifest(self._task, self._list_entries())
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        finally:
+            del self._running[part]
+
+    def _list_entries(self) -> list[ArchiveEntry]:
+        return [self._entries[part] for part in sorted(self._entries)]
+
+    def _check(self) -> None:
+        """Raise TooManyProblemsError if the share of unreadable records is too large to go on."""
+        entries = self._list_entries()
+        num_seen = sum(entry.num_documents + sum(entry.problems.values()) for entry in entries)
+        if num_seen >= _NUM_RECORDS_TO_JUDGE or len(entries) == len(self._order):
+            check_problems(
+                self._task.source, entries, self._settings.max_bad_share, field=self._settings.max_bad_share_field
+            )
+
+
+@ray.remote
+def _run_part(task: PartTask, part: int) -> dict[str, Any]:
+    """Prepare a part and write its record."""
+    record = task.run(part)
+    write_json(f"{task.directory}/{task.parts[part].name}.json", record)
+    return record
+
+
+def order_parts(seed: int, num_parts: int) -> list[int]:
+    """Return the numbers of the parts in the order in which the first epoch visits them."""
+    return StreamPlan(shard_sizes=(1,) * num_parts, seed=seed).order_parts(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowingManifest:
+    """Prepared data of which parts are still missing; for reading, it takes the place of a `Manifest`."""
+
+    directory: str
+    """Path or URI of the prepared directory."""
+    layout: Layout
+    """Configuration of how documents become rows."""
+    part_names: Sequence[str]
+    """Name of every part, in stored order."""
+    preparer: ActorHandle
+    """The `PartPreparer` of the run."""
+
+    def describe(self) -> str:
+        """Describe in one line, for a human reader, that the data are being prepared."""
+        return f"{len(self.part_names)} parts are prepared while training runs, in {self.directory}"
+
+    def plan(self, *, seed: int, window_size: int) -> GrowingPlan:
+        """Return the order of the items, which is that of the complete data."""
+        return GrowingPlan(shard_sizes=(), seed=seed, window_size=window_size, parts=self)
+
+    @property
+    def digest(self) -> str:
+        """Hash of 16 hex digits of what the data are prepared from; the hash of the rows is not known yet."""
+        return compute_digest(self.directory.rsplit("/", 1)[-1])
+
+    @property
+    def problems(self) -> Counter[str]:
+        """Number of lost records by kind of problem, over the parts that are prepared."""
+        records = read_records(self.part_names, self.directory)
+        return sum((Counter(record["problems"]) for record in records if record is not None), Counter())
+
+    def latest(self) -> Manifest | GrowingManifest:
+        """Return the manifest of the complete data if all parts are there by now, otherwise this."""
+        try:
+            return Manifest.load(self.directory)
+        except FileNotFoundError:
+            return self
+
+    @property
+    def shards(self) -> _GrowingShards:
+        """The shards by their numbers."""
+        return _GrowingShards(self.directory, self.part_names)
+
+
+@dataclass(frozen=True, slots=True)
+class _GrowingShards:
+    """Mapping from the number of a shard to its entry, which is read from the record of its part."""
+
+    directory: str
+    part_names: Sequence[str]
+
+    def __getitem__(self, shard: int) -> ShardEntry:
+        part, index = divmod(int(shard), _MAX_SHARDS_PER_PART)
+        return _read_shards(f"{self.directory}/{self.part_names[part]}.json")[index]
+
+
+@cache
+def _read_shards(record: str) -> list[ShardEntry]:
+    """Return the entries of the shards of a part, which does not change once its record exists."""
+    content = read_json(record)
+    assert content is not None
+    return archive_from_json(content).shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingPlan(StreamPlan):
+    """Order of items of which parts are still being prepared; asking for a part waits until it is there.
+
+    It is the order of the complete data, except that shards have other numbers.
+    """
+
+    parts: GrowingManifest
+    """The prepared data."""
+    known: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Number of rows of the shards of each part that was asked for."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: that there are no items is only known when all parts are there."""
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether a window may have to be waited for: always."""
+        return True
+
+    @property
+    def order_version(self) -> int:
+        """Version of the rule that makes the order: that of data in parts."""
+        return 2
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.parts.part_names)
+
+    @property
+    def num_items_per_epoch(self) -> int | None:
+        """Number of items in one epoch; None until all parts were asked for.
+
+        Raises:
+            TooManyProblemsError: if all parts together hold no item.
+        """
+        if len(self.known) < self.num_parts:
+            return None
+        size = sum(map(sum, self.known.values()))
+        if not size:
+            raise TooManyProblemsError(f"{self.parts.directory} holds no items: the documents are too few or too short")
+        return size
+
+    def part(self, number: int) -> Sequence[tuple[int, int]]:
+        """Return the number and the size of each shard of a part, as soon as it is prepared.
+
+        Raises:
+            TooManyProblemsError, OSError: see `PartPreparer.wait_for`.
+        """
+        if number not in self.known:
+            try:
+                self.known[number] = ray.get(self.parts.preparer.wait_for.remote(number))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+        return list(enumerate(self.known[number], start=number * _MAX_SHARDS_PER_PART))
+
+
+def load_or_grow(
+    config: PrepareConfig, layout: Layout, root: str, settings: GrowingSettings
+) -> Manifest | GrowingManifest:
+    """Return the manifest of a text that is completely prepared; otherwise start to prepare it, and do not wait.
+
+    Ray must be running. The preparing actor ends with the job that calls this.
+
+    Args:
+        config, layout, root: as for `pipelines.text.prepare.prepare_text`.
+        settings: how to prepare the parts.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_text`.
+    """
+    target = PreparedTarget.locate(config, layout, root)
+    try:
+        return Manifest.load(target.directory)
+    except FileNotFoundError:
+        task = target.make_task()
+        return GrowingManifest(
+            directory=task.directory,
+            layout=task.layout,
+            part_names=tuple(part.name for part in task.parts),
+            preparer=PartPreparer.remote(task, settings),  # type: ignore[attr-defined]  # Ray's decorator adds it
+        )

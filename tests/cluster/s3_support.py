@@ -1,0 +1,303 @@
+"""An S3 server on loopback for tests and benchmarks: moto behind a proxy that is slow, fails and counts as it is told.
+
+    python tests/cluster/s3_support.py PORT SERVER_PORT
+
+runs the proxy alone; `ObjectStore` starts both, each in a process of its own, so that neither takes computing time from
+the process that reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import asdict, dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pyarrow import fs
+
+CONTROL = "/.control"
+CHUNK_BYTES = 2**18
+KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    """What the proxy does to requests."""
+
+    latency: float = 0.0
+    """Seconds before every answer."""
+    bytes_per_second: float = 0.0
+    """Bandwidth of all answers together; 0: unlimited."""
+    share_failing: float = 0.0
+    """Share of the requests for data (GET of an object) that fail, in turn with 503, with a connection that is reset
+    before the answer, and with one that is reset in its middle."""
+    seed: int = 0
+    gone: str = ""
+    """Requests for paths that contain this are answered with 404 NoSuchKey."""
+    remembers: bool = False
+    """Whether the proxy keeps the answers to requests for data in memory, so that the server behind it takes no computing
+    time from a benchmark. Nothing may be written meanwhile."""
+    needs_keys: bool = False
+    """Whether requests without a signature are answered with 403 AccessDenied, as a bucket that is not public does."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What the proxy has seen since it was last asked to count anew."""
+
+    num_requests: int = 0
+    num_gets: int = 0
+    """Answered requests for data, which are GETs of objects."""
+    num_bytes: int = 0
+    """Bytes of the answers to these."""
+    num_failed: int = 0
+    """Requests that failed because they were told to."""
+    ranges: dict[str, list[str]] = field(default_factory=dict)
+    """The ranges that were answered, by path."""
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to the S3 server on another port."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int, server_port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.server_port_behind = server_port
+        self.behaviour, self.counts = Behaviour(), Counts()
+        self.rng = random.Random(0)
+        self.memory: dict[tuple[str, str], tuple[int, list[tuple[str, str]], bytes]] = {}
+        self.lock = threading.Lock()
+        self.free_at = 0.0
+
+    def control(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Change the behaviour, if values are given, and return the counts; changing begins to count anew."""
+        with self.lock:
+            counts = asdict(self.counts)
+            if values:
+                self.behaviour, self.counts = replace(Behaviour(), **values), Counts()
+                self.rng = random.Random(self.behaviour.seed)
+            return counts
+
+    def wait_for_bandwidth(self, num_bytes: int) -> None:
+        """Wait until so many more bytes fit through the line, which all answers share."""
+        if not self.behaviour.bytes_per_second:
+            return
+        with self.lock:
+            now = time.monotonic()
+            self.free_at = max(self.free_at, now) + num_bytes / self.behaviour.bytes_per_second
+            wait = self.free_at - now
+        time.sleep(wait)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection to the proxy."""
+
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+    behind: http.client.HTTPConnection | None = None
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def answer(self) -> None:
+        body = self.body()
+        if self.path == CONTROL:
+            content = json.dumps(self.server.control(json.loads(body or b"{}"))).encode()
+            self.send_whole(200, content)
+            return
+        behaviour = self.server.behaviour
+        time.sleep(behaviour.latency)
+        is_data = self.command == "GET" and "list-type" not in self.path and self.path.count("/") > 1
+        failure = ""
+        with self.server.lock:
+            self.server.counts.num_requests += 1
+            if is_data and self.server.rng.random() < behaviour.share_failing:
+                failure = ("503", "reset", "cut")[self.server.counts.num_failed % 3]
+                self.server.counts.num_failed += 1
+        if behaviour.gone and behaviour.gone in self.path:
+            self.refuse(404, "NoSuchKey")
+        elif behaviour.needs_keys and "Authorization" not in self.headers:
+            self.refuse(403, "AccessDenied")
+        elif failure == "503":
+            self.refuse(503, "SlowDown")
+        elif failure == "reset":
+            self.reset()
+        else:
+            self.pass_on(body, is_data=is_data, is_cut=failure == "cut")
+
+    def body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
+        del self.headers["Transfer-Encoding"]
+        return b"".join(parts)
+
+    def pass_on(self, body: bytes, *, is_data: bool, is_cut: bool) -> None:
+        known = (self.path, self.headers.get("Range", ""))
+        remembers = is_data and self.server.behaviour.remembers
+        answer = self.server.memory.get(known) if remembers else None
+        status, headers, content = answer = answer or self.ask(body)
+        if remembers:
+            self.server.memory[known] = answer
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        if is_data and not is_cut and status in (200, 206):
+            with self.server.lock:
+                counts = self.server.counts
+                counts.num_gets += 1
+                counts.num_bytes += len(content)
+                counts.ranges.setdefault(known[0].split("?")[0], []).append(known[1])
+        if is_cut:
+            self.wfile.write(content[: len(content) // 2])
+            self.reset()
+            return
+        view = memoryview(content)
+        for at in range(0, len(view), CHUNK_BYTES):
+            part = view[at : at + CHUNK_BYTES]
+            self.server.wait_for_bandwidth(len(part))
+            self.wfile.write(part)
+
+    def ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Return the status, the headers and the content of the server's answer."""
+        if self.behind is None:
+            self.behind = http.client.HTTPConnection("127.0.0.1", self.server.server_port_behind)
+        hop = ("connection", "content-length", "transfer-encoding")
+        sent = {name: value for name, value in self.headers.items() if name.lower() not in hop}
+        try:
+            self.behind.request(self.command, self.path, body, sent)
+            reply = self.behind.getresponse()
+        except (http.client.HTTPException, OSError):  # The server has closed a connection that it kept for some time.
+            self.behind.close()
+            self.behind.request(self.command, self.path, body, sent)
+            reply = self.behind.getresponse()
+        headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in hop]
+        content = b"" if self.command == "HEAD" else reply.read()
+        if reply.status != 204:
+            length = reply.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+            headers.append(("Content-Length", length or "0"))
+        return reply.status, headers, content
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send_whole(status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message/></Error>".encode())
+
+    def send_whole(self, status: int, content: bytes) -> None:
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def reset(self) -> None:
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+        self.rfile = self.wfile = open(os.devnull, "rb+")  # noqa: SIM115 — closed with the connection
+
+
+class ObjectStore:
+    """An S3 server with a bucket `bucket`; a context manager."""
+
+    def __init__(self, log: Path) -> None:
+        self._ports = [free_port(), free_port()]
+        self._log = log
+        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
+        self.environment = KEYS | {"AWS_ENDPOINT_URL": self.endpoint}
+        """What a process needs in its environment to reach the server."""
+
+    def __enter__(self) -> ObjectStore:
+        environment = {**os.environ, **KEYS}
+        with self._log.open("wb") as log:
+            commands = (
+                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._ports[1])],
+                [sys.executable, __file__, *map(str, self._ports)],
+            )
+            self._processes = [
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment) for command in commands
+            ]
+        for port in self._ports:
+            wait_for(port)
+        self.filesystem.create_dir("bucket")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def filesystem(self) -> fs.S3FileSystem:
+        """A filesystem of this server that does not need the environment."""
+        return fs.S3FileSystem(
+            access_key="testing", secret_key="testing", region="us-east-1", scheme="http",
+            endpoint_override=f"127.0.0.1:{self._ports[0]}", allow_bucket_creation=True,
+        )  # fmt: skip
+
+    def upload(self, directory: Path, prefix: str) -> None:
+        """Copy the files of a local directory to `bucket/prefix`."""
+        fs.copy_files(str(directory), f"bucket/{prefix}", destination_filesystem=self.filesystem)
+
+    def behave(self, **values: Any) -> None:
+        """Change the behaviour (`Behaviour`) and begin to count anew."""
+        self._control(values or {"latency": 0.0})
+
+    def counts(self) -> Counts:
+        """Return what was counted since the last change of behaviour."""
+        return Counts(**self._control({}))
+
+    def _control(self, values: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.endpoint}{CONTROL}", json.dumps(values).encode(), method="POST")
+        with urllib.request.urlopen(request) as reply:
+            content: dict[str, Any] = json.loads(reply.read())
+            return content
+
+
+def free_port() -> int:
+    """Return the number of a port of loopback that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def wait_for(port: int, seconds: float = 120.0) -> None:
+    """Wait until a server listens on a port of loopback."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(f"no server on port {port} after {seconds:g} s")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    Proxy(int(sys.argv[1]), int(sys.argv[2])).serve_forever()

@@ -1,0 +1,154 @@
+"""Test text that is prepared while training runs: the batches are those of text that was prepared ahead."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from readme_support import lines_like, run_line
+from support import LANGUAGE_MODEL_OPTIONS, outcome_of, wait_for, write_jsonl_zst
+
+from pipelines.archives import list_archives
+from pipelines.plan import StreamPlan
+from pipelines.problems import TooManyProblemsError
+from pipelines.stream import Batch, RankStream
+from pipelines.text import part_preparation
+from pipelines.text.blocks import BlockSource
+from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.parts import list_parts
+from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.reading import Document, read_documents
+from pipelines.text.tokenization import load_tokenizer
+
+pytestmark = pytest.mark.cluster
+
+SEED, WINDOW, BATCH = 5, 40, 8
+
+
+@pytest.fixture
+def source(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the corpus as one file of JSON lines, which is divided into parts of 4 KiB."""
+    lines = []
+    for archive in list_archives(str(corpus / "train")):
+        for item in read_documents(str(corpus / "train"), archive):
+            assert isinstance(item, Document)
+            lines.append(f'{{"text": "{item.text}"}}\n')
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(part_preparation, "list_parts", partial(list_parts, part_bytes=4096))
+    return tmp_path / "data"
+
+
+def configure(source: Path, corpus: Path) -> tuple[PrepareConfig, PackingConfig]:
+    config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"))
+    return config, PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
+
+
+def grow(source: Path, corpus: Path, root: Path, **settings: Any) -> GrowingManifest:
+    manifest = load_or_grow(*configure(source, corpus), str(root), GrowingSettings(seed=SEED, num_cpus=0.5, **settings))
+    assert isinstance(manifest, GrowingManifest)
+    return manifest
+
+
+def stream(manifest: Manifest | GrowingManifest, rank: int = 0, world_size: int = 1, **options: int) -> RankStream:
+    return RankStream(
+        source=BlockSource(manifest=manifest),
+        plan=manifest.plan(seed=SEED, window_size=WINDOW),
+        batch_size=BATCH,
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
+
+
+def same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
+    pairs = list(zip(first, second, strict=True))
+    assert pairs
+    return all(
+        one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+        for one, other in pairs
+    )
+
+
+def test_the_batches_are_those_of_data_that_were_prepared_ahead(
+    cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
+) -> None:
+    """Two epochs over two workers, and a third that begins in mid-epoch; then the manifest is there, and equal, too."""
+    ahead = prepare_text(*configure(source, corpus), str(tmp_path / "ahead"))
+    assert len(ahead.part_sizes) > 15
+    size = ahead.num_rows
+    stop = 2 * size // BATCH * BATCH
+    growing = grow(source, corpus, tmp_path / "growing", num_parts_ahead=2)
+    for rank in range(2):
+        assert same(stream(growing, rank, 2).batches(0, stop), stream(ahead, rank, 2, num_readers=0).batches(0, stop))
+    again = grow(source, corpus, tmp_path / "other", num_parts_ahead=100)
+    cursor = size * 3 // 2 // BATCH * BATCH  # reached only through all of the first epoch
+    assert same(stream(again).batches(cursor, stop), stream(ahead, num_readers=0).batches(cursor, stop))
+    complete = load_or_grow(*configure(source, corpus), str(tmp_path / "growing"), GrowingSettings(seed=SEED))
+    assert isinstance(complete, Manifest)
+    assert complete.digest == ahead.digest
+    assert complete.archives == ahead.archives
+    # The number of a rank's tasks is bounded: short segments are joined without a seam, in mid-batch, too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.stream._NUM_TASKS_PER_SEGMENT", 3)
+        assert same(stream(ahead).batches(0, stop), stream(ahead, num_readers=0).batches(0, stop))
+
+
+def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them(
+    cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
+) -> None:
+    growing = grow(source, corpus, tmp_path, num_parts_ahead=2)
+    order = StreamPlan(shard_sizes=(1,) * len(growing.part_names), seed=SEED).order_parts(0)
+    plan = growing.plan(seed=SEED, window_size=WINDOW)
+    ray.get([growing.preparer.wait_for.remote(part) for part in order[:3]])
+    assert plan.num_items_per_epoch is None
+
+    def records() -> set[str]:
+        return {path.stem for path in Path(growing.directory).glob("part-*.json")}
+
+    expected = {growing.part_names[part] for part in order[:5]}
+    wait_for(lambda: len(records()) >= len(expected))
+    time.sleep(1)  # time in which more parts would be prepared
+    assert records() == expected
+    times = {name: (Path(growing.directory) / f"{name}.json").stat().st_mtime_ns for name in expected}
+    ray.kill(growing.preparer)
+    again = grow(source, corpus, tmp_path, num_parts_ahead=100)
+    for part in order:
+        assert ray.get(again.preparer.wait_for.remote(part))
+    assert all((Path(growing.directory) / f"{name}.json").stat().st_mtime_ns == times[name] for name in expected)
+
+
+def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(
+    cluster: dict[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    for number in range(4):
+        write_jsonl_zst(tmp_path / "data" / f"{number}.jsonl.zst", [f"abc def {number} gh"] * 40 + ["  "] * 2)
+    growing = grow(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share_field="data.max_bad_share")
+    with pytest.raises(TooManyProblemsError, match=r"data\.max_bad_share = 1\.00%.*empty_document"):
+        list(stream(growing).batches(0, BATCH * 100))
+    gone = grow(tmp_path / "data", corpus, tmp_path / "other", max_bad_share=0.1)
+    shutil.move(tmp_path / "data" / "2.jsonl.zst", tmp_path / "away")
+    with pytest.raises(FileNotFoundError, match=r"2\.jsonl\.zst"):
+        list(stream(gone).batches(0, BATCH * 10))
+    shutil.move(tmp_path / "away", tmp_path / "data" / "2.jsonl.zst")
+    assert list(stream(gone).batches(0, BATCH * 10))  # a worker that is restarted reads on
+
+
+def test_training_is_the_same(home: Path, reference: dict[str, Any], tmp_path: Path) -> None:
+    """The losses and the figures of the data equal those of the run whose text was prepared ahead."""
+    (line,) = lines_like("jobs.train_lm * --data.prepare streaming *")
+    run_line(line, *LANGUAGE_MODEL_OPTIONS, f"--run.prepared={tmp_path}", "--run.name=streaming")
+    streaming = outcome_of(home, "streaming")
+    for name, value in reference["validation"].items():
+        assert streaming["validation"][name] == pytest.approx(value, abs=1e-5), name
+    for name in ("num_tokens", "num_epochs", "num_blocks_train", "num_documents_lost"):
+        assert streaming[name] == reference[name]

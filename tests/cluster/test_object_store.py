@@ -1,0 +1,111 @@
+"""Test that a stream of data in a real S3 server is that of the local files, read once and in large ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from s3_support import ObjectStore
+
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import PrepareImagesConfig, prepare_images
+from pipelines.plan import StreamPlan
+from pipelines.stream import RankStream, Source
+from pipelines.text.blocks import BlockSource
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.tokenization import load_tokenizer, train_bpe
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    with ObjectStore(tmp_path_factory.mktemp("store") / "log") as store:
+        yield store
+
+
+def write_tars(directory: Path, num_tars: int, num_images: int) -> None:
+    """Write tars of 9 MB and more, so that each has at least a block, with images that do not compress."""
+    directory.mkdir()
+    for number in range(num_tars):
+        with tarfile.open(directory / f"{number:05d}.tar", "w") as tar:
+            for key in range(num_images):
+                pixels = np.random.default_rng([number, key]).integers(0, 256, (400, 500, 3), dtype=np.uint8)
+                buffer = io.BytesIO()
+                Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+                for suffix, data in (("png", buffer.getvalue()), ("txt", f"caption {key}".encode())):
+                    info = tarfile.TarInfo(f"{number:05d}{key:04d}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
+def digests(source: Source, shard_sizes: tuple[int, ...], *, window: int, readers: int) -> list[list[int]]:
+    """Return the digests of two ranks' batches over two epochs."""
+    plan = StreamPlan(shard_sizes=shard_sizes, seed=1, window_size=window)
+    stop = 2 * sum(shard_sizes) // 8 * 8
+    return [
+        batch["digest"].tolist()
+        for rank in range(2)
+        for batch in RankStream(
+            source=source, plan=plan, batch_size=8, rank=rank, world_size=2, num_readers=readers, num_batches_per_task=2,
+            num_batches_per_output=1,
+        ).batches(0, stop)
+    ]  # fmt: skip
+
+
+def test_images_of_a_stream(cluster: dict[str, str], store: ObjectStore, tmp_path: Path) -> None:
+    write_tars(tmp_path / "data", 4, 16)
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
+    store.upload(tmp_path / "data", "data")
+    # The workers of the shared Ray were started without the address of the server, so the URI has it.
+    endpoint = store.endpoint.removeprefix("http://")
+    uri = f"s3://testing:testing@bucket/data?scheme=http&region=us-east-1&endpoint_override={endpoint}"
+    store.behave(latency=0.03)
+    local = prepare_images(PrepareImagesConfig(source=str(tmp_path / "data")), str(tmp_path / "local"))
+    remote = prepare_images(PrepareImagesConfig(source=uri), str(tmp_path / "remote"))
+    assert remote.digest == local.digest
+    counts = store.counts()
+    assert counts.num_bytes <= 1.05 * num_bytes
+    assert counts.num_bytes >= 8e6 * counts.num_gets
+
+    tokenizer = train_bpe([f"caption {number}" for number in range(16)], 300)
+    tokenizer.pad_token = tokenizer.eos_token
+
+    def source(manifest: ImageManifest) -> PairSource:
+        return PairSource(manifest=manifest, tokenizer=tokenizer, image_size=32, cache_bytes=2**30)
+
+    reference = digests(source(local), local.shard_sizes, window=20, readers=2)
+    store.behave(latency=0.03, share_failing=0.1)
+    assert digests(source(remote), remote.shard_sizes, window=20, readers=2) == reference
+    # Two epochs of two ranks read every byte once, because all processes of the node share the cache.
+    counts = store.counts()
+    assert counts.num_bytes <= 1.05 * num_bytes
+    assert counts.num_bytes >= 8e6 * counts.num_gets
+
+
+def test_blocks_of_text_of_a_stream(
+    cluster: dict[str, str], store: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PrepareConfig(source=str(corpus / "train"), tokenizer=str(corpus / "tokenizer"))
+    layout = PackingConfig.for_tokenizer(load_tokenizer(str(corpus / "tokenizer")), 32)
+    local = prepare_text(config, layout, str(tmp_path / "prepared"))
+    store.upload(Path(local.directory), "prepared")
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TEMPNET_CACHE", str(tmp_path / "cache"))
+    remote = Manifest.load("s3://bucket/prepared")
+    assert remote == dataclasses.replace(local, directory="s3://bucket/prepared")
+    store.behave()
+    reference = digests(BlockSource(manifest=local), local.shard_sizes, window=64, readers=0)
+    source = BlockSource(manifest=remote, cache_bytes=2**30)
+    assert digests(source, remote.shard_sizes, window=64, readers=0) == reference
+    assert store.counts().num_gets == len(remote.shards)

@@ -1,0 +1,75 @@
+"""Test which size of the node's cache a run gets, and how a command ends when its object store refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from s3_support import ObjectStore
+
+from jobs.tasks.node_cache import GIB, cache_bytes
+from pipelines.plan import StreamPlan
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Data:
+    cache_gib: float
+    shuffle_window: int = 200
+
+
+def size(data: Data, *, num_shards: int = 6, shard: int = GIB, split: str = "train") -> int:
+    plan = StreamPlan(shard_sizes=(100,) * num_shards, seed=3, window_size=data.shuffle_window)
+    return cache_bytes(data, plan=plan, shard_bytes=[shard] * num_shards, split=split)
+
+
+def test_a_cache_that_holds_two_windows_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(Data(cache_gib=4)) == 4 * GIB
+    assert (
+        size(Data(cache_gib=3, shuffle_window=1000), num_shards=3) == 3 * GIB
+    )  # All shards are less than two windows.
+    assert size(Data(cache_gib=0)) == size(Data(cache_gib=0.1), shard=0) == 0
+    assert not capsys.readouterr().out
+
+
+def test_a_cache_that_is_too_small_is_reported_and_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(Data(cache_gib=3.9), split="") == 0
+    assert not capsys.readouterr().out
+    assert size(Data(cache_gib=3.9)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("warning: data.cache_gib = 3.9 is less than the 4 GiB that two windows of data.train take")
+    assert "set data.cache_gib to 4 or more" in said
+
+
+def test_the_need_is_that_of_the_largest_window() -> None:
+    plan = StreamPlan(shard_sizes=(10, 10, 10, 10, 10), seed=0, window_size=10)
+    assert plan.cache_need([1, 2, 3, 4, 50]) == 60
+    assert plan.cache_need([1, 2, 3, 4, 5]) == 10
+
+
+def test_a_command_whose_store_refuses_ends_with_one_line(tmp_path: Path) -> None:
+    with ObjectStore(tmp_path / "log") as store:
+        store.behave(needs_keys=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | {
+            "AWS_ENDPOINT_URL": store.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+        uri = "s3://bucket/train"
+        command = ["-m", "jobs.train_lm", "gpt2-scratch", "--data.train", uri, "--data.validation", uri, "--dry-run"]
+        done = subprocess.run(
+            [sys.executable, *command, "--tracking.no-enabled"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: data.train: {uri}: the store refuses access: set AWS_ACCESS_KEY_ID and")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,416 @@
+"""Test that what is read from a real S3 server is what was stored there, in few requests, whatever fails on the way."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from s3_support import ObjectStore
+
+from pipelines import object_store
+from pipelines.archives import list_archives
+from pipelines.block_cache import BlockCache
+from pipelines.object_store import BLOCK_BYTES, TRAFFIC, RemoteObject, open_for_reading
+from pipelines.ranges import ByteRange, RangeReader
+from pipelines.storage import read_json, write_json
+from pipelines.tars import tar_members
+
+# Sizes at and around the bounds of blocks; objects that are no longer than two blocks are one.
+SIZES = {"empty": 0, "small": 1000, "large": 2 * BLOCK_BYTES - 1, "two": 2 * BLOCK_BYTES, "rest": 3 * BLOCK_BYTES + 777}
+CONTENTS = {name: np.random.default_rng(size).bytes(size) for name, size in SIZES.items()}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """A server that holds CONTENTS in `bucket/data`."""
+    directory = tmp_path_factory.mktemp("store")
+    (directory / "data").mkdir()
+    for name, content in CONTENTS.items():
+        (directory / "data" / name).write_bytes(content)
+    with ObjectStore(directory / "log") as store:
+        store.upload(directory / "data", "data")
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def behaves(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with a server that does not fail, and pauses are short."""
+    store.behave()
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(object_store, "_LONGEST_PAUSE", 0.01)
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def path(name: str) -> str:
+    return f"bucket/data/{name}"
+
+
+def random_ranges(count: int, seed: int = 0) -> list[ByteRange]:
+    rng = np.random.default_rng(seed)
+    names = [name for name, size in SIZES.items() if size]
+    chosen = [names[number] for number in rng.integers(len(names), size=count)]
+    return [ByteRange(path(name), int(rng.integers(SIZES[name])), int(rng.integers(300_000))) for name in chosen]
+
+
+def expected(ranges: list[ByteRange]) -> list[bytes]:
+    return [CONTENTS[part.path.split("/")[-1]][part.offset :][: part.size] for part in ranges]
+
+
+# ---- the same bytes in few requests ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_ranges_are_those_of_the_local_files(store: ObjectStore, tmp_path: Path, has_cache: bool) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30) if has_cache else None)
+
+    @given(st.sampled_from(sorted(SIZES)), st.integers(-40, 40), st.integers(0, 4), st.integers(0, 3 * BLOCK_BYTES))
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def check(name: str, shift: int, block: int, size: int) -> None:
+        part = ByteRange(path(name), max(0, block * BLOCK_BYTES + shift), size)
+        assert reader.read([part]) == expected([part])
+
+    check()
+
+
+def test_every_byte_is_read_once_in_blocks_although_ranges_are_random(store: ObjectStore, tmp_path: Path) -> None:
+    ranges = random_ranges(200)
+    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
+    counts = store.counts()
+    assert counts.num_gets == 1 + 1 + 2 + 3
+    assert counts.num_bytes == sum(SIZES.values())
+    other = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))  # as another process of the node does
+    assert list(other.stream(ranges)) == expected(ranges)
+    assert store.counts().num_gets == counts.num_gets
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_whole_file(store: ObjectStore, tmp_path: Path, has_cache: bool) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30) if has_cache else None)
+    for name, content in CONTENTS.items():
+        assert reader.read_file(path(name)).to_pybytes() == content
+        assert reader.read_file(path(name)).to_pybytes() == content
+    assert store.counts().num_bytes == sum(SIZES.values()) * (1 if has_cache else 2)
+
+
+def test_what_is_fetched_ahead_is_not_fetched_again(store: ObjectStore, tmp_path: Path) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
+    reader.read_ahead([path(name) for name in ("rest", "two")])
+    deadline = time.monotonic() + 60
+    while (num_gets := store.counts().num_gets) < 5 or list(tmp_path.glob("*.partial")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert num_gets == 5
+    part = ByteRange(path("rest"), 5, SIZES["rest"])
+    assert reader.read([part]) == expected([part])
+    assert store.counts().num_gets == 5
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_a_file_read_from_front_to_back_takes_one_request_a_block(store: ObjectStore, name: str) -> None:
+    with open_for_reading(store.filesystem, path(name)) as file:
+        assert file.size() == SIZES[name]
+        assert b"".join(iter(lambda: file.read(2**20 + 1), b"")) == CONTENTS[name]
+        assert file.read(1) == b""
+    counts = store.counts()
+    assert counts.num_bytes == SIZES[name]
+    assert counts.num_gets == (max(1, SIZES[name] // BLOCK_BYTES) if SIZES[name] else 0)
+
+
+def test_an_open_file_is_like_a_local_one(store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "rest").write_bytes(CONTENTS["rest"])
+    size = SIZES["rest"]
+    steps = st.one_of(
+        st.tuples(st.just("read"), st.integers(0, BLOCK_BYTES + 5)),
+        st.tuples(st.just("seek"), st.integers(0, size + 5)),
+        st.tuples(st.just("read_at"), st.integers(0, 1000), st.integers(0, size - 1)),
+        st.tuples(st.just("tell")),
+    )
+
+    @given(st.lists(steps, max_size=12))
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def check(walk: list[Any]) -> None:
+        with open_for_reading(store.filesystem, path("rest")) as remote, (tmp_path / "rest").open("rb") as reference:
+            for name, *arguments in walk:
+                if name == "read_at":
+                    expected = os.pread(reference.fileno(), *arguments)
+                else:
+                    expected = getattr(reference, name)(*arguments)
+                assert getattr(remote, name)(*arguments) == expected
+
+    check()
+
+
+def test_a_file_is_read_ahead_once_it_is_read_beyond_a_block(store: ObjectStore) -> None:
+    with open_for_reading(store.filesystem, path("rest")) as file:
+        assert file.read(BLOCK_BYTES) == CONTENTS["rest"][:BLOCK_BYTES]
+        assert store.counts().num_gets == 1
+        assert file.read(1) == CONTENTS["rest"][BLOCK_BYTES : BLOCK_BYTES + 1]
+        deadline = time.monotonic() + 60
+        while store.counts().num_gets < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert file.read() == CONTENTS["rest"][BLOCK_BYTES + 1 :]
+    assert store.counts().num_gets == 3
+
+
+def test_a_part_of_a_file_is_read_without_what_follows_it(store: ObjectStore) -> None:
+    stop = BLOCK_BYTES + 100
+    with open_for_reading(store.filesystem, path("rest"), stop=stop) as file:
+        file.seek(50)
+        assert file.read(stop - 50) == CONTENTS["rest"][50:stop]
+    assert store.counts().num_bytes == stop - 50
+    assert store.counts().num_gets == 1
+
+
+def test_members_of_a_tar_in_a_bucket(store: ObjectStore) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for number in range(40):
+            info = tarfile.TarInfo(f"{number}.bin")
+            info.size = 2**19
+            tar.addfile(info, io.BytesIO(np.random.default_rng(number).bytes(2**19)))
+    with store.filesystem.open_output_stream("bucket/other.tar") as stream:
+        stream.write(buffer.getvalue())
+    store.behave()
+    with open_for_reading(store.filesystem, "bucket/other.tar") as file:
+        for number, (info, member) in enumerate(tar_members(file)):
+            assert info.name == f"{number}.bin"
+            assert member.read(info.size) == np.random.default_rng(number).bytes(2**19)
+    counts = store.counts()
+    assert counts.num_bytes <= len(buffer.getvalue())
+    assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, 10 * 1004)
+    fetched: list[str] = []
+
+    def fetch(name: str) -> Callable[[], bytes]:
+        def get() -> bytes:
+            fetched.append(name)
+            return name.encode() * 250
+
+        return get
+
+    def read(name: str) -> bytes:
+        file = cache.open(name, fetch(name))
+        assert file is not None
+        with file:
+            return file.read(1000)
+
+    names = [f"{number:04d}" for number in range(40)]
+    for name in names:
+        assert read(name) == name.encode() * 250
+        assert read("0000") == b"0000" * 250
+        assert cache.num_bytes() <= cache.max_bytes
+        time.sleep(0.002)  # The clock of the filesystem must go on between two uses.
+    assert fetched == names
+    assert [name for name in names if cache.holds(name)] == ["0000", *names[-9:]]
+    assert cache.open("large", lambda: bytes(20_000)) is None
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: cache.fetch(name, fetch(name)), names * 3))
+    assert cache.num_bytes() <= cache.max_bytes
+
+
+def test_threads_read_the_right_blocks_while_others_make_room(tmp_path: Path) -> None:
+    caches = [BlockCache(tmp_path, 5 * 1004) for _ in range(2)]  # as two processes have
+    too_large: list[int] = []
+
+    def work(seed: int) -> None:
+        for number in np.random.default_rng(seed).integers(12, size=150):
+            content = bytes([number]) * 1000
+            file = caches[seed % 2].open(f"{number}", lambda content=content: content)
+            if file is not None:  # Otherwise all the room is that of blocks that are being fetched.
+                with file:
+                    assert file.read(1000) == content
+            # While eight threads fetch at the same time, the limit is exceeded by a block now and then; the cause is not
+            # known. It must not be by more than what they are fetching.
+            if (num_bytes := caches[0].num_bytes()) > (5 + 8) * 1004:
+                too_large.append(num_bytes)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert not too_large
+
+
+def test_a_full_disk_means_reading_without_the_cache(store: ObjectStore, tmp_path: Path) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, BLOCK_BYTES // 2))
+    ranges = random_ranges(10)
+    assert reader.read(ranges) == expected(ranges)
+    assert reader.read_file(path("rest")).to_pybytes() == CONTENTS["rest"]
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+import numpy as np
+from pipelines.block_cache import BlockCache
+from pipelines.ranges import ByteRange, RangeReader
+from pipelines.storage import resolve
+filesystem, path = resolve("s3://bucket/data/rest")
+reader = RangeReader(filesystem, BlockCache(Path(sys.argv[1]), 2**30))
+print("ready", flush=True)
+sys.stdin.readline()
+rng = np.random.default_rng(int(sys.argv[2]))
+ranges = [ByteRange(path, int(at), 1000) for at in rng.integers(3 * 2**23, size=200)]
+reader.read_ahead([path])
+print(hash(b"".join(reader.read(ranges))), flush=True)
+"""
+
+
+def test_two_processes_fetch_a_block_once(store: ObjectStore, tmp_path: Path) -> None:
+    store.behave(latency=0.3)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), "5"],
+            env={**os.environ, **store.environment, "PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate()[0] for process in processes]
+    assert outputs[0] == outputs[1] != ""
+    counts = store.counts()
+    assert counts.num_gets == 3
+    assert counts.num_bytes == SIZES["rest"]
+
+
+def test_a_block_whose_fetching_process_died_is_fetched_by_another(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from pipelines.block_cache import BlockCache\n"
+        "BlockCache(Path(sys.argv[1]), 10**6).open('block', lambda: os._exit(3))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
+    assert (tmp_path / "block.partial").exists()
+    file = BlockCache(tmp_path, 10**6).open("block", lambda: b"content")
+    assert file is not None
+    with file:
+        assert file.read(7) == b"content"
+    assert not (tmp_path / "block.partial").exists()
+
+
+def test_an_error_while_fetching_reaches_everyone_who_waits(tmp_path: Path) -> None:
+    cache, begun = BlockCache(tmp_path, 10**6), threading.Event()
+
+    def fail() -> bytes:
+        begun.set()
+        time.sleep(0.05)
+        raise OSError("the store failed")
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(cache.open, "block", fail) for _ in range(4)]
+        assert all(isinstance(result.exception(), OSError) for result in results)
+    assert not list(tmp_path.glob("block*"))
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "empty"])
+def test_a_damaged_block_is_fetched_again(store: ObjectStore, tmp_path: Path, damage: str) -> None:
+    ranges = random_ranges(50)
+    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
+    blocks = [file for file in tmp_path.iterdir() if file.name != ".lock"]
+    for block in blocks:
+        content = bytearray(block.read_bytes())
+        content[len(content) // 2] ^= 1
+        block.write_bytes({"changed": content, "cut": content[:-5], "empty": b""}[damage])
+    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
+    assert store.counts().num_gets == 2 * len(blocks)
+
+
+def test_an_object_that_was_written_again_is_not_served_from_the_cache(store: ObjectStore, tmp_path: Path) -> None:
+    for number in range(2):
+        with store.filesystem.open_output_stream("bucket/again") as stream:
+            stream.write(bytes([number]) * 1000)
+        reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
+        assert reader.read([ByteRange("bucket/again", 10, 5)]) == [bytes([number]) * 5]
+
+
+# ---- a store that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_requests_that_fail_lose_nothing(store: ObjectStore, tmp_path: Path, share: float) -> None:
+    store.behave(share_failing=share, seed=1)
+    for seed in range(4):
+        reader = RangeReader(store.filesystem, BlockCache(tmp_path / str(seed), 2**30))
+        ranges = random_ranges(60, seed)
+        assert reader.read(ranges) == expected(ranges)
+    uncached = RangeReader(store.filesystem)
+    ranges = random_ranges(60)
+    assert uncached.read(ranges) == expected(ranges)
+    assert store.counts().num_failed > 0
+
+
+def test_retries_are_counted_and_end(store: ObjectStore) -> None:
+    remote = RemoteObject(store.filesystem, path("small"))
+    before = TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes
+    assert remote.read(0, 1000) == CONTENTS["small"]
+    assert (TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes) == (before[0], before[1] + 1, before[2] + 1000)
+    store.behave(share_failing=1.0)
+    with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
+        remote.read(0, 1000)
+    assert TRAFFIC.num_retries - before[0] == 7
+    assert store.counts().num_failed >= 8
+
+
+def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: Path) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
+    assert reader.read([ByteRange(path("rest"), 0, 10)]) == [CONTENTS["rest"][:10]]
+    store.behave(gone="rest")
+    retries = TRAFFIC.num_retries
+    with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
+        reader.read([ByteRange(path("rest"), 2 * BLOCK_BYTES, 10)])
+    with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
+        open_for_reading(store.filesystem, path("rest"))
+    assert TRAFFIC.num_retries == retries
+
+
+@pytest.mark.parametrize("call", [list_archives, read_json, lambda uri: write_json(uri, {})])
+def test_a_store_that_refuses_is_explained(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], object]
+) -> None:
+    store.behave(needs_keys=True)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(PermissionError, match=r"^s3://bucket/data: the store refuses access: set AWS_ACCESS_KEY_ID"):
+        call("s3://bucket/data")
+
+
+def test_a_bucket_that_does_not_exist_and_a_store_that_does_not_answer_are_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for call in (list_archives, lambda uri: write_json(uri, {})):
+        with pytest.raises(FileNotFoundError, match=r"^s3://bucket2/data: there is no such bucket"):
+            call("s3://bucket2/data")
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+        list_archives("s3://bucket/absent")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=r"^s3://bucket/data: the store cannot be reached: set AWS_ENDPOINT_URL"):
+        list_archives("s3://bucket/data")

@@ -1,0 +1,183 @@
+"""Test the division of archives: the parts of an archive hold what the whole holds, wherever it is divided."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.archives import list_archives
+from pipelines.decompression import DamagedError
+from pipelines.problems import Problem
+from pipelines.storage import resolve
+from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
+from pipelines.text.parts import WHOLE, list_parts
+from pipelines.text.reading import Document, ProblemKind, read_documents
+
+
+def read(path: Path, part_bytes: int) -> list[list[Document | Problem]]:
+    """Return what each part of an archive holds."""
+    (archive,) = list_archives(str(path))
+    (parts,) = list_parts(str(path), [archive], part_bytes=part_bytes)
+    return [list(read_documents(str(path), archive, part=part)) for part in parts]
+
+
+def content(items: list[Document | Problem]) -> list[str]:
+    return [item.text if isinstance(item, Document) else f"{item.kind} of {item.where}" for item in items]
+
+
+@settings(max_examples=300)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"defghij", b"\r\n"]), max_size=30).map(b"".join),
+    size=st.integers(1, 20),
+)
+def test_every_line_belongs_to_the_range_in_which_it_begins(data: bytes, size: int) -> None:
+    starts, begins = list(range(0, len(data), size)), [0] + [at + 1 for at, byte in enumerate(data) if byte == 10]
+    for start in starts:
+        stop = min(start + size, len(data))
+        lines = list(split_lines(read_line_range(io.BytesIO(data), start, stop)))
+        expected = [data[at:].split(b"\n")[0].strip() for at in begins if start <= at < stop]
+        assert lines == [line for line in expected if line]
+
+
+def test_a_line_without_an_end_is_lost_once_and_ends_the_reading_soon() -> None:
+    data = b"first\n" + b"x" * (MAX_RECORD_BYTES + 2**20) + b"\nlast\n"
+    size = 2**20
+    lines = [
+        line
+        for start in range(0, len(data), size)
+        for line in split_lines(read_line_range(io.BytesIO(data), start, min(start + size, len(data))))
+    ]
+    assert lines == [b"first", None, b"last"]
+
+
+def test_a_file_that_became_shorter_is_damaged() -> None:
+    with pytest.raises(DamagedError, match="ends after 4 of 9 bytes"):
+        list(read_line_range(io.BytesIO(b"a\nb\n"), 3, 9))
+
+
+def records(first: int, count: int) -> bytes:
+    return b"".join(json.dumps({"text": f"document {first + number} " * 9}).encode() + b"\n" for number in range(count))
+
+
+def make_jsonl(path: Path) -> None:
+    path.write_bytes(records(0, 150) + b"this is no JSON\n" + records(150, 50))
+
+
+def make_tar(path: Path) -> None:
+    """Write a tar whose members have short, long (pax) and foreign names, in several formats; one member is broken."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for number in range(20):
+            data = zstandard.compress(records(10 * number, 10))
+            name = f"{'long/' * 30 * (number % 3 == 0)}{number}.jsonl.zst"
+            if number == 7:
+                data = data[: len(data) // 2]
+            if number % 5 == 4:
+                name, data = f"{number}.png", b"no text" * 400
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def make_parquet(path: Path) -> None:
+    texts = [f"document {number} " * 9 for number in range(100)] + [None] * 3
+    pq.write_table(pa.table({"text": texts, "other": list(range(103))}), path, row_group_size=7)
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {"a.jsonl": make_jsonl, "a.tar": make_tar, "a.parquet": make_parquet}
+
+
+@pytest.mark.parametrize("part_bytes", [1, 300, 700, 5000, 10**6])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_parts_hold_what_the_whole_holds(tmp_path: Path, name: str, part_bytes: int) -> None:
+    path = tmp_path / name
+    MAKERS[name](path)
+    parts = read(path, part_bytes)
+    (archive,) = list_archives(str(path))
+    whole = list(read_documents(str(path), archive))
+    items = [item for part in parts for item in part]
+    keys = [item.key if isinstance(item, Document) else item.where for item in items]
+    assert len(set(keys)) == len(keys)
+    if name == "a.jsonl":  # Its records are counted from the beginning of the part.
+        assert [item.text for item in items if isinstance(item, Document)] == [
+            item.text for item in whole if isinstance(item, Document)
+        ]
+        assert sum(isinstance(item, Problem) for item in items) == 1
+    else:
+        assert items == whole
+    assert len(parts) == 1 if part_bytes == 10**6 else len(parts) > 1 or part_bytes == 5000
+
+
+@pytest.mark.parametrize("cut", [0.5, 0.8, 0.2])
+def test_the_part_that_holds_the_damage_of_a_tar_reports_it(tmp_path: Path, cut: float) -> None:
+    path = tmp_path / "a.tar"
+    make_tar(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * cut)])
+    parts = read(path, 700)
+    (archive,) = list_archives(str(path))
+    assert [item for part in parts for item in part] == list(read_documents(str(path), archive))
+    assert isinstance(parts[-1][-1], Problem)
+    assert parts[-1][-1].kind == ProblemKind.TRUNCATED_ARCHIVE
+
+
+def test_a_name_that_occurs_twice_or_a_global_header_keeps_a_tar_whole(tmp_path: Path) -> None:
+    for number, (names, headers) in enumerate([(["a", "b", "a"], {}), (["a", "b", "c"], {"path": "other.jsonl"})]):
+        path = tmp_path / f"{number}.tar"
+        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as archive:
+            for name in names:
+                info = tarfile.TarInfo(f"{name}.jsonl")
+                info.size = len(records(0, 5))
+                archive.addfile(info, io.BytesIO(records(0, 5)))
+        assert list_parts(str(path), list_archives(str(path)), part_bytes=100) == [[WHOLE]]
+        (items,) = read(path, 100)
+        assert len({item.key for item in items if isinstance(item, Document)}) == 15
+
+
+def test_dividing_a_tar_reads_little_more_than_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for number in range(8):
+            info = tarfile.TarInfo(f"{number}.jsonl")
+            info.size = 2**20
+            archive.addfile(info, io.BytesIO(bytes(2**20)))
+    filesystem, _ = resolve(str(path))
+    files: list[CountedReads] = []
+
+    class CountedReads:
+        def __init__(self, file: pa.NativeFile) -> None:
+            self._file, self.num_bytes = file, 0
+            files.append(self)
+
+        def __enter__(self) -> CountedReads:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._file.close()
+
+        def read(self, num_bytes: int) -> bytes:
+            self.num_bytes += num_bytes
+            return self._file.read(num_bytes)
+
+        def seekable(self) -> bool:
+            return True
+
+        def seek(self, position: int, whence: int = 0) -> int:
+            return self._file.seek(position, whence)
+
+    class Counting:
+        def open_input_file(self, name: str) -> CountedReads:
+            return CountedReads(filesystem.open_input_file(name))
+
+    monkeypatch.setattr("pipelines.text.parts.resolve", lambda uri: (Counting(), uri))
+    (parts,) = list_parts(str(path), list_archives(str(path)), part_bytes=2 * 2**20)
+    assert len(parts) == 4
+    assert files[0].num_bytes < 10 * 2**14
