@@ -158,7 +158,7 @@ def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
 ) -> None:
     """With as many workers, every step is the same up to the rounding of sums over the ranks, even with dropout."""
     sections: dict[str, dict[str, Any]] = {
-        # With batches of 8, an epoch takes 12.5 steps, so the first checkpoints hold samples that were not visited yet.
+        # With batches of 8, an epoch takes 12.5 steps, so the first three checkpoints hold samples that were not visited yet.
         "run": {"num_steps": 28, "num_checkpoints_kept": 7},
         "optimizer": {"batch_size": 8},
         "model": {"text_dropout": 0.1},
@@ -179,7 +179,7 @@ def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
     status, said = run_until(is_to_die, "clip_training_support", arguments, cluster | {"PYTHONPATH": path})
     assert status == -signal.SIGKILL, said
     again = train(make_plan(config))
-    assert again["resumed_from_step"] in (4, 8)
+    assert again["resumed_from_step"] in range(4, 28, 4)  # The kill comes some steps after the first checkpoint is seen.
 
     assert history(again, "train/batch_digest") == history(whole, "train/batch_digest")
     losses, expected = history(again, "train/loss"), history(whole, "train/loss")
