@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from store_support import bucket, s3_server  # noqa: F401 - fixtures of all test
 # No test has a time limit per example, because a busy machine may be slow and no test measures speed.
 settings.register_profile("tempnet", deadline=None)
 settings.load_profile("tempnet")
+# A shell lets the processes of its background ignore Ctrl-C; tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -119,6 +119,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)
 
 
+@pytest.mark.long
 def test_asha_ends_the_worse_trials_of_a_grid(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,11 +204,14 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(
 def options_of(config: LanguageModelConfig) -> list[str]:
     """Return the options that turn the preset `gpt2-scratch` into this configuration."""
     options = []
+    preset = flatten(PRESETS["gpt2-scratch"]())
     for name, value in flatten(config).items():
         section, _, field = name.replace("_", "-").partition(".")
+        if value == preset[name]:
+            continue
         if isinstance(value, bool):
             options.append(f"--{section}.{field}" if value else f"--{section}.no-{field}")
-        elif value != "":
+        else:
             options.append(f"--{section}.{field}={value}")
     return options
 
