@@ -69,8 +69,6 @@ def run_until(
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=said,
-            # If the tests run in the background of a shell, their processes ignore Ctrl-C unless it is enabled again.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             wait_for(lambda: condition() or process.poll() is not None)

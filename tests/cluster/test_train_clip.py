@@ -179,7 +179,9 @@ def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
     status, said = run_until(is_to_die, "clip_training_support", arguments, cluster | {"PYTHONPATH": path})
     assert status == -signal.SIGKILL, said
     again = train(make_plan(config))
-    assert again["resumed_from_step"] in range(4, 28, 4)  # The kill comes some steps after the first checkpoint is seen.
+    assert again["resumed_from_step"] in range(
+        4, 28, 4
+    )  # The kill comes some steps after the first checkpoint is seen.
 
     assert history(again, "train/batch_digest") == history(whole, "train/batch_digest")
     losses, expected = history(again, "train/loss"), history(whole, "train/loss")

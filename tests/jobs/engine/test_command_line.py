@@ -57,8 +57,6 @@ def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # A process that is started in the background ignores Ctrl-C, so the usual handler is set again.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while not (tmp_path / "sample").exists():
         assert process.poll() is None
