@@ -201,7 +201,7 @@ def test_documents_have_the_spans_of_data_that_were_prepared_ahead(
     def batches(name: str, rank: int, **reading: int) -> Iterator[Batch]:
         ranks = RankStream(
             source=span_source(configs[name], texts[name], seed=SEED),
-            plan=texts[name].plan(seed=SEED, window_size=20),
+            plan=texts[name].plan(seed=SEED, window_size=60),
             batch_size=BATCH,
             rank=rank,
             world_size=2,

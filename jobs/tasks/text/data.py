@@ -60,9 +60,9 @@ def prepare_split(
         max_bad_share_field=_MAX_BAD_SHARE_FIELD,
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
-    cache_for(config, manifest, split)
     if check_num_rows is not None:
         check_num_rows(manifest.num_rows)
+    cache_for(config, manifest, split)
     return manifest
 
 
