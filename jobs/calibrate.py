@@ -100,8 +100,9 @@ def calibrate_rho(job: Rho) -> None:
         ModelSection,
         TemperatureSection,
     )
-    from jobs.tasks.language_model.data import prepare_split
+    from jobs.tasks.language_model.data import blocks_layout
     from jobs.tasks.language_model.models import base_shapes
+    from jobs.tasks.text.data import prepare_split
     from pipelines.archives import list_archives
     from pipelines.text.tokenization import load_tokenizer
 
@@ -132,7 +133,7 @@ def calibrate_rho(job: Rho) -> None:
     config = resolve_paths(config)
     start_ray()
     started = time.monotonic()
-    values = calibrate(config, prepare_split(config, "train"))
+    values = calibrate(config, prepare_split(config, blocks_layout(config), "train"))
     with open_export(job.output) as output:
         (output / "calibration.json").write_text(json.dumps(values, indent=1) + "\n")
         plot(values, output / "curve.png", wanted=job.tau)

@@ -1,7 +1,8 @@
 """Documents as training arrays: DeCLUTR's spans, drawn anew in every epoch, with masked anchors for the MLM objective.
 
 A span becomes a row `[opening] tokens [closing]`, with the special tokens that the tokenizer adds to a single text. All
-randomness is a pure function of (seed, epoch, document id).
+randomness is a pure function of (seed, epoch, key of the document), where the key (`Manifest.row_keys`) is known as soon
+as the part of the text is prepared that the document belongs to.
 
 Shapes: n documents in a batch, A anchors per document, P positives per anchor, t = l_max + number of special tokens.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from pipelines.sentences.spans import SpanConfig, gather_spans, sample_spans
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.rows import read_rows, read_shards_ahead
@@ -39,8 +41,8 @@ class SpanSource:
         ValueError: if the prepared data hold documents that are too short for the spans.
     """
 
-    manifest: Manifest
-    """Prepared data set of whole documents."""
+    manifest: Manifest | GrowingManifest
+    """Prepared data set of whole documents, which may still be growing."""
     spans: SpanConfig
     """Distribution of spans."""
     special_tokens: SpecialTokens
@@ -67,6 +69,7 @@ class SpanSource:
     @cached_property
     def first_rows(self) -> np.ndarray:
         """Id of every shard's first document, followed by the number of all documents: (shards + 1,) int64."""
+        assert isinstance(self.manifest, Manifest)  # What precedes a document is not known while the data grow.
         return np.concatenate([[0], np.cumsum(self.manifest.shard_sizes)]).astype(np.int64)
 
     @property
@@ -84,14 +87,15 @@ class SpanSource:
         Returns:
             `anchor_ids` (n, A, t) and `positive_ids` (n, A, P, t), padded token ids; `anchor_lengths` (n, A) and
             `positive_lengths` (n, A, P), their numbers of tokens including special tokens; `mlm_labels` (n, A, t),
-            the original tokens at masked positions and -100 elsewhere; `ids` (n,), the ids of the documents in the
-            data set; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of anchors and positives.
+            the original tokens at masked positions and -100 elsewhere; `ids` (n,), the numbers of the documents in
+            the data set, or −1 while it grows; `is_crowded` (n,) bool (see `Spans`); `digest` (n,), a 48-bit hash of
+            anchors and positives.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
-        ids = self.first_rows[shards] + rows
+        keys = self.manifest.row_keys(shards, rows)
         documents = self._documents(shards, rows)
         lengths = np.array([len(tokens) for tokens in documents])
-        spans = sample_spans(lengths, ids, seed=self.seed, epoch=epoch, config=self.spans)
+        spans = sample_spans(lengths, keys, seed=self.seed, epoch=epoch, config=self.spans)
         tokens = np.concatenate(documents)
         first = np.cumsum(lengths) - lengths
         anchors, anchor_lengths = self._rows(tokens, first[:, None] + spans.anchor_start, spans.anchor_length)
@@ -100,8 +104,8 @@ class SpanSource:
         )
         labels = np.full_like(anchors, IGNORE_INDEX)
         if self.mask_share:
-            for place, document in enumerate(ids):
-                rng = np.random.default_rng([self.seed, _MASK_STREAM, epoch, int(document)])
+            for place, key in enumerate(keys):
+                rng = np.random.default_rng([self.seed, _MASK_STREAM, epoch, int(key)])
                 anchors[place], labels[place] = self._masked(anchors[place], anchor_lengths[place], rng)
         digest = [
             int.from_bytes(hashlib.blake2b(anchor.tobytes() + positive.tobytes(), digest_size=6).digest(), "little")
@@ -113,7 +117,7 @@ class SpanSource:
             "mlm_labels": labels,
             "positive_ids": positives,
             "positive_lengths": positive_lengths,
-            "ids": ids,
+            "ids": self._ids(shards, rows),
             "is_crowded": spans.is_crowded,
             "digest": np.array(digest, dtype=np.int64),
         }
@@ -127,6 +131,12 @@ class SpanSource:
         entry = self.manifest.shards[shard]
         document = read_rows(self.manifest, entry, [row], self.cache_bytes).column("document")[0].as_py()
         return f"document {document} of {entry.archive} ({entry.file}:{row})"
+
+    def _ids(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the number of each document among all documents, (n,) int64; −1 while the data grow."""
+        if isinstance(self.manifest, GrowingManifest):
+            return np.full(len(rows), -1)
+        return self.first_rows[shards] + rows
 
     def _documents(self, shards: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Return the tokens of n documents, given their shards and rows, each (n,)."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 
@@ -22,7 +23,7 @@ from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError, check_problems
 from pipelines.recorded_tasks import read_records
 from pipelines.storage import compute_digest, read_json, write_json
-from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json
+from pipelines.text.manifest import ArchiveEntry, Layout, Manifest, ShardEntry, archive_from_json, make_row_keys
 from pipelines.text.part_preparation import PartTask
 from pipelines.text.prepare import PrepareConfig, PreparedTarget, finish_manifest
 
@@ -145,6 +146,8 @@ class GrowingManifest:
     """Name of every part, in stored order."""
     preparer: ActorHandle
     """The `PartPreparer` of the run."""
+    check_num_rows: Callable[[int], None] | None = None
+    """Function that refuses a number of all rows by an error; it is called once the number is known."""
 
     def describe(self) -> str:
         """Describe in one line, for a human reader, that the data are being prepared."""
@@ -153,6 +156,11 @@ class GrowingManifest:
     def plan(self, *, seed: int, window_size: int) -> GrowingPlan:
         """Return the order of the items, which is that of the complete data."""
         return GrowingPlan(shard_sizes=(), seed=seed, window_size=window_size, parts=self)
+
+    @property
+    def num_rows(self) -> None:
+        """Number of rows: None, because it is not known yet."""
+        return None
 
     @property
     def digest(self) -> str:
@@ -177,6 +185,12 @@ class GrowingManifest:
         """The shards by their numbers."""
         return _GrowingShards(self.directory, self.part_names)
 
+    def row_keys(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the keys of n rows of prepared parts, which are those of the complete data (see `Manifest.row_keys`)."""
+        first_rows = {shard: self.shards.count_rows_before(shard) for shard in set(shards.tolist())}
+        before = np.array([first_rows[shard] for shard in shards.tolist()], dtype=np.int64)
+        return make_row_keys(shards // _MAX_SHARDS_PER_PART, before + rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _GrowingShards:
@@ -186,8 +200,18 @@ class _GrowingShards:
     part_names: Sequence[str]
 
     def __getitem__(self, shard: int) -> ShardEntry:
+        entries, index = self._locate(shard)
+        return entries[index]
+
+    def count_rows_before(self, shard: int) -> int:
+        """Return the number of rows of the shards that come before this one in its part."""
+        entries, index = self._locate(shard)
+        return sum(entry.num_rows for entry in entries[:index])
+
+    def _locate(self, shard: int) -> tuple[list[ShardEntry], int]:
+        """Return the entries of all shards of a shard's part, and which of them it is."""
         part, index = divmod(int(shard), _MAX_SHARDS_PER_PART)
-        return _read_shards(f"{self.directory}/{self.part_names[part]}.json")[index]
+        return _read_shards(f"{self.directory}/{self.part_names[part]}.json"), index
 
 
 @cache
@@ -234,10 +258,13 @@ class GrowingPlan(StreamPlan):
 
         Raises:
             TooManyProblemsError: if all parts together hold no item.
+            Exception: of `GrowingManifest.check_num_rows`, if it refuses the number.
         """
         if len(self.known) < self.num_parts:
             return None
         size = sum(map(sum, self.known.values()))
+        if self.parts.check_num_rows is not None:
+            self.parts.check_num_rows(size)
         if not size:
             raise TooManyProblemsError(f"{self.parts.directory} holds no items: the documents are too few or too short")
         return size
@@ -257,7 +284,11 @@ class GrowingPlan(StreamPlan):
 
 
 def load_or_grow(
-    config: PrepareConfig, layout: Layout, root: str, settings: GrowingSettings
+    config: PrepareConfig,
+    layout: Layout,
+    root: str,
+    settings: GrowingSettings,
+    check_num_rows: Callable[[int], None] | None = None,
 ) -> Manifest | GrowingManifest:
     """Return the manifest of a text that is completely prepared; otherwise start to prepare it, and do not wait.
 
@@ -266,13 +297,16 @@ def load_or_grow(
     Args:
         config, layout, root: as for `pipelines.text.prepare.prepare_text`.
         settings: how to prepare the parts.
+        check_num_rows: function that refuses a number of all rows by an error. It is called here if all parts are there
+            already, otherwise in each process that has asked for all of them.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_text`.
+        Exception: of `check_num_rows`.
     """
     target = PreparedTarget.locate(config, layout, root)
     try:
-        return Manifest.load(target.directory)
+        manifest = Manifest.load(target.directory)
     except FileNotFoundError:
         task = target.make_task()
         return GrowingManifest(
@@ -280,4 +314,8 @@ def load_or_grow(
             layout=task.layout,
             part_names=tuple(part.name for part in task.parts),
             preparer=PartPreparer.remote(task, settings),  # type: ignore[attr-defined]  # Ray's decorator adds it
+            check_num_rows=check_num_rows,
         )
+    if check_num_rows is not None:
+        check_num_rows(manifest.num_rows)
+    return manifest

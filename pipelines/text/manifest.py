@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipelines.manifest import read_manifest, write_manifest
 from pipelines.plan import StreamPlan
 from pipelines.storage import compute_digest
@@ -14,6 +16,7 @@ from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 
 FORMAT_VERSION = 4
+_MAX_ROWS_PER_PART = 2**32
 
 Layout = PackingConfig | DocumentConfig
 """Configuration of how documents become rows of shards: packed into blocks, or one document per row."""
@@ -137,6 +140,22 @@ class Manifest:
         content |= {"layout": {"kind": self.layout.kind, **content["layout"]}, "digest": self.digest}
         write_manifest(self.directory, content)
 
+    def latest(self) -> Manifest:
+        """Return this manifest, which is complete (see `pipelines.text.growing.GrowingManifest.latest`)."""
+        return self
+
+    def row_keys(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the keys (see `make_row_keys`) of n rows, given their shards and their rows in them, each (n,)."""
+        parts, first_rows = self._parts_of_shards
+        return make_row_keys(parts[shards], first_rows[shards] + rows)
+
+    @cached_property
+    def _parts_of_shards(self) -> tuple[np.ndarray, np.ndarray]:
+        """The number of every shard's part, and the number of rows of that part before the shard: both (shards,)."""
+        parts = np.repeat(np.arange(len(self.part_sizes)), self.part_sizes)
+        before = np.cumsum([0, *self.shard_sizes])[:-1]
+        return parts, before - before[np.searchsorted(parts, parts)]
+
     @classmethod
     def load(cls, directory: str) -> Manifest:
         """Read the manifest of a prepared directory.
@@ -152,6 +171,19 @@ class Manifest:
             layout=_LAYOUTS[content["layout"].pop("kind")](**content["layout"]),
             archives=[archive_from_json(entry) for entry in content["archives"]],
         )
+
+
+def make_row_keys(parts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return distinct int64 keys of rows, which do not depend on any other part of the data set.
+
+    They are therefore known as soon as the part is prepared, unlike the number of a row among all rows, which they equal
+    in the first part.
+
+    Args:
+        parts: (n,) number of the part that each row belongs to.
+        rows: (n,) number of each row within its part.
+    """
+    return parts * _MAX_ROWS_PER_PART + rows
 
 
 def archive_from_json(values: dict[str, Any]) -> ArchiveEntry:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.train import TrainingFailedError
 from readme_support import lines_like, run_line
+from sentence_support import NUM_STEPS, history, tiny_sentences
 from support import LANGUAGE_MODEL_OPTIONS, outcome_of, wait_for, write_jsonl_zst
 
+from jobs.engine.launch import train
+from jobs.tasks.sentence_encoder.config import SentenceConfig
+from jobs.tasks.sentence_encoder.data import prepare_documents, span_source
+from jobs.tasks.sentence_encoder.plan import make_plan
 from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
 from pipelines.text import part_preparation
 from pipelines.text.blocks import BlockSource
-from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow
+from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow, order_parts
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
 from pipelines.text.parts import list_parts
@@ -34,16 +43,21 @@ pytestmark = pytest.mark.cluster
 SEED, WINDOW, BATCH = 5, 40, 8
 
 
-@pytest.fixture
-def source(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the corpus as one file of JSON lines, which is divided into parts of 4 KiB."""
+def json_lines(corpus: Path) -> list[str]:
+    """Return the training documents of the corpus as JSON lines."""
     lines = []
     for archive in list_archives(str(corpus / "train")):
         for item in read_documents(str(corpus / "train"), archive):
             assert isinstance(item, Document)
             lines.append(f'{{"text": "{item.text}"}}\n')
+    return lines
+
+
+@pytest.fixture
+def source(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the corpus as one file of JSON lines, which is divided into parts of 4 KiB."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "text.jsonl").write_text("".join(lines))
+    (tmp_path / "data" / "text.jsonl").write_text("".join(json_lines(corpus)))
     monkeypatch.setattr(part_preparation, "list_parts", partial(list_parts, part_bytes=4096))
     return tmp_path / "data"
 
@@ -152,3 +166,129 @@ def test_training_is_the_same(home: Path, reference: dict[str, Any], tmp_path: P
         assert streaming["validation"][name] == pytest.approx(value, abs=1e-5), name
     for name in ("num_tokens", "num_epochs", "num_blocks_train", "num_documents_lost"):
         assert streaming[name] == reference[name]
+
+
+def sentences(
+    source: Path, corpus: Path, wordpiece: Path, storage: Path, *, num_workers: int = 1, **data: Any
+) -> SentenceConfig:
+    """Return a tiny run of a sentence encoder, whose prepared text is in its storage."""
+    return tiny_sentences(
+        corpus,
+        wordpiece,
+        storage,
+        "sentences",
+        run={"seed": SEED, "prepared": str(storage / "prepared")},
+        data={"train": str(source), "shuffle_window": 20, "num_parts_ahead": 1, "prepare_cpus": 0.5, **data},
+        temperature={"loss": "tempnet_in_batch", "projection": False},
+        workers={"num_workers": num_workers},
+        tracking={"uri": f"sqlite:///{storage}/mlflow.db"},
+    )
+
+
+def test_documents_have_the_spans_of_data_that_were_prepared_ahead(
+    cluster: dict[str, str], corpus: Path, wordpiece: Path, source: Path, tmp_path: Path
+) -> None:
+    """Two epochs are the same for every number of workers, except for the numbers that documents do not have yet."""
+    configs = {
+        name: sentences(source, corpus, wordpiece, tmp_path / name, prepare=name) for name in ("ahead", "streaming")
+    }
+    texts = {name: prepare_documents(config)[0] for name, config in configs.items()}
+    ahead, growing = texts["ahead"], texts["streaming"]
+    assert isinstance(ahead, Manifest)
+    assert isinstance(growing, GrowingManifest)
+    stop = 2 * ahead.num_rows // BATCH * BATCH
+
+    def batches(name: str, rank: int, **reading: int) -> Iterator[Batch]:
+        ranks = RankStream(
+            source=span_source(configs[name], texts[name], seed=SEED),
+            plan=texts[name].plan(seed=SEED, window_size=60),
+            batch_size=BATCH,
+            rank=rank,
+            world_size=2,
+            **reading,
+        )
+        for batch in ranks.batches(0, stop):
+            assert (batch.pop("ids") < 0).all() == (name == "streaming")
+            yield batch
+
+    for rank in range(2):
+        assert same(batches("streaming", rank), batches("ahead", rank, num_readers=0))
+    assert growing.num_rows is None
+    complete = growing.latest()
+    assert isinstance(complete, Manifest)
+    assert complete.digest == ahead.digest
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "message"),
+    [
+        (200, 8, r"data\.train = .*' holds no document of 800 tokens.*data\.max_length = 200 .*: choose shorter spans"),
+        (12, 400, r"optimizer\.batch_size = 400 is more than the \d+ documents of data\.train: choose at most"),
+    ],
+)
+def test_a_text_with_too_few_documents_ends_the_reading(
+    cluster: dict[str, str],
+    corpus: Path,
+    wordpiece: Path,
+    source: Path,
+    tmp_path: Path,
+    size: int,
+    batch_size: int,
+    message: str,
+) -> None:
+    """The words are those with which text is refused that was prepared ahead."""
+    config = sentences(source, corpus, wordpiece, tmp_path, max_length=size, min_num_tokens=0 if size > 12 else 36)
+    config = replace(config, optimizer=replace(config.optimizer, batch_size=batch_size))
+    with pytest.raises(ValueError, match=message):
+        prepare_documents(replace(config, run=replace(config.run, prepared=str(tmp_path / "ahead"))))
+    # The validation text is long enough.
+    long = json.dumps({"text": " ".join(json.loads(line)["text"] for line in json_lines(corpus)[:40])})
+    (tmp_path / "long.jsonl").write_text(f"{long}\n")
+    config = replace(config, data=replace(config.data, prepare="streaming", validation=str(tmp_path / "long.jsonl")))
+    growing, _ = prepare_documents(config)
+    assert isinstance(growing, GrowingManifest)
+    reading = RankStream(
+        source=span_source(config, growing, seed=SEED),
+        plan=growing.plan(seed=SEED, window_size=20),
+        batch_size=batch_size,
+        rank=0,
+        world_size=1,
+    )
+    with pytest.raises(ValueError, match=message):
+        next(reading.batches(0, batch_size))
+
+
+def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prepared_ahead(
+    cluster: dict[str, str], corpus: Path, wordpiece: Path, tmp_path: Path
+) -> None:
+    """With two workers it lacks an archive in mid-epoch; with one worker and that archive it goes on."""
+    source, num_parts = tmp_path / "data", 12
+    source.mkdir()
+    for number in range(num_parts):
+        (source / f"{number:02}.jsonl").write_text("".join(json_lines(corpus)[number::num_parts]))
+    expected = train(make_plan(sentences(source, corpus, wordpiece, tmp_path / "ahead")))
+
+    storage = tmp_path / "streaming"
+    missing = source / f"{order_parts(SEED, num_parts)[8]:02}.jsonl"
+
+    def take_away() -> None:
+        wait_for(lambda: any(storage.glob("prepared/data-*/part-*.json")))
+        shutil.move(missing, tmp_path / "away")
+
+    thief = threading.Thread(target=take_away)
+    thief.start()
+    with pytest.raises(TrainingFailedError, match=missing.name):
+        train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming", num_workers=2)))
+    thief.join()
+    shutil.move(tmp_path / "away", missing)
+    assert not any(storage.glob("prepared/data-*/manifest.json"))
+    outcome = train(make_plan(sentences(source, corpus, wordpiece, storage, prepare="streaming")))
+    assert 5 <= outcome["resumed_from_step"] < NUM_STEPS
+    assert history(outcome, "train/batch_digest") == history(expected, "train/batch_digest")
+    losses, of_ahead = history(outcome, "train/loss"), history(expected, "train/loss")
+    assert sorted(losses) == sorted(of_ahead) == list(range(1, NUM_STEPS + 1))
+    for step in of_ahead:
+        assert losses[step] == pytest.approx(of_ahead[step], abs=1e-4), step
+    for name in ("num_documents_train", "num_documents_too_short", "num_documents_lost", "num_epochs"):
+        assert outcome[name] == expected[name]
+    assert outcome["num_epochs"] > 1

@@ -13,22 +13,17 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, alternative, values_of
-from jobs.engine.named_values import parse_resources
+from jobs.engine.fields import PATH, alternative, values_of
 from jobs.engine.temperature import TempNetSection
+from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 from tempnet.softmax.reference import LOSS_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
+class DataSection(TextSection):
     """The text, and how its documents are tokenised and packed into blocks."""
 
-    train: str = field(metadata=PATH)
-    """Training text: path or URI of a .jsonl.zst, .tar, .jsonl, .jsonl.gz or .parquet file, or of a directory of such
-    files."""
-    validation: str = field(metadata=PATH)
-    """Validation text, in the same formats as `train`."""
     tokenizer: str = field(default="", metadata=PATH)
     """A Transformers fast tokenizer: directory, tokenizer.json file or hub name. If empty: the tokenizer of model.path."""
     context_length: int = 1024
@@ -36,39 +31,12 @@ class DataSection:
     attend_across_documents: bool = False
     """Whether a document attends to the documents before it in the same block. Required for models that cannot separate
     packed documents, such as those with recurrent layers."""
-    text_field: str = "text"
-    """Name of the field (column) of a record that holds the text."""
-    max_bad_share: float = 0.01
-    """Largest share of unreadable records, in [0, 1], that is tolerated; above it the run fails."""
-    shuffle_window: int = 32_768
-    """Number of blocks within which the order is fully random; across windows only whole shards are permuted."""
-    prepare: Literal["ahead", "streaming"] = field(default="ahead", metadata=FREE_TO_CHANGE)
-    """When the training text is tokenised: ahead, before the first step, or streaming, while training runs, in the order
-    in which it is visited. The batches are the same."""
-    num_parts_ahead: int = field(default=16, metadata=FREE_TO_CHANGE)
-    """With prepare = streaming, the number of parts of the archives (8 MiB or a member of a tar, whichever is larger)
-    that may be prepared before training asks for them."""
-    prepare_cpus: float = field(default=1.0, metadata=FREE_TO_CHANGE)
-    """With prepare = streaming, the number of logical CPUs that Ray reserves for each preparing task."""
-    reader_resources: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
-    """Custom Ray resources NAME=AMOUNT that every task takes that reads or prepares training text, such as reader=0.1:
-    it then runs on nodes that were started with these resources."""
-    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
-    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
-    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
-        check_positive("data", self, "context_length", "shuffle_window", "num_parts_ahead", "prepare_cpus")
-        check_not_negative("data", self, "cache_gib")
-        assert self.resources is not None  # parsed here already, so that a wrong entry is refused
+        TextSection.__post_init__(self)
+        check_positive("data", self, "context_length")
         if self.context_length < 2:
             raise ValueError("data.context_length = 1 must be at least 2: a token, and one that follows it")
-        check_share("data", self, "max_bad_share")
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """Custom Ray resources of reading and preparing tasks."""
-        return parse_resources("data.reader_resources", self.reader_resources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +185,7 @@ class LanguageModelConfig(TrainingConfig):
                 "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
                 "there already (model.path), not on random weights; give one of them"
             )
-        if self.temperature.needs_calibration and self.data.prepare == "streaming":
+        if self.temperature.needs_calibration and self.data.is_streaming:
             raise ValueError(
                 "data.prepare = 'streaming' prepares the text while training runs, but ρ is calibrated on a sample of all of "
                 "it first: set temperature.rho or temperature.target_entropy, or data.prepare ahead"

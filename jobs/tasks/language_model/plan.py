@@ -19,8 +19,9 @@ from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_pa
 from jobs.tasks.language_model import report
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
-from jobs.tasks.language_model.data import describe_data, prepare_split, prepare_training_text
+from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
+from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
@@ -45,8 +46,7 @@ def create_task(
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
-    train_data = Manifest.load(train) if isinstance(train, str) else train
-    return LanguageModelTask(config, train_data, Manifest.load(validation), rank, world_size)
+    return LanguageModelTask(config, find(train), Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
-        data = self.config.data
-        preparing = data.prepare_cpus if data.prepare == "streaming" else 0.0
-        return READ_CPUS * self.config.workers.num_workers + preparing
+        return READ_CPUS * self.config.workers.num_workers + self.config.data.preparing_cpus
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
@@ -110,8 +108,9 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     def prepare(self) -> PreparedTask:
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
         config = resolve_paths(self.config)
-        train_data = prepare_training_text(config)
-        validation_data = prepare_split(config, "validation")
+        layout = blocks_layout(config)
+        train_data = prepare_training_text(config, layout)
+        validation_data = prepare_split(config, layout, "validation")
         rho = self.rho
         records = {}
         if rho is None:
@@ -122,14 +121,9 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         config = with_rho(config, rho)
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            create_task=partial(
-                create_task,
-                config,
-                train_data if isinstance(train_data, GrowingManifest) else train_data.directory,
-                validation_data.directory,
-            ),
+            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory),
             num_samples=None,
-            read_data_outcome=partial(describe_data, train_data, validation_data),
+            read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
             parameters={
                 "vocab_size": self.vocab_size,
                 "resolved.rho": rho,

@@ -16,11 +16,11 @@ from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.data import cache_for
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from jobs.tasks.text.data import cache_for
 from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
 from pipelines.text.growing import GrowingManifest

@@ -13,38 +13,24 @@ from jobs.engine.config import (
     check_share,
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, PATH
+from jobs.engine.fields import PATH
+from jobs.tasks.text.config import TextSection
 from pipelines.sentences.spans import SpanConfig
 from tempnet.contrastive.config import LOSS_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentSection(SpanConfig):
+class DocumentSection(TextSection, SpanConfig):
     """The documents, and how spans (anchors and their positives) are drawn from them (DeCLUTR §3.1)."""
 
-    train: str = field(metadata=PATH)
-    """Training text: path or URI of an archive, or of a directory of archives, in any format that `jobs.prepare_text`
-    reads."""
-    validation: str = field(metadata=PATH)
-    """Validation text, in the same formats as `train`."""
     tokenizer: str = field(default="", metadata=PATH)
     """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
-    text_field: str = "text"
-    """Name of the field (column) of a record that holds the text."""
     mask_share: float = 0.15
     """Share of the anchors' tokens, in [0, 1], that are masked for the masked language modelling (MLM) objective."""
-    max_bad_share: float = 0.01
-    """Largest share of unreadable documents, in [0, 1], that is tolerated; above it the run fails."""
-    shuffle_window: int = 32_768
-    """Number of documents within which the order is fully random; across windows only whole shards are permuted."""
-    cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
-    """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
-    files; at least two windows. 0: no cache. Local data are never cached."""
 
     def __post_init__(self) -> None:
-        check_positive("data", self, "shuffle_window")
-        check_not_negative("data", self, "cache_gib")
-        check_share("data", self, "max_bad_share", "mask_share")
+        TextSection.__post_init__(self)
+        check_share("data", self, "mask_share")
         try:
             SpanConfig.__post_init__(self)
         except ValueError as error:

@@ -2,67 +2,78 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from jobs.tasks.node_cache import cache_bytes
+from jobs.engine.contrastive import check_sizes
 from jobs.tasks.sentence_encoder.config import SentenceConfig
+from jobs.tasks.text.data import cache_for, describe_data, prepare_split, prepare_training_text
 from pipelines.sentences.span_source import SpanSource
 from pipelines.stream import Batch
 from pipelines.text.documents import DocumentConfig
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
-from pipelines.text.prepare import PrepareConfig, describe, prepare_text
-from pipelines.text.rows import shard_bytes
 from pipelines.text.tokenization import SpecialTokens, load_tokenizer
 
 # Random seed of the spans that are scored in validation, which are the same for all runs.
 VALIDATION_SEED = 0
 
 
-def prepare_split(config: SentenceConfig, split: str) -> Manifest:
-    """Return the manifest of the documents of `train` or `validation`, preparing them unless this was done before.
+def prepare_documents(config: SentenceConfig) -> tuple[Manifest | GrowingManifest, Manifest]:
+    """Return the manifests of the documents of `train` and `validation`, preparing them unless this was done before.
 
-    Ray must be running. The prepared documents are kept in the directory of prepared data, which runs share.
+    Ray must be running. The first one still grows if `data.prepare` says so and parts are missing.
 
     Raises:
-        ValueError: if no document is long enough.
+        ValueError: if the documents are too short or too few. While they grow, the reading of them raises it.
     """
-    started = time.monotonic()
-    data = config.data
     tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    manifest = prepare_text(
-        PrepareConfig(
-            source=getattr(data, split),
-            tokenizer=config.tokenizer,
-            text_field=data.text_field,
-            max_bad_share=data.max_bad_share,
-        ),
-        DocumentConfig(least_num_tokens=data.least_num_tokens, vocab_size=len(tokenizer)),
-        config.run.prepared_directory,
-        max_bad_share_field="data.max_bad_share",
+    layout = DocumentConfig(least_num_tokens=config.data.least_num_tokens, vocab_size=len(tokenizer))
+    return (
+        prepare_training_text(config, layout, partial(_check_training_documents, config)),
+        prepare_split(config, layout, "validation", partial(_check_documents, config, "validation")),
     )
-    print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
-    cache_for(config, manifest, split)
-    if not manifest.num_rows:
+
+
+def _check_training_documents(config: SentenceConfig, num_documents: int) -> None:
+    """Check that the training documents are enough for the batch and the loss."""
+    _check_documents(config, "train", num_documents)
+    check_sizes(
+        config,
+        config.temperature if config.is_contrastive else None,
+        num_samples=num_documents,
+        num_pairs_per_batch=config.num_pairs_per_batch,
+        noun="documents",
+    )
+
+
+def _check_documents(config: SentenceConfig, split: str, num_documents: int) -> None:
+    """Check that some document is long enough."""
+    data = config.data
+    if not num_documents:
         raise ValueError(
             f"data.{split} = {getattr(data, split)!r} holds no document of {data.least_num_tokens} tokens, which spans "
             f"of data.max_length = {data.max_length} need: choose shorter spans, fewer anchors or a smaller min_num_tokens"
         )
-    return manifest
 
 
-def cache_for(config: SentenceConfig, manifest: Manifest, split: str = "") -> int:
-    """Return the size of the node's cache for a split; one that is too small is reported if the split is named."""
-    return cache_bytes(
-        config.data,
-        plan=manifest.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
-        shard_bytes=shard_bytes(manifest),
-        split=split,
-    )
+def describe_documents(train: Manifest | GrowingManifest, validation: Manifest) -> dict[str, Any]:
+    """Return the entries of a run's outcome that tell what its data hold, as far as they are prepared.
+
+    The numbers of training documents are None if parts of the text are still missing.
+    """
+    return {
+        **describe_data(train, validation, noun="documents"),
+        "num_documents_too_short": {
+            split: manifest.num_documents - manifest.num_rows if isinstance(manifest, Manifest) else None
+            for split, manifest in (("train", train.latest()), ("validation", validation))
+        },
+    }
 
 
-def span_source(config: SentenceConfig, manifest: Manifest, *, seed: int) -> SpanSource:
+def span_source(config: SentenceConfig, manifest: Manifest | GrowingManifest, *, seed: int) -> SpanSource:
     """Return the source that draws spans from prepared documents."""
     return SpanSource(
         manifest=manifest,

@@ -51,16 +51,22 @@ def build_tempnet(config: SentenceConfig, width: int) -> TempNet | None:
 
 
 def build_model(
-    config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int, device: torch.device
+    config: SentenceConfig, tokenizer: PreTrainedTokenizerFast, *, num_documents: int | None, device: torch.device
 ) -> TemperatureSentenceEncoder:
-    """Build the module to train, with the loss's state of `num_documents` documents partitioned among the ranks."""
+    """Build the module to train, with the loss's state of `num_documents` documents partitioned among the ranks.
+
+    The number may be unknown (None) if the loss keeps no state of documents.
+    """
     encoder = build_encoder(config, tokenizer)
     tempnet, world = build_tempnet(config, int(encoder.config.hidden_size)), World.current()
     loss = None
     if config.is_contrastive:
         settings = config.temperature.loss_config
         columns = settings.state_columns
-        state = SampleState(num_documents, columns, world=world, device=device) if columns else None
+        state = None
+        if columns:
+            assert num_documents is not None  # `make_plan` refuses the other case.
+            state = SampleState(num_documents, columns, world=world, device=device)
         loss = UnimodalLoss(settings, tempnet=tempnet, state=state, world=world)
     module = TemperatureSentenceEncoder(
         encoder,

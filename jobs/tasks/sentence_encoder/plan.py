@@ -5,25 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder import report
 from jobs.tasks.sentence_encoder.config import SentenceConfig
-from jobs.tasks.sentence_encoder.data import prepare_split
+from jobs.tasks.sentence_encoder.data import describe_documents, prepare_documents
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
+from jobs.tasks.text.data import find, refer_to
 from pipelines.archives import list_archives
+from pipelines.stream import READ_CPUS
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
 
 
-def create_task(config: SentenceConfig, train: str, validation: str, rank: int, world_size: int) -> Task:
-    """Create the task on a worker; `train` and `validation` are the directories of the prepared documents."""
+def create_task(
+    config: SentenceConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
+) -> Task:
+    """Create the task on a worker.
+
+    Args:
+        config: configuration of the run.
+        train: directory of the prepared training documents, or what is known of them while they still grow.
+        validation: directory of the prepared validation documents.
+        rank: rank of this worker.
+        world_size: number of workers.
+    """
     from jobs.tasks.sentence_encoder.task import SentenceTask
 
-    return SentenceTask(config, Manifest.load(train), Manifest.load(validation), rank, world_size)
+    return SentenceTask(config, find(train), Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,11 @@ class SentencePlan(BasePlan[SentenceConfig]):
 
     summary_table = staticmethod(report.summary_table)
     write_report = staticmethod(report.write_report)
+
+    @property
+    def data_cpus(self) -> float:
+        """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
+        return READ_CPUS * self.config.workers.num_workers + self.config.data.preparing_cpus
 
     @property
     def _loss(self) -> str:
@@ -73,38 +91,26 @@ class SentencePlan(BasePlan[SentenceConfig]):
     def prepare(self) -> PreparedTask:
         """Tokenise the documents, unless this was done before."""
         config = resolve_paths(self.config)
-        train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
-        check_sizes(
-            config,
-            config.temperature if config.is_contrastive else None,
-            num_samples=train.num_rows,
-            num_pairs_per_batch=config.num_pairs_per_batch,
-            noun="documents",
-        )
+        train, validation = prepare_documents(config)
         loss = config.temperature.loss_config
         return PreparedTask(
-            create_task=partial(create_task, config, train.directory, validation.directory),
-            num_samples=train.num_rows,
-            parameters={
-                "num_documents": train.num_rows,
-                "num_documents_too_short": train.num_documents - train.num_rows,
-            },
+            create_task=partial(create_task, config, refer_to(train), validation.directory),
+            num_samples=None,
+            read_data_outcome=partial(describe_documents, train, validation),
+            parameters=_count_documents(train),
             data_sets={
                 "training": data_set(self.config.data.train, train.digest),
                 "validation": data_set(self.config.data.validation, validation.digest),
             },
-            outcome={
-                "loss": self._loss,
-                "tau_min": loss.tau_min,
-                "tau_max": loss.tau_max,
-                "num_documents_lost": {"train": dict(train.problems), "validation": dict(validation.problems)},
-                "num_documents_too_short": {
-                    "train": train.num_documents - train.num_rows,
-                    "validation": validation.num_documents - validation.num_rows,
-                },
-                "num_documents_train": train.num_rows,
-            },
+            outcome={"loss": self._loss, "tau_min": loss.tau_min, "tau_max": loss.tau_max},
         )
+
+
+def _count_documents(train: Manifest | GrowingManifest) -> dict[str, int]:
+    """Return the numbers of training documents to log; none while parts of the text are missing."""
+    if isinstance(train, GrowingManifest):
+        return {}
+    return {"num_documents": train.num_rows, "num_documents_too_short": train.num_documents - train.num_rows}
 
 
 def make_plan(config: SentenceConfig) -> SentencePlan:
@@ -115,6 +121,8 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
             and what would be legal.
     """
     uri = tracking_uri(config)
+    if config.data.is_streaming and config.is_contrastive:
+        _check_streaming(config)
     for split in ("train", "validation"):
         with naming_field(f"data.{split}: "):
             list_archives(getattr(config.data, split))
@@ -131,3 +139,31 @@ def make_plan(config: SentenceConfig) -> SentencePlan:
         num_tempnet_parameters=count_parameters(build_tempnet(config, int(encoder.config.hidden_size))),
         tracking_uri=uri,
     )
+
+
+def _check_streaming(config: SentenceConfig) -> None:
+    """Check that the contrastive loss does not need to know all documents before training.
+
+    Raises:
+        ValueError: if it does; the message names the field, the value and what would be legal.
+    """
+    temperature = config.temperature
+    if temperature.loss_config.state_columns:
+        legal = [
+            name
+            for name, kind in LOSS_KINDS.items()
+            if not kind.is_cyclic and not ContrastiveLossConfig.for_name(name).state_columns
+        ]
+        raise ValueError(
+            f"temperature.loss = {temperature.loss!r} keeps state of every document, but with data.prepare = 'streaming' "
+            f"their number is not known before training: choose one of {', '.join(legal)}, or data.prepare ahead"
+        )
+    if temperature.needs_tempnets and temperature.projection:
+        raise ValueError(
+            "temperature.projection = True begins with prototypes of a sample of all documents, but with "
+            "data.prepare = 'streaming' they are not there before training: choose temperature.projection False, or "
+            "data.prepare ahead"
+        )
+    size = config.optimizer.batch_size
+    with naming_field(f"optimizer.batch_size = {size}: "):  # There must be at least as many documents as in a batch.
+        check_negatives(temperature.loss_config, config.num_pairs_per_batch, num_samples=size)

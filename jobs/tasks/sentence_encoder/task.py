@@ -22,6 +22,7 @@ from jobs.tasks.sentence_encoder.models import build_model
 from jobs.tasks.sentence_encoder.statistics import SpanStatistics
 from jobs.tasks.sentence_encoder.validation import SpanSet, rivals, validate
 from pipelines.stream import Batch
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.losses import gamma_at
@@ -40,7 +41,12 @@ class SentenceTask(BaseTask[SentenceConfig]):
     module: TemperatureSentenceEncoder
 
     def __init__(
-        self, config: SentenceConfig, train: Manifest, validation: Manifest, rank: int, world_size: int
+        self,
+        config: SentenceConfig,
+        train: Manifest | GrowingManifest,
+        validation: Manifest,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.train, self.validation = train, validation
         self.source = span_source(config, train, seed=config.run.seed)
@@ -52,6 +58,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
             world_size=world_size,
             num_batches_per_task=64,
             num_batches_per_output=8,
+            reader_resources=config.data.resources,
         )
 
     def build(self, *, is_fresh: bool) -> None:
@@ -67,6 +74,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
     @torch.no_grad()
     def _init_prototypes(self, count: int, device: torch.device) -> None:
         """Initialise the TempNet's prototypes from anchors of random training documents, the same on every rank."""
+        assert isinstance(self.train, Manifest)  # `make_plan` refuses the other case.
         rng = np.random.default_rng([self.config.run.seed, self.train.num_rows])
         ids = np.sort(rng.choice(self.train.num_rows, size=count, replace=False))
         self.module.eval()

@@ -38,7 +38,7 @@ FREE_IN_EVERY_RUN = {
     "tracking.max_model_gib",
 }
 FREE_WITH_TEXT = {"data.prepare", "data.num_parts_ahead", "data.prepare_cpus", "data.reader_resources"}
-"""How the text of a language model is prepared, which does not change its batches."""
+"""How text is prepared, which does not change the batches."""
 HASHES = {
     "gpt2-scratch": "56b55c3fed0f",
     "gpt2-scratch-small": "572d25b89b4c",

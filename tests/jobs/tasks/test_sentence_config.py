@@ -162,6 +162,61 @@ def test_what_does_not_fit_together_is_refused_before_ray(data: Path, tmp_path: 
         make_plan(replace(config, model=replace(config.model, path=str(tmp_path / "empty"))))
 
 
+STREAMING = ["--data.prepare", "streaming"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--temperature.loss", loss],
+            rf"temperature\.loss = '{loss}' keeps state of every document, .* data\.prepare = 'streaming' .*: "
+            r"choose one of clip, clip_fixed, temperature_free, tempnet_in_batch, or data\.prepare ahead",
+        )
+        for loss in ("sogclr", "isogclr", "tempnet")
+    ]
+    + [
+        (
+            ["--temperature.loss", "tempnet_in_batch"],
+            r"temperature\.projection = True .* data\.prepare = 'streaming' .*: choose temperature\.projection False, or",
+        ),
+        (
+            ["--optimizer.batch-size", "1", "--workers.num-workers", "1", "--data.num-anchors", "1"],
+            r"optimizer\.batch_size = 1: the loss clip_fixed needs a global batch of at least 2 pairs, not 1",
+        ),
+    ],
+)
+def test_what_needs_all_documents_first_is_refused_with_streaming(
+    data: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(small(data, *STREAMING, *arguments))
+
+
+def test_what_needs_no_documents_first_can_be_streamed(data: Path) -> None:
+    without_projection = ["--temperature.loss", "tempnet_in_batch", "--temperature.no-projection"]
+    only_mlm = ["--temperature.loss", "sogclr", "--objective.contrastive-weight", "0"]
+    for arguments in ([], ["--temperature.loss", "clip"], without_projection, only_mlm):
+        ahead, streaming = (make_plan(small(data, *more, *arguments)) for more in ([], STREAMING))
+        assert streaming.data_cpus == ahead.data_cpus + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.num-parts-ahead", "0"], "data.num_parts_ahead = 0 must be positive"),
+        (["--data.prepare-cpus", "-1"], "data.prepare_cpus = -1.0 must be positive"),
+        (["--data.reader-resources", "reader"], "data.reader_resources"),
+    ],
+)
+def test_wrong_values_of_streaming_are_refused(
+    data: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        small(data, *STREAMING, *arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_paths_are_made_absolute_for_the_workers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data)
     config, _ = parse_preset(
