@@ -130,6 +130,7 @@ def test_a_reader_of_the_page_gets_a_trained_model_and_its_run_in_mlflow(
     assert np.mean(right) > 0.8
 
 
+@pytest.mark.long
 def test_two_workers_train_what_one_trains(
     reader: Path, environment: dict[str, str], undisturbed: dict[str, Any]
 ) -> None:
