@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from extend_support import FILES, write_files
 
 from jobs.tasks.dual_encoder.config import PairTemperatureSection
 from jobs.tasks.language_model.config import TemperatureSection
@@ -23,6 +28,8 @@ from tempnet.oracle import optimal_temperature
 from tempnet.softmax import reference
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_language_model_loss_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +138,55 @@ def test_a_source_is_two_methods() -> None:
     stream = RankStream(source=NoisyNumbers(seed=3), plan=plan, batch_size=4, rank=0, world_size=1, num_readers=0)
     shard, row = divmod(int(alone[0]["value"][0]), 100)
     assert stream.names([0]) == [f"shard {shard}, row {row}"]
+
+
+def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python module, with its arguments, in the directory that holds the page's task."""
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_files_of_a_task_have_the_style_of_the_house(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    own = f"src = ['{ROOT}', '.']"
+    # Only the rooms of the house may not import jobs/; a package beside them may.
+    checked = run_in(tmp_path, "ruff", "check", "--no-cache", "--config", own, "--ignore", "TID251", ".")
+    assert checked.returncode == 0, checked.stdout
+    formatted = run_in(tmp_path, "ruff", "format", "--no-cache", "--check", ".")
+    assert formatted.returncode == 0, formatted.stdout
+    assert f"{len(FILES)} files already formatted" in formatted.stdout
+
+
+@pytest.mark.long
+def test_the_files_of_a_task_are_typed(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    # mypy stores what it knows of the house where `make types` does, so that it need not find it out again.
+    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
+    settings = f"--config-file={ROOT / 'pyproject.toml'}"
+    checked = run_in(tmp_path, "mypy", settings, cache, "--package", "line_classifier")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_command_of_a_task_explains_itself_and_refuses_what_is_wrong(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    command = "line_classifier.train"
+    told = run_in(tmp_path, command, "--help")
+    assert told.returncode == 0
+    assert f"usage: python -m {command} PRESET" in told.stdout
+    assert "lines-small  Two classes of lines, on CPUs." in told.stdout
+    for option, value, message in (
+        ("--workers.precision", "bf16", "workers.precision = bf16 must be fp32"),
+        ("--optimizer.micro-batch-size", "8", "optimizer.micro_batch_size = 8 must be 0"),
+        ("--model.hidden-size", "0", "model.hidden_size = 0 must be positive"),
+        ("--data.file", "nowhere.tsv", "data.file: [Errno 2] No such file or directory: 'nowhere.tsv'"),
+    ):
+        refused = run_in(tmp_path, command, "lines-small", option, value)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"error: {message}")
+        assert refused.stderr.count("\n") == 1

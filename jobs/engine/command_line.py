@@ -30,12 +30,19 @@ def parse_preset(
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
     Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
+
+    Args:
+        presets: preset name → function that returns its configuration.
+        arguments: the command-line arguments.
+        job: the command's module, as `--help` shows it: a module of `jobs`, or one of another package with its full name.
+        purpose: what the command does, as `--help` shows it.
     """
+    command = f"python -m {job if '.' in job else f'jobs.{job}'}"
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, presets))
         lines = "\n".join(f"  {name:<{width}}  {_first_line(preset)}" for name, preset in presets.items())
         print(
-            f"{purpose}\n\nusage: python -m jobs.{job} PRESET [--section.field value …] [--dry-run]\n\n"
+            f"{purpose}\n\nusage: {command} PRESET [--section.field value …] [--dry-run]\n\n"
             f"presets (PRESET --help lists the fields):\n{lines}"
         )
         raise SystemExit(0 if arguments else REFUSED)
@@ -53,7 +60,7 @@ def parse_preset(
             type(default),
             default=default,
             args=rest,
-            prog=f"python -m jobs.{job} {name}",
+            prog=f"{command} {name}",
             config=(tyro.conf.AvoidSubcommands,),
         )
     return config, dry_run

@@ -98,7 +98,7 @@ class BaseTask(ABC, Generic[Config]):
 
     def num_units(self, batch: Batch) -> int:
         """Return the number of samples in this rank's part of a batch."""
-        return len(batch["ids"])
+        return len(batch["digest"])  # Every source returns digests (`pipelines.stream.Source`).
 
     def rating(self, scores: Mapping[str, float]) -> float | None:
         """Return None, so that the last model is exported."""
@@ -114,16 +114,14 @@ class BaseTask(ABC, Generic[Config]):
 def resolve_paths(config: Config) -> Config:
     """Return the configuration for the workers, which have another working directory than the driver.
 
-    Local paths are absolute, the storage is the resolved one, and `data.tokenizer` names the tokenizer that is used.
+    Local paths are absolute, and the storage is the resolved one. If the configuration has a `tokenizer`, then
+    `data.tokenizer` names the tokenizer that is used.
     """
     given: Any = config  # the data section and the tokenizer differ between tasks
-    return with_absolute_paths(
-        dataclasses.replace(
-            given,
-            run=dataclasses.replace(config.run, storage=config.run.resolved_storage),
-            data=dataclasses.replace(given.data, tokenizer=given.tokenizer),
-        )
-    )
+    changes: dict[str, Any] = {"run": dataclasses.replace(config.run, storage=config.run.resolved_storage)}
+    if hasattr(given, "tokenizer"):
+        changes["data"] = dataclasses.replace(given.data, tokenizer=given.tokenizer)
+    return with_absolute_paths(dataclasses.replace(config, **changes))
 
 
 def base_and_tempnet_groups(

@@ -57,15 +57,17 @@ def run_until(
     arguments: list[str],
     environment: dict[str, str],
     by: signal.Signals = signal.SIGKILL,
+    directory: Path = ROOT,
 ) -> tuple[int, str]:
-    """Run a module, and send it a signal as soon as a condition holds; return its exit status and its standard error.
+    """Run a module in a directory, and send it a signal as soon as a condition holds.
 
-    The module runs in its own process, because a Ray whose data sets are left in mid-stream may take its driver down.
+    Its exit status and its standard error are returned. The module runs in its own process, because a Ray whose data sets
+    are left in mid-stream may take its driver down.
     """
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
+            cwd=directory,
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=said,

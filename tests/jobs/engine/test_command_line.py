@@ -50,6 +50,15 @@ def test_what_tyro_refuses_is_shown_with_the_help_of_the_option(capsys: pytest.C
     assert "Number of optimizer steps." in said
 
 
+@pytest.mark.parametrize(("job", "module"), [("train_lm", "jobs.train_lm"), ("my_tasks.train", "my_tasks.train")])
+def test_the_help_shows_the_module_of_the_command(job: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["gpt2-scratch-small", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            parse_preset(PRESETS, words, job=job, purpose="")
+        assert ended.value.code == 0
+        assert f"usage: python -m {module} " in capsys.readouterr().out
+
+
 def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
     words = ["-m", "jobs.sample_data", "--directory", str(tmp_path / "sample"), "--parts", "text"]
     process = subprocess.Popen(
