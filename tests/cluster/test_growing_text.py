@@ -258,6 +258,7 @@ def test_a_text_with_too_few_documents_ends_the_reading(
         next(reading.batches(0, batch_size))
 
 
+@pytest.mark.long
 def test_a_sentence_encoder_that_was_stopped_trains_as_if_its_text_had_been_prepared_ahead(
     cluster: dict[str, str], corpus: Path, wordpiece: Path, tmp_path: Path
 ) -> None:
