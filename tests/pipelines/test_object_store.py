@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from s3_support import ObjectStore
+from s3_support import ObjectStore, run_object_store
 
 from pipelines import object_store
 from pipelines.archives import list_archives
@@ -41,8 +41,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     (directory / "data").mkdir()
     for name, content in CONTENTS.items():
         (directory / "data" / name).write_bytes(content)
-    with ObjectStore(directory / "log") as store:
-        store.upload(directory / "data", "data")
+    with run_object_store(directory / "log") as store:
+        store.upload(directory / "data", "bucket/data")
         yield store
 
 
