@@ -28,7 +28,7 @@ class DocumentSection(SpanConfig):
     validation: str = field(metadata=PATH)
     """Validation text, in the same formats as `train`."""
     tokenizer: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
+    """Directory, URI or hub name of a Transformers fast tokenizer with a mask token. If empty: that of model.path."""
     text_field: str = "text"
     """Name of the field (column) of a record that holds the text."""
     mask_share: float = 0.15
@@ -56,7 +56,7 @@ class SentenceEncoderSection(EncoderSection):
     """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
+    """Directory, URI or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
     sizes below."""
 
 
@@ -131,7 +131,7 @@ class SentenceConfig(ContrastiveTrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Directory or hub name of the tokenizer."""
+        """Directory, URI or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
     @property
