@@ -44,7 +44,7 @@ from pipelines.ranges import range_reader
 from pipelines.text.tokenization import train_bpe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
-from s3_support import Counts, ObjectStore
+from s3_support import Counts, ObjectStore, run_object_store
 
 SPEED, BYTES, BYTES_PER_GET = 0.95, 1.05, 8e6
 
@@ -141,13 +141,13 @@ def measure(
 def main(settings: Settings) -> None:
     """Run the benchmark and print the results."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch, ObjectStore(Path(scratch, "log")) as store:
+    with tempfile.TemporaryDirectory() as scratch, run_object_store(Path(scratch, "log")) as store:
         os.environ |= store.environment
         data = Path(scratch, "data")
         for name in ("data", "local", "remote"):
             Path(scratch, name).mkdir()
         generate(data, settings.num_images, settings.stored_size)
-        store.upload(data, "data")
+        store.upload(data, "bucket/data")
         tars = sorted(data.iterdir())
         num_bytes = sum(tar.stat().st_size for tar in tars)
         print(

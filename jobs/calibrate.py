@@ -29,7 +29,7 @@ class Rho:
     text: str
     """Path or URI of the text: a file or a directory of files, in the formats that `train_lm` reads."""
     tokenizer: str = ""
-    """Directory, tokenizer.json file, URI or hub name of the tokenizer. If empty: the model's own tokenizer."""
+    """Directory, URI or hub name of the tokenizer, or a tokenizer.json file. If empty: the model's own tokenizer."""
     tau: float = 0.85
     """The wanted mean temperature. The default is the centre of the papers' band [0.7, 1.0]."""
     tau_min: float = 0.001
@@ -59,7 +59,7 @@ class TauMax:
     """Find the τ_max with which a trained TempNet has a wanted mean τ over generated text, and save it with the TempNet."""
 
     model: str
-    """Directory or URI of an export, or any Transformers causal LM (also a hub name) together with --tempnet."""
+    """Directory, URI or hub name of an export, or of any Transformers causal LM together with --tempnet."""
     prompts: str
     """Text file (path or URI) with one prompt per line."""
     tempnet: str = ""

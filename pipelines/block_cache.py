@@ -2,8 +2,16 @@
 
 The directory is $TEMPNET_CACHE, or `tempnet-cache-<user id>` in the system's directory of temporary files. Every block
 is a file that never changes once it has its name. Its time of modification says when it was last used, and its last four
-bytes are a checksum of the others. A block that is being fetched has the suffix `.partial` and is locked by whoever
-fetches it; the kernel releases the lock if that process dies.
+bytes are a checksum of the others.
+
+Two kinds of locks keep threads and processes apart, and reading a block that is there needs neither:
+
+- A block that is being fetched has the suffix `.partial` and is locked by whoever fetches it. The file is empty until room
+  is reserved for the block, and from then on as large as the block will be. If the process dies, the kernel releases the
+  lock; whoever needs the room, or the block, finds a partial file without a lock and takes it.
+- `.lock` is locked by whoever reserves room, removes blocks or gives one its name. Without it, a thread that lists the
+  directory to see what room is left could miss a block: it may be renamed after its old name was listed, and before its
+  size was read.
 """
 
 from __future__ import annotations
@@ -12,7 +20,6 @@ import errno
 import fcntl
 import os
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,17 +34,20 @@ _LOCK = ".lock"
 _CHECKSUM_BYTES = 4
 _READ_BYTES = 2**20
 _NUM_CHECKED = 2**16
-# Partial blocks of processes that died are removed when they are as old as this.
-_SECONDS_OF_A_FETCH = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class BlockCache:
     """A directory of blocks that never holds more than `max_bytes`; the least recently used ones make room.
 
+    The limit holds at every moment for the sizes of all files in the directory together: of blocks, with their
+    checksums, and of the room that is reserved for blocks that are being written. It does not bound the memory of those
+    who fetch, each of whom holds one block before room is reserved for it. Nor does it bound the space that the disk
+    keeps for removed blocks until the last reader has closed them.
+
     Args:
         directory: the directory, which is created if it is missing.
-        max_bytes: largest size of all blocks together. Every process removes blocks only to stay below its own limit.
+        max_bytes: largest size of all blocks together. If processes have different limits, the largest of them holds.
 
     Raises:
         OSError: if the directory cannot be created, or belongs to another user.
@@ -87,8 +97,8 @@ class BlockCache:
         return self._path(name).exists()
 
     def num_bytes(self) -> int:
-        """Return the size of all blocks, including those that are being fetched, in bytes."""
-        with self._lock():  # Otherwise a block that makes room meanwhile would count beside the one that replaces it.
+        """Return the size of all blocks, including the room that is reserved for some, in bytes."""
+        with self._lock():
             return sum(size for _, size, _ in self._blocks())
 
     def _path(self, name: str) -> Path:
@@ -104,8 +114,9 @@ class BlockCache:
         known = name, status.st_ino, status.st_size
         if known not in self._intact:
             if not _is_intact(file, status.st_size):
-                file.close()
-                self._path(name).unlink(missing_ok=True)
+                with file, self._lock():
+                    if _has_path(file, self._path(name)):  # Otherwise another thread has removed it already.
+                        self._path(name).unlink()
                 return None
             self._note_intact(known)
         os.utime(file.fileno())
@@ -113,81 +124,85 @@ class BlockCache:
 
     def _claim(self, name: str, *, waits: bool) -> BinaryIO | None:
         """Open and lock the partial file of a block, or return None if the block is there or somebody else's."""
-        partial = self._path(name + _PARTIAL)
         while not self._path(name).exists():
-            file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-                # While this waited, the file may have become the block, or may have been removed.
-                if os.fstat(file.fileno()).st_ino == partial.stat().st_ino:
-                    return file
-            except BlockingIOError:
-                file.close()
-                return None
-            except FileNotFoundError:
-                pass
-            file.close()
+            if partial := _open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
+                os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
+                return partial
+            if not waits:
+                break
         return None
 
     def _fill(self, partial: BinaryIO, name: str, fetch: Callable[[], bytes]) -> bool:
-        """Write a block into its locked partial file and give it its name, unless there is no room for it."""
+        """Write a block into its locked partial file and give it its name, unless there is no room; free the lock."""
         path = self._path(name + _PARTIAL)
+        is_partial = True
         try:
             if self._path(name).exists():
-                path.unlink(missing_ok=True)
                 return True
             content = fetch()
+            if not self._reserve(partial, len(content) + _CHECKSUM_BYTES):
+                return False
+            _write(partial, content)
+            _write(partial, zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
             with self._lock():
-                has_room = self._make_room(partial, len(content) + _CHECKSUM_BYTES)
-            if has_room:
-                partial.seek(0)
-                _write(partial, content)
-                _write(partial, zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
                 path.rename(self._path(name))
-                self._note_intact((name, os.fstat(partial.fileno()).st_ino, len(content) + _CHECKSUM_BYTES))
-                return True
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in _FULL:
+            is_partial = False
+            self._note_intact((name, os.fstat(partial.fileno()).st_ino, len(content) + _CHECKSUM_BYTES))
+            return True
+        except OSError as error:
+            if error.errno in _FULL:
                 return False
             raise
-        path.unlink(missing_ok=True)
-        return False
+        finally:
+            if is_partial:
+                path.unlink(missing_ok=True)
+            _unlock(partial)
 
-    def _make_room(self, partial: BinaryIO, num_bytes: int) -> bool:
-        """Remove the blocks that were not used for longest until `num_bytes` more fit, and reserve them."""
-        blocks = sorted(self._blocks())
-        used = sum(size for _, size, _ in blocks)
-        for modified, size, path in blocks:
-            if used + num_bytes <= self.max_bytes:
-                break
-            if path.suffix == _PARTIAL and time.time() - modified / 1e9 < _SECONDS_OF_A_FETCH:
-                continue
-            path.unlink(missing_ok=True)
-            used -= size
-        if used + num_bytes > self.max_bytes:
-            return False
-        # This is quicker than `posix_fallocate`; a disk that is full is noticed while the block is written.
-        os.ftruncate(partial.fileno(), num_bytes)
-        return True
+    def _reserve(self, partial: BinaryIO, num_bytes: int) -> bool:
+        """Let an empty partial file have its size; if it must, it replaces the blocks that were not used for longest."""
+        with self._lock():
+            blocks = sorted(self._blocks())
+            excess = sum(size for _, size, _ in blocks) + num_bytes - self.max_bytes
+            if excess > 0:
+                complete = []
+                for _, size, path in blocks:
+                    if path.suffix != _PARTIAL:
+                        complete.append((size, path))
+                    elif _remove_abandoned(path):
+                        excess -= size
+                if excess > sum(size for size, _ in complete):
+                    return False
+                for size, path in complete:
+                    if excess <= 0:
+                        break
+                    path.unlink(missing_ok=True)
+                    excess -= size
+            # This is quicker than `posix_fallocate`; a disk that is full is noticed while the block is written.
+            os.ftruncate(partial.fileno(), num_bytes)
+            return True
 
     def _blocks(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield the time of the last use in ns, the size and the path of all blocks, partial ones included."""
-        inodes: set[int] = set()  # A block that is renamed meanwhile may be listed under both names.
+        """Yield the time of the last use in ns, the size and the path of all blocks, partial ones included.
+
+        The caller must hold the lock of the directory, so that no block is renamed meanwhile. Partial files may be
+        created and removed, which are empty or need no more room.
+        """
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat()
-                    if entry.name != _LOCK and status.st_ino not in inodes:
-                        inodes.add(status.st_ino)
+                    if entry.name != _LOCK:
                         yield status.st_mtime_ns, status.st_size, Path(entry.path)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Let only one thread of the node make room at a time."""
+        """Let only one thread of the node reserve room, remove blocks or give one its name at a time."""
         with (self.directory / _LOCK).open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                _unlock(file)
 
     def _note_intact(self, known: tuple[str, int, int]) -> None:
         if len(self._intact) >= _NUM_CHECKED:
@@ -198,6 +213,42 @@ class BlockCache:
 def node_directory() -> Path:
     """Return the directory of the node's cache."""
     return Path(os.environ.get(DIRECTORY_VARIABLE) or f"{tempfile.gettempdir()}/tempnet-cache-{os.getuid()}")
+
+
+def _open_locked(path: Path, flags: int, *, waits: bool) -> BinaryIO | None:
+    """Open and lock a file, or return None if it is missing or locked by another, or was removed before it was locked."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+b", buffering=0)
+    except FileNotFoundError:
+        return None
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        if _has_path(file, path):
+            return file
+    file.close()
+    return None
+
+
+def _unlock(file: BinaryIO) -> None:
+    """Free the lock of a file before it is closed: a child that was forked meanwhile has it open and would keep the lock."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _has_path(file: BinaryIO, path: Path) -> bool:
+    """Return whether a file that is open still has a path: it may have been removed, renamed or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_abandoned(path: Path) -> bool:
+    """Remove a partial file, unless somebody is fetching its block, and return whether it is removed."""
+    if file := _open_locked(path, 0, waits=False):
+        with file:
+            path.unlink()  # The lock is still held, so that nobody can begin to fetch into the file meanwhile.
+        return True
+    return False
 
 
 def _is_intact(file: BinaryIO, size: int) -> bool:

@@ -14,8 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", "
 # Nothing here reads these subdirectories of a model: its repository, checkpoints of its training, and other formats.
 _UNREAD = re.compile(r"\..*|checkpoint-.*|onnx|openvino")
 _RANGE_BYTES, _RANGES_AT_A_TIME = 8 << 20, 8
-_NUM_ATTEMPTS = 4
 _NUM_LISTINGS = 3
 
 
@@ -148,23 +146,9 @@ def _copy(listing: _Listing, to: Path) -> None:
                     ByteRange(file.path, offset, min(_RANGE_BYTES, stop - offset))
                     for offset in range(start, stop, _RANGE_BYTES)
                 ]
-                stream.writelines(_read(reader, ranges))
+                stream.writelines(reader.read(ranges))
             if stream.tell() != file.size:
                 raise OSError(f"{file.path} ended after {stream.tell()} of its {file.size} bytes")
-
-
-def _read(reader: RangeReader, ranges: Sequence[ByteRange]) -> list[bytes]:
-    """Read ranges, and after an error of an object store read them again, waiting 1, 2 and 4 s before that."""
-    for attempt in range(_NUM_ATTEMPTS - 1):
-        try:
-            return reader.read(ranges)
-        except OSError as error:
-            if (
-                error.errno is not None
-            ):  # Object stores' errors have no number; a missing file, which has one, stays so.
-                raise
-            time.sleep(2.0**attempt)
-    return reader.read(ranges)
 
 
 def _cache() -> Path:

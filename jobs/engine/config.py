@@ -223,7 +223,7 @@ class EncoderSection:
     """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers encoder. If empty: a randomly initialised RoBERTa of the sizes below."""
+    """Directory, URI or hub name of a Transformers encoder. If empty: a randomly initialised RoBERTa of the sizes below."""
     hidden_size: int = 768
     """Hidden size of the random RoBERTa; must be a multiple of num_heads. Ignored if path is given."""
     num_layers: int = 6

@@ -29,7 +29,7 @@ class EvaluationConfig:
     """The fields of every evaluation; a subclass adds what is evaluated."""
 
     models: tuple[str, ...]
-    """Directories or hub names of the models."""
+    """Directories, URIs or hub names of the models."""
     name: str = "evaluation"
     """Name of the evaluation; also the name of its directory in storage, which keeps finished units and the results."""
     storage: str = ""

@@ -39,7 +39,7 @@ class PrepareConfig:
     source: str
     """Text archive or directory of text archives, as a path or pyarrow URI."""
     tokenizer: str
-    """Transformers fast tokenizer, as a directory, a tokenizer.json file or a hub name."""
+    """Directory, URI or hub name of a Transformers fast tokenizer, or a tokenizer.json file."""
     text_field: str = "text"
     """Name of the JSON field or Parquet column that holds the text."""
     max_bad_share: float = 0.01

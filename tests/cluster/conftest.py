@@ -15,15 +15,13 @@ import pytest
 import ray
 from clip_training_support import write_tiny_images
 from readme_support import recipe, run_line
-from store_support import S3Server
+from server_support import S3Server, free_port, wait_for_ports
 from support import (
     BIN,
     LANGUAGE_MODEL_OPTIONS,
     ROOT,
-    free_port,
     outcome_of,
     tiny_config,
-    wait_for_ports,
     write_jsonl_zst,
 )
 

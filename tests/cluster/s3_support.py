@@ -1,36 +1,34 @@
-"""An S3 server on loopback for tests and benchmarks: moto behind a proxy that is slow, fails and counts as it is told.
+"""Provide an S3 server to tests and benchmarks, behind a proxy that is slow, fails and counts as it is told.
 
     python tests/cluster/s3_support.py PORT SERVER_PORT
 
-runs the proxy alone; `ObjectStore` starts both, each in a process of its own, so that neither takes computing time from
+runs the proxy alone; `run_object_store` starts both, each in a process of its own, so that neither takes computing time from
 the process that reads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import random
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from pyarrow import fs
+from server_support import S3Server, free_port, run_s3_server, run_server
 
 CONTROL = "/.control"
 CHUNK_BYTES = 2**18
-KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,47 +221,8 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile = self.wfile = open(os.devnull, "rb+")  # noqa: SIM115 — closed with the connection
 
 
-class ObjectStore:
-    """An S3 server with a bucket `bucket`; a context manager."""
-
-    def __init__(self, log: Path) -> None:
-        self._ports = [free_port(), free_port()]
-        self._log = log
-        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
-        self.environment = KEYS | {"AWS_ENDPOINT_URL": self.endpoint}
-        """What a process needs in its environment to reach the server."""
-
-    def __enter__(self) -> ObjectStore:
-        environment = {**os.environ, **KEYS}
-        with self._log.open("wb") as log:
-            commands = (
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._ports[1])],
-                [sys.executable, __file__, *map(str, self._ports)],
-            )
-            self._processes = [
-                subprocess.Popen(command, stdout=log, stderr=log, env=environment) for command in commands
-            ]
-        for port in self._ports:
-            wait_for(port)
-        self.filesystem.create_dir("bucket")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    @property
-    def filesystem(self) -> fs.S3FileSystem:
-        """A filesystem of this server that does not need the environment."""
-        return fs.S3FileSystem(
-            access_key="testing", secret_key="testing", region="us-east-1", scheme="http",
-            endpoint_override=f"127.0.0.1:{self._ports[0]}", allow_bucket_creation=True,
-        )  # fmt: skip
-
-    def upload(self, directory: Path, prefix: str) -> None:
-        """Copy the files of a local directory to `bucket/prefix`."""
-        fs.copy_files(str(directory), f"bucket/{prefix}", destination_filesystem=self.filesystem)
+class ObjectStore(S3Server):
+    """The proxy, with an S3 server behind it that has a bucket `bucket`; `run_object_store` starts both."""
 
     def behave(self, **values: Any) -> None:
         """Change the behaviour (`Behaviour`) and begin to count anew."""
@@ -280,23 +239,14 @@ class ObjectStore:
             return content
 
 
-def free_port() -> int:
-    """Return the number of a port of loopback that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def wait_for(port: int, seconds: float = 120.0) -> None:
-    """Wait until a server listens on a port of loopback."""
-    end = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        if time.monotonic() > end:
-            raise TimeoutError(f"no server on port {port} after {seconds:g} s")
-        time.sleep(0.05)
+@contextmanager
+def run_object_store(log: Path) -> Iterator[ObjectStore]:
+    """Run an S3 server behind a proxy, and yield the proxy; the environment of this process stays as it is."""
+    with run_s3_server(log) as server:
+        store = ObjectStore(port=free_port(), log=log)
+        with run_server([__file__, str(store.port), str(server.port)], store.port, log):
+            store.filesystem.create_dir("bucket")
+            yield store
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -100,25 +99,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def wait_for_ports(process: subprocess.Popen[bytes], *ports: int, timeout: float) -> None:
-    """Wait until the process listens on all ports; fail if it ends or after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    for port in ports:
-        while True:
-            assert process.poll() is None, f"it ended with {process.returncode}"
-            assert time.monotonic() < deadline, f"nothing listens on port {port} after {timeout:g} s"
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
 
 
 def write_jsonl_zst(path: Path, texts: list[str]) -> None:

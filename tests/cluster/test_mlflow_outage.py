@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import BIN, ROOT, free_port, wait_for, wait_for_ports
+from server_support import free_port, wait_for_ports
+from support import BIN, ROOT, wait_for
 
 from jobs.engine.metrics import MetricLogger, metric_history
 from jobs.engine.tracking import open_run

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from store_support import S3Server
+from server_support import S3Server
 from support import LANGUAGE_MODEL_OPTIONS
 
 from pipelines.storage import read_bytes

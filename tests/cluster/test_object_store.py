@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from s3_support import ObjectStore
+from s3_support import ObjectStore, run_object_store
 
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    with ObjectStore(tmp_path_factory.mktemp("store") / "log") as store:
+    with run_object_store(tmp_path_factory.mktemp("store") / "log") as store:
         yield store
 
 
@@ -65,7 +65,7 @@ def digests(source: Source, shard_sizes: tuple[int, ...], *, window: int, reader
 def test_images_of_a_stream(cluster: dict[str, str], store: ObjectStore, tmp_path: Path) -> None:
     write_tars(tmp_path / "data", 4, 16)
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
-    store.upload(tmp_path / "data", "data")
+    store.upload(tmp_path / "data", "bucket/data")
     # The workers of the shared Ray were started without the address of the server, so the URI has it.
     endpoint = store.endpoint.removeprefix("http://")
     uri = f"s3://testing:testing@bucket/data?scheme=http&region=us-east-1&endpoint_override={endpoint}"
@@ -98,7 +98,7 @@ def test_blocks_of_text_of_a_stream(
     config = PrepareConfig(source=str(corpus / "train"), tokenizer=str(corpus / "tokenizer"))
     layout = PackingConfig.for_tokenizer(load_tokenizer(str(corpus / "tokenizer")), 32)
     local = prepare_text(config, layout, str(tmp_path / "prepared"))
-    store.upload(Path(local.directory), "prepared")
+    store.upload(Path(local.directory), "bucket/prepared")
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TEMPNET_CACHE", str(tmp_path / "cache"))

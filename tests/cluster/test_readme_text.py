@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 from readme_support import README, lines_like, recipe, run_line
-from support import BIN, ROOT, free_port, wait_for_ports
+from server_support import free_port, wait_for_ports
+from support import BIN, ROOT
 
 pytestmark = pytest.mark.cluster
 

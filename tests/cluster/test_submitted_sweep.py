@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from support import BIN, ROOT, free_port, wait_for_ports
+from server_support import free_port, wait_for_ports
+from support import BIN, ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 

@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 from clip_support import make_dual_encoder
 from evaluation_support import make_export
-from store_support import S3Server
+from server_support import S3Server
 from support import write_jsonl_zst
 from transformers import AutoConfig, AutoModelForMaskedLM
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_support import S3Server
-from support import free_port
+from server_support import S3Server, free_port
 
 from pipelines.local_copy import is_directory, local_copy
 

@@ -14,7 +14,7 @@ class GenerateConfig:
     """The model, the prompts, the temperature, and where the texts are written."""
 
     model: str
-    """A Transformers causal LM: a hub name, or a path or URI such as an export of training (with `tempnet/` in it)."""
+    """Directory, URI or hub name of a Transformers causal LM, such as an export of training (with `tempnet/` in it)."""
     prompts: str
     """The file of prompts, a path or URI, in the format that `--format` names."""
     output: str

@@ -18,7 +18,7 @@ class EvaluateConfig(EvaluationConfig):
     """The models, temperatures and tasks; every model is evaluated at every temperature on every task."""
 
     models: tuple[str, ...]
-    """Transformers causal LMs: directories or URIs of exports, or hub names."""
+    """Directories, URIs or hub names of Transformers causal LMs, such as exports of `train_lm`."""
     tempnets: tuple[str, ...] = ()
     """The TempNets of the models, in the same order; `none` for a model without one. Default: `tempnet/` in each
     model's directory."""

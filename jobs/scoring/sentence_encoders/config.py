@@ -16,7 +16,7 @@ class EvaluateSentencesConfig(EvaluationConfig):
     """The models and the data; every model is evaluated on all the data."""
 
     models: tuple[str, ...]
-    """Directories or hub names of the models: exports of `train_sentences`, or any Transformers text encoders."""
+    """Directories, URIs or hub names of the models: exports of `train_sentences`, or any Transformers text encoders."""
     data: str = ""
     """Directory in SentEval's layout (MR/, CR/, SUBJ/, MPQA/, SST/, TREC/, MRPC/). Empty: no tasks."""
     tasks: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class LabelledSection:
     seed: int = 0
     """Random seed for drawing num_examples sentences."""
     tokenizer: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of model.path."""
+    """Directory, URI or hub name of a Transformers fast tokenizer. If empty: the tokenizer of model.path."""
     num_tokens: int = 128
     """Maximum number of tokens per sentence; longer sentences are truncated and counted."""
     max_bad_share: float = 0.01
@@ -70,7 +70,7 @@ class ClassifierModelSection(EncoderSection):
     """The model: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of any Transformers text model, which gets a new classification head. If empty: a randomly
+    """Directory, URI or hub name of any Transformers text model, which gets a new classification head. If empty: a randomly
     initialised RoBERTa."""
 
 
@@ -201,7 +201,7 @@ class ClassifierConfig(TrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Directory or hub name of the tokenizer."""
+        """Directory, URI or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
 

@@ -41,7 +41,7 @@ class PairDataSection:
     validation_splits: tuple[str, ...] = ()
     """Splits of validation_captions (Karpathy's format) to use. If empty: all."""
     tokenizer: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
+    """Directory, URI or hub name of a Transformers fast tokenizer. If empty: the tokenizer of the text encoder."""
     num_text_tokens: int = 30
     """Number of tokens of a caption, including padding; longer captions are truncated."""
     caption_noise: float = 0.0
@@ -89,15 +89,15 @@ class DualEncoderSection:
     """The two encoders (towers): pretrained weights to start from, or the sizes of randomly initialised ones."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a dual encoder to start from: an export of this job, or a Transformers CLIPModel. If
+    """Directory, URI or hub name of a dual encoder to start from: an export of this job, or a Transformers CLIPModel. If
     empty: the towers are given by image_path and text_path, or randomly initialised."""
     freeze: bool = False
     """Train only the TempNets and keep the dual encoder fixed, in eval mode and without gradients. Needs `path`."""
     image_path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
+    """Directory, URI or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
     of the sizes below."""
     text_path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers text encoder for the text tower. If empty: a randomly initialised
+    """Directory, URI or hub name of a Transformers text encoder for the text tower. If empty: a randomly initialised
     DistilBERT of the sizes below."""
     image_size: int = 224
     """Side of the square input images in pixels, at most 4 096."""
@@ -205,7 +205,7 @@ class ClipConfig(ContrastiveTrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Directory or hub name of the tokenizer; an exported dual encoder keeps it in the directory of its text tower."""
+        """Directory, URI or hub name of the tokenizer; an exported dual encoder keeps it beside its text tower."""
         if given := self.data.tokenizer or self.model.text_path:
             return given
         beside_text_tower = join(self.model.path, TEXT_ENCODER_DIRECTORY)

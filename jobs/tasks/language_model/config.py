@@ -25,7 +25,7 @@ class DataSection(TextSection):
     """The text, and how its documents are tokenised and packed into blocks."""
 
     tokenizer: str = field(default="", metadata=PATH)
-    """A Transformers fast tokenizer: directory, tokenizer.json file or hub name. If empty: the tokenizer of model.path."""
+    """Directory, URI or hub name of a Transformers fast tokenizer, or a tokenizer.json file. If empty: that of model.path."""
     context_length: int = 1024
     """Number of tokens per block, at least 2."""
     attend_across_documents: bool = False
@@ -44,7 +44,7 @@ class ModelSection:
     """The base model: pretrained weights to start from, or the architecture of a randomly initialised one."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
+    """Directory, URI or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
     architecture and sizes below."""
     freeze: bool | None = None
     """Train only the TempNet and keep the base model fixed, in eval mode and without gradients. Needs `path`. None:
@@ -203,7 +203,7 @@ class LanguageModelConfig(TrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Directory, file or hub name of the tokenizer."""
+        """Directory, URI or hub name of the tokenizer, or a tokenizer.json file."""
         return self.data.tokenizer or self.model.path
 
 

@@ -24,7 +24,7 @@ class DocumentSection(TextSection, SpanConfig):
     """The documents, and how spans (anchors and their positives) are drawn from them (DeCLUTR §3.1)."""
 
     tokenizer: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers fast tokenizer with a mask token. If empty: the tokenizer of model.path."""
+    """Directory, URI or hub name of a Transformers fast tokenizer with a mask token. If empty: that of model.path."""
     mask_share: float = 0.15
     """Share of the anchors' tokens, in [0, 1], that are masked for the masked language modelling (MLM) objective."""
 
@@ -42,7 +42,7 @@ class SentenceEncoderSection(EncoderSection):
     """The encoder: pretrained weights to start from, or the sizes of a randomly initialised one."""
 
     path: str = field(default="", metadata=PATH)
-    """Directory or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
+    """Directory, URI or hub name of a Transformers encoder with an MLM head. If empty: a randomly initialised RoBERTa of the
     sizes below."""
 
 
@@ -117,7 +117,7 @@ class SentenceConfig(ContrastiveTrainingConfig):
 
     @property
     def tokenizer(self) -> str:
-        """Directory or hub name of the tokenizer."""
+        """Directory, URI or hub name of the tokenizer."""
         return self.data.tokenizer or self.model.path
 
     @property

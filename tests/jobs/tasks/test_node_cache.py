@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from s3_support import ObjectStore
+from s3_support import run_object_store
 
 from jobs.tasks.node_cache import GIB, cache_bytes
 from pipelines.plan import StreamPlan
@@ -53,7 +53,7 @@ def test_the_need_is_that_of_the_largest_window() -> None:
 
 
 def test_a_command_whose_store_refuses_ends_with_one_line(tmp_path: Path) -> None:
-    with ObjectStore(tmp_path / "log") as store:
+    with run_object_store(tmp_path / "log") as store:
         store.behave(needs_keys=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | {
             "AWS_ENDPOINT_URL": store.endpoint,

@@ -13,7 +13,7 @@ class PredictTemperaturesConfig:
     """The model, the texts, and where the results go: tables (`output`), a page (`html`), or both."""
 
     model: str
-    """A Transformers causal LM: the directory or URI of an export of `train_lm`, or a hub name."""
+    """Directory, URI or hub name of a Transformers causal LM, such as an export of `train_lm`."""
     tempnet: str = ""
     """Directory, URI or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
     text: str
