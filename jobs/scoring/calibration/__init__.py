@@ -1,0 +1,1 @@
+"""The modules behind `jobs.calibrate`: configuration, and one module for each subcommand."""
