@@ -1,4 +1,4 @@
-"""Check the source of a model or tokenizer: a local path, or a name on the Hugging Face hub.
+"""Check the source of a model or tokenizer: a local path, a URI, or a name on the Hugging Face hub.
 
 What lies at a URI is checked after it was copied (`pipelines.local_copy`), as a local path.
 """
@@ -10,10 +10,31 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from pipelines.local_copy import local_copy
+
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SECONDS_TO_ANSWER = 5
 # If a model or a tokenizer is in the local cache of the hub, so is at least one of these files.
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def checked_copy(source: str, field: str, *, with_weights: bool = True) -> str:
+    """Return what Transformers can load a model or tokenizer from: a path on this machine, or a hub name.
+
+    Args:
+        source: local path, URI or hub name.
+        field: what the error message begins with, such as `model.path = `.
+        with_weights: whether to copy the weights of a model at a URI.
+
+    Raises:
+        ValueError: if the source cannot be used; the message names the field and the source.
+    """
+    try:
+        place = local_copy(source, with_weights=with_weights)
+        check_source(place)
+    except ValueError as error:
+        raise ValueError(f"{field}{error}") from error
+    return place
 
 
 def check_source(source: str) -> None:

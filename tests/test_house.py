@@ -1,7 +1,7 @@
 """Test the direction of imports: jobs/ imports everything; tempnet/ and pipelines/ import neither jobs/ nor each other.
 
 Inside jobs/, commands import studies, studies import scoring, scoring imports tasks, and tasks import the engine; no
-import goes in the other direction."""
+import goes in the other direction. Files and functions stay short enough to be read in one go."""
 
 from __future__ import annotations
 
@@ -76,3 +76,38 @@ def test_beside_the_shelves_jobs_holds_commands_only() -> None:
     for path in (ROOT / "jobs").glob("*.py"):
         assert path.name == "__init__.py" or "run_job(main)" in path.read_text(), path
     assert {path.relative_to(ROOT / "jobs").parts[0] for path in (ROOT / "jobs").glob("*/**/*.py")} == set(SHELVES)
+
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_BODY = 300, 60
+SOURCES = sorted(
+    path for part in ("jobs", "pipelines", "tempnet", "benchmarks") for path in (ROOT / part).rglob("*.py")
+)
+
+
+def count_lines_of_bodies(source: str) -> dict[str, int]:
+    """Return the number of lines of the body of every function of a source, without its docstring."""
+    counts = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            counts[f"{node.name} in line {node.lineno}"] = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+    return counts
+
+
+def test_no_file_and_no_function_is_long() -> None:
+    assert SOURCES
+    long = []
+    for path in SOURCES:
+        source = path.read_text()
+        counts = {
+            name: number for name, number in count_lines_of_bodies(source).items() if number > MOST_LINES_OF_A_BODY
+        }
+        long += [f"{path.relative_to(ROOT)}: {name} has {number} lines" for name, number in counts.items()]
+        if (number := len(source.splitlines())) > MOST_LINES_OF_A_FILE:
+            long.append(f"{path.relative_to(ROOT)} has {number} lines")
+    assert not long
+
+
+def test_lines_of_a_body_are_counted_without_the_docstring() -> None:
+    source = 'def f(\n    x,\n):\n    """Long\n    docstring."""\n\n    def g():\n        """None."""\n    return (\n    x)\n'
+    assert count_lines_of_bodies(source) == {"f in line 1": 4, "g in line 7": 0}

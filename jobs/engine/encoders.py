@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.engine.config import EncoderSection
-from pipelines.local_copy import local_copy
-from pipelines.sources import check_source
+from pipelines.sources import checked_copy
 from tempnet.weights import check_weight_files
 
 
@@ -46,48 +45,58 @@ def build_encoder(
     """
     torch.manual_seed(seed)
     if settings.path:
-        try:
-            check_source(place := local_copy(settings.path))
-        except ValueError as error:
-            raise ValueError(f"model.path = {error}") from error
-        check_weight_files(place)
-        try:
-            model: PreTrainedModel = head.from_pretrained(
-                place,
-                dtype=torch.float32,
-                use_safetensors=True,
-                attn_implementation=settings.attention,
-                ignore_mismatched_sizes=replaces_head,
-                **options,
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"model.path = {settings.path!r} holds no {what}: {reason}") from error
+        model = _load_encoder(settings, head, what, ignore_mismatched_sizes=replaces_head, **options)
     else:
         model = head.from_config(
-            AutoConfig.for_model(
-                "roberta",
-                vocab_size=len(tokenizer),
-                hidden_size=settings.hidden_size,
-                intermediate_size=4 * settings.hidden_size,
-                num_hidden_layers=settings.num_layers,
-                num_attention_heads=settings.num_heads,
-                hidden_dropout_prob=settings.dropout,
-                attention_probs_dropout_prob=settings.dropout,
-                # RoBERTa numbers positions from the padding token's id + 1.
-                max_position_embeddings=num_tokens + int(tokenizer.pad_token_id) + 1,
-                type_vocab_size=1,
-                pad_token_id=tokenizer.pad_token_id,
-                **options,
-            ),
-            attn_implementation=settings.attention,
+            _random_config(settings, tokenizer, num_tokens, **options), attn_implementation=settings.attention
         )
     if with_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    num_embeddings = next(model.get_input_embeddings().parameters()).shape[0]
+    check_vocabulary(model, tokenizer, tokenizer_name, what="encoder")
+    return model
+
+
+def _load_encoder(settings: EncoderSection, head: Any, what: str, **options: Any) -> PreTrainedModel:
+    place = checked_copy(settings.path, "model.path = ")
+    check_weight_files(place)
+    try:
+        model: PreTrainedModel = head.from_pretrained(
+            place, dtype=torch.float32, use_safetensors=True, attn_implementation=settings.attention, **options
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path = {settings.path!r} holds no {what}: {reason}") from error
+    return model
+
+
+def _random_config(
+    settings: EncoderSection, tokenizer: PreTrainedTokenizerFast, num_tokens: int, **options: Any
+) -> PretrainedConfig:
+    """Return the configuration of a RoBERTa of the given sizes for rows of `num_tokens` tokens."""
+    return AutoConfig.for_model(
+        "roberta",
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=4 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        hidden_dropout_prob=settings.dropout,
+        attention_probs_dropout_prob=settings.dropout,
+        # RoBERTa numbers positions from the padding token's id + 1.
+        max_position_embeddings=num_tokens + int(tokenizer.pad_token_id) + 1,
+        type_vocab_size=1,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+
+
+def check_vocabulary(
+    encoder: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokenizer_name: str, *, what: str
+) -> None:
+    """Raise ValueError if the tokenizer has more tokens than the encoder has embeddings; `what` names the encoder."""
+    num_embeddings = next(encoder.get_input_embeddings().parameters()).shape[0]
     if len(tokenizer) > num_embeddings:
         raise ValueError(
             f"data.tokenizer = {tokenizer_name!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the "
-            "encoder: use the encoder's own tokenizer"
+            f"{what}: use the encoder's own tokenizer"
         )
-    return model

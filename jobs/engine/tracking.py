@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
@@ -38,6 +38,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 # By default MLflow prints the address of every run that ends, including a password in it.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
+_SQLITE = "sqlite:///"
 _RUN_TAG = "tempnet.run_directory"
 
 
@@ -81,7 +82,7 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
     if any(map(str.isspace, uri)):
         raise ValueError("tracking.uri holds white space: write a space as %20")
     if not uri.startswith(("http://", "https://")):
-        if not uri.startswith(("sqlite:///", "file:", "databricks", *_DATABASES)):
+        if not uri.startswith((_SQLITE, "file:", "databricks", *_DATABASES)):
             raise ValueError(
                 f"tracking.uri = {shown!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
             )
@@ -144,41 +145,48 @@ def open_run(
     """
     tags = {**origin_tags(), **tags}
     with _naming_refusals(uri, name):
-        if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        client = MlflowClient(uri)
-        existing_experiment = client.get_experiment_by_name(experiment)
-        if existing_experiment is None:
-            location = None
-            if uri.startswith("sqlite:///"):
-                location = (Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts").as_uri()
-            experiment_id = client.create_experiment(experiment, artifact_location=location)
-        else:
-            experiment_id = existing_experiment.experiment_id
+        client = _open_client(uri)
+        experiment_id = _find_or_create_experiment(client, uri, experiment)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
-        existing = client.search_runs([experiment_id], filter_string=same, max_results=1)
-        if existing:
-            (run,) = existing
-            client.set_terminated(run.info.run_id, status="RUNNING")
-            known, job = run.data.tags.get(JOB_TAG, ""), tags.get(JOB_TAG, "")
-            if job and job not in known.split(", "):
-                client.set_tag(run.info.run_id, JOB_TAG, f"{known}, {job}" if known else job)
-            return TrackedRun(uri=uri, run_id=run.info.run_id)
-        run = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags})
-        run_id = run.info.run_id
+        if existing := client.search_runs([experiment_id], filter_string=same, max_results=1):
+            _reopen(client, existing[0], tags.get(JOB_TAG, ""))
+            return TrackedRun(uri=uri, run_id=existing[0].info.run_id)
+        run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
         client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
-        inputs = [
-            DatasetInput(
-                dataset=Dataset(
-                    name=data_name, digest=digest, source_type="uri", source=json.dumps({"uri": masked(source)})
-                ),
-                tags=[InputTag("mlflow.data.context", context)],
-            )
-            for context, (data_name, digest, source) in data_sets.items()
-        ]
-        client.log_inputs(run_id, inputs)
+        client.log_inputs(run_id, [_describe_input(context, *data) for context, data in data_sets.items()])
         return TrackedRun(uri=uri, run_id=run_id)
+
+
+def _open_client(uri: str) -> MlflowClient:
+    """Return a client of a server or of a file of SQLite, whose directory is created if needed."""
+    if uri.startswith(_SQLITE):
+        Path(uri.removeprefix(_SQLITE)).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(uri)
+
+
+def _find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server."""
+    if existing := client.get_experiment_by_name(name):
+        return str(existing.experiment_id)
+    location = (Path(uri.removeprefix(_SQLITE)).parent / "mlartifacts").as_uri() if uri.startswith(_SQLITE) else None
+    return str(client.create_experiment(name, artifact_location=location))
+
+
+def _reopen(client: MlflowClient, run: Run, job: str) -> None:
+    """Mark an existing run as running, and add the ID of the Ray job that continues it, unless that is empty."""
+    client.set_terminated(run.info.run_id, status="RUNNING")
+    known = run.data.tags.get(JOB_TAG, "")
+    if job and job not in known.split(", "):
+        client.set_tag(run.info.run_id, JOB_TAG, f"{known}, {job}" if known else job)
+
+
+def _describe_input(context: str, name: str, digest: str, source: str) -> DatasetInput:
+    place = json.dumps({"uri": masked(source)})
+    return DatasetInput(
+        dataset=Dataset(name=name, digest=digest, source_type="uri", source=place),
+        tags=[InputTag("mlflow.data.context", context)],
+    )
 
 
 @contextmanager

@@ -25,11 +25,11 @@ import multiprocessing
 import os
 import random
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipelines.sample.directory import check_empty, created_at_once
 from pipelines.sample.drawing import render
 from pipelines.sample.scene_captions import generate_captions
 from pipelines.sample.scenes import CONCEPTS, draw_concepts, draw_scene, zipf_probabilities
@@ -113,8 +113,7 @@ def write_images(
     Raises:
         FileExistsError: if `directory` already exists and is not an empty directory.
     """
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise FileExistsError(f"directory {str(directory)!r} is not empty; remove it or choose another")
+    check_empty(directory)
     numbers = {"train": num_images, "validation": num_retrieval_images, "test": num_retrieval_images}
     concepts = {
         split: draw_concepts(number, ZIPF_EXPONENT, random.Random(f"{seed}:{split}"))
@@ -122,10 +121,7 @@ def write_images(
     }
     concepts["zero_shot"] = [concept for concept in range(num_classes) for _ in range(num_images_per_class)]
     frequencies = {split: _count_concepts(drawn) for split, drawn in concepts.items()}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
-        # The data are written to a subdirectory, because the temporary directory itself is readable by its owner only.
-        staging = Path(temporary, "images")
+    with created_at_once(directory) as staging:
         for split in concepts:
             (staging / split).mkdir(parents=True)
         archives = _list_archives(staging, concepts, frequencies["train"], image_size, seed)
@@ -140,7 +136,6 @@ def write_images(
         (staging / "zero_shot" / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
         (staging / "concepts.json").write_text(json.dumps(_make_concept_table(frequencies), indent=1) + "\n")
         num_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
-        staging.rename(directory)
     return ImagesSummary(
         num_images_train=num_images,
         num_images_validation=num_retrieval_images,

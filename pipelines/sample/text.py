@@ -15,13 +15,13 @@ import os
 import re
 import sysconfig
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import zstandard
 
+from pipelines.sample.directory import check_empty, created_at_once
 from pipelines.sample.prose import extract_docstrings, extract_paragraphs
 
 NUM_BYTES_DEFAULT = 24_000_000
@@ -139,14 +139,10 @@ def write_corpus(
     """
     if num_shards <= 0:
         raise ValueError(f"num_shards is {num_shards}; expected a positive number of archives")
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise FileExistsError(f"directory {str(directory)!r} is not empty; remove it or choose another")
+    check_empty(directory)
     num_documents = {"train": 0, "validation": 0}
     num_text_bytes = {"train": 0, "validation": 0}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as temporary:
-        # The data are written to a subdirectory, because the temporary directory itself is readable by its owner only.
-        staging = Path(temporary, "corpus")
+    with created_at_once(directory) as staging:
         for split in num_documents:
             (staging / split).mkdir(parents=True)
         shards: list[_Shard] = []
@@ -174,7 +170,6 @@ def write_corpus(
                 )
         compressed = zstandard.ZstdCompressor().compress(validation.getvalue())
         (staging / "validation" / "prose-00000.jsonl.zst").write_bytes(compressed)
-        staging.rename(directory)
     return CorpusSummary(
         num_documents_train=num_documents["train"],
         num_bytes_train=num_text_bytes["train"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -87,18 +87,22 @@ class PackingConfig:
         return f"all in {num_rows} blocks of {self.context_length}"
 
 
+_Block: TypeAlias = tuple[np.ndarray, list[int], int, int]
+"""A row of the stored schema: tokens, starts of documents, number of tokens, number of the first token's document."""
+
+
 def pack_documents(
     documents: Iterable[np.ndarray], config: PackingConfig, *, num_blocks_per_batch: int = 256
 ) -> Iterator[pa.RecordBatch]:
     """Convert token arrays of documents to record batches of blocks, in the same order; no token is dropped."""
     size = config.context_length
-    rows: list[tuple[np.ndarray, list[int], int, int]] = []
+    rows: list[_Block] = []
     buffer = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, int]] = []  # (offset in the buffer, number of the document that starts there)
     document_before = 0  # The document that the buffer's first token belongs to, if no document starts there.
     dtype = config.schema.field("tokens").type.value_type.to_pandas_dtype()
 
-    def cut(last: bool) -> Iterator[tuple[np.ndarray, list[int], int, int]]:
+    def cut(last: bool) -> Iterator[_Block]:
         nonlocal buffer, starts, document_before
         position = 0
         # A block is cut only when the token after it is known, unless the archive ends with the block.
@@ -119,18 +123,6 @@ def pack_documents(
         buffer = buffer[position:]
         starts = [(at - position, ordinal) for at, ordinal in starts]
 
-    def record_batch(chunk: list[tuple[np.ndarray, list[int], int, int]]) -> pa.RecordBatch:
-        tokens = pa.array(np.concatenate([row[0] for row in chunk]))
-        return pa.RecordBatch.from_arrays(
-            [
-                pa.FixedSizeListArray.from_arrays(tokens, size + 1),
-                pa.array([row[1] for row in chunk], pa.list_(pa.int32())),
-                pa.array([row[2] for row in chunk], pa.int32()),
-                pa.array([row[3] for row in chunk], pa.int64()),
-            ],
-            schema=config.schema,
-        )
-
     pending: list[np.ndarray] = []
     num_pending = 0
     for ordinal, tokens in enumerate(documents):
@@ -142,12 +134,25 @@ def pack_documents(
             pending, num_pending = [], 0
             rows += cut(last=False)
             while len(rows) >= num_blocks_per_batch:
-                yield record_batch(rows[:num_blocks_per_batch])
+                yield _to_record_batch(rows[:num_blocks_per_batch], config)
                 rows = rows[num_blocks_per_batch:]
     buffer = np.concatenate([buffer, *pending])
     rows += cut(last=True)
     for at in range(0, len(rows), num_blocks_per_batch):
-        yield record_batch(rows[at : at + num_blocks_per_batch])
+        yield _to_record_batch(rows[at : at + num_blocks_per_batch], config)
+
+
+def _to_record_batch(blocks: list[_Block], config: PackingConfig) -> pa.RecordBatch:
+    tokens = pa.array(np.concatenate([block[0] for block in blocks]))
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.FixedSizeListArray.from_arrays(tokens, config.context_length + 1),
+            pa.array([block[1] for block in blocks], pa.list_(pa.int32())),
+            pa.array([block[2] for block in blocks], pa.int32()),
+            pa.array([block[3] for block in blocks], pa.int64()),
+        ],
+        schema=config.schema,
+    )
 
 
 def unpack_blocks(blocks: pa.RecordBatch | pa.Table, config: PackingConfig) -> dict[str, np.ndarray]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.local_copy import local_copy
-from pipelines.sources import check_source
+from pipelines.sources import checked_copy
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -34,10 +33,7 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
     # it, and start two seconds sooner without it.
     from transformers import AutoTokenizer
 
-    try:
-        check_source(place := local_copy(name_or_path, with_weights=False))
-    except ValueError as error:
-        raise ValueError(f"tokenizer = {error}") from error
+    place = checked_copy(name_or_path, "tokenizer = ", with_weights=False)
     tokenizer: PreTrainedTokenizerFast
     try:
         if Path(place).is_file():

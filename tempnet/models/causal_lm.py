@@ -173,23 +173,25 @@ class TemperatureCausalLM(nn.Module):
             "logits": None,
         }
         if values is not None:
+            contexts = logits if self.head is None else hidden
             oracle_rows = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
             with torch.no_grad():
-                oracle_logits = self.context_logits((logits if self.head is None else hidden)[oracle_rows])
-            config = self.loss_config
-            output["statistics"] = token_statistics(
-                values,
-                flat_targets,
-                tau.detach(),
-                vocab_size=self.vocab_size,
-                rho=config.rho,
-                tau_min=config.tau_min,
-                tau_max=config.tau_max,
-                oracle_logits=oracle_logits,
-            ).sums
+                output["logits"] = self.context_logits(contexts[oracle_rows])
+            output["statistics"] = self._sum_statistics(values, flat_targets, tau.detach(), output["logits"])
             output["entropy"] = values.entropy.view_as(targets)
-            output["logits"] = oracle_logits
         return output
+
+    def _sum_statistics(self, values: TokenValues, targets: Tensor, tau: Tensor, oracle_logits: Tensor) -> Tensor:
+        return token_statistics(
+            values,
+            targets,
+            tau,
+            vocab_size=self.vocab_size,
+            rho=self.loss_config.rho,
+            tau_min=self.loss_config.tau_min,
+            tau_max=self.loss_config.tau_max,
+            oracle_logits=oracle_logits,
+        ).sums
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return a representation of every context, from which :meth:`context_logits` computes its logits.

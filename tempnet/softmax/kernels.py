@@ -160,11 +160,7 @@ def softmax_gradients(
     weight_grad = torch.empty_like(inputs.weight) if needs[1] else None
     bias_grad = torch.empty_like(inputs.bias) if inputs.bias is not None and needs[2] else None
 
-    # The sections have about equal widths, so that the last one is not tiny, and consist of whole tiles, so that
-    # every row of the buffer is aligned.
-    num_fitting = scratch_bytes // (num_tokens * hidden.element_size())
-    num_sections = triton.cdiv(vocab_size, max(num_fitting // tile.num_vocab, 1) * tile.num_vocab)
-    width = triton.cdiv(triton.cdiv(vocab_size, num_sections), tile.num_vocab) * tile.num_vocab
+    width = _section_width(num_tokens, vocab_size, tile, scratch_bytes // hidden.element_size())
     # The buffer is set to zero, because bfloat16 products on a CPU with AMX also read beyond the columns, where
     # uninitialised memory could be NaN and would spread.
     scratch = hidden.new_zeros(num_tokens, width)
@@ -173,9 +169,8 @@ def softmax_gradients(
         part_weight = inputs.weight[part]
         gradient = scratch[:, : len(part_weight)]
         with torch.cuda.device_of(hidden):
-            logits_gradient_kernel[
-                (triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(len(part_weight), tile.num_vocab),)
-            ](
+            num_tiles = triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(len(part_weight), tile.num_vocab)
+            logits_gradient_kernel[(num_tiles,)](
                 inputs.hidden,
                 part_weight,
                 None if inputs.bias is None else inputs.bias[part],
@@ -199,6 +194,17 @@ def softmax_gradients(
         if bias_grad is not None:
             bias_grad[part] = gradient.sum(0, dtype=torch.float32)
     return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, bias_grad
+
+
+def _section_width(num_tokens: int, vocab_size: int, tile: Tile, num_scratch: int) -> int:
+    """Return into how wide sections the vocabulary is cut, for a buffer (num_tokens, width) of at most `num_scratch` numbers.
+
+    The sections have about equal widths, so that the last one is not tiny, and consist of whole tiles, so that every
+    row of the buffer is aligned.
+    """
+    num_tiles_fitting = max(num_scratch // num_tokens // tile.num_vocab, 1)
+    num_sections = -(-vocab_size // (num_tiles_fitting * tile.num_vocab))
+    return -(-vocab_size // (num_sections * tile.num_vocab)) * tile.num_vocab
 
 
 def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:

@@ -107,18 +107,12 @@ def linear_language_model_loss(
         raise ValueError(f"chunk_size = {chunk_size} must be at least 1 token, or None for about 8 million logits")
     if config.kind.objective == "robust":
         check_rho(config.rho, vocab_size)
-    parameters: tuple[Tensor, ...] = ()
     if config.kind.temperature == "tempnet":
         assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
-        if not supports(tempnet):
-            raise ValueError("this TempNet has no transform layer, or lets gradients through its input")
-        if tempnet.config.input_size != vocab_size:
-            raise ValueError(
-                f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
-            )
-        parameters = network_parameters(tempnet)
+        _check_network(tempnet, vocab_size)
     else:
         tempnet = None
+    parameters = () if tempnet is None else network_parameters(tempnet)
     breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not can_fold_network(tempnet))
     if fold and breaks_fold:
         raise ValueError(
@@ -126,17 +120,14 @@ def linear_language_model_loss(
             "then not linear in h"
         )
     if fold is None:
-        num_first = tempnet.config.hidden_size if tempnet is not None else 1
         fold = not breaks_fold and fold_pays(
             len(hidden),
             hidden.shape[1],
             vocab_size,
-            num_first,
+            1 if tempnet is None else tempnet.config.hidden_size,
             num_uses=1 if fold_cache is None else fold_cache.num_uses,
             trains=any(parameter.requires_grad for parameter in parameters),
         )
-    if num_targets is None:
-        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
     plan = LossPlan(
         config=config,
         vocab_size=vocab_size,
@@ -152,12 +143,19 @@ def linear_language_model_loss(
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
         loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
-    return LinearLoss(
-        loss=loss if reduction == "none" else loss / num_targets,
-        tau=tau,
-        values=TokenValues(*values) if with_values else None,
-        slopes=slopes,
-    )
+    if reduction == "mean":
+        loss = loss / ((targets != IGNORE_INDEX).sum().clamp(min=1) if num_targets is None else num_targets)
+    return LinearLoss(loss=loss, tau=tau, values=TokenValues(*values) if with_values else None, slopes=slopes)
+
+
+def _check_network(tempnet: TempNet, vocab_size: int) -> None:
+    """Raise ValueError if the loss cannot be computed with this TempNet and vocabulary."""
+    if not supports(tempnet):
+        raise ValueError("this TempNet has no transform layer, or lets gradients through its input")
+    if tempnet.config.input_size != vocab_size:
+        raise ValueError(
+            f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
+        )
 
 
 def supports(tempnet: TempNet) -> bool:

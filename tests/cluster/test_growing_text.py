@@ -30,9 +30,10 @@ from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
 from pipelines.text import part_preparation
 from pipelines.text.blocks import BlockSource
-from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow, order_parts
+from pipelines.text.growing import GrowingManifest, load_or_grow
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
+from pipelines.text.part_preparer import GrowingSettings, order_parts
 from pipelines.text.parts import list_parts
 from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import Document, read_documents

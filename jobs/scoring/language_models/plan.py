@@ -34,7 +34,7 @@ from jobs.scoring.language_models.windows import (
 from jobs.scoring.models import model_labels
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import is_directory, local_copy
-from pipelines.sources import check_source
+from pipelines.sources import checked_copy
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.loading import load_tempnet
@@ -200,10 +200,7 @@ def _model_spec(
 
 
 def _base_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
-    try:
-        check_source(place := local_copy(path))
-    except ValueError as error:
-        raise ValueError(f"models: {error}") from error
+    place = checked_copy(path, "models: ")
     check_weight_files(place)
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from jobs.engine.encoders import check_vocabulary
 from jobs.tasks.dual_encoder.config import ClipConfig
-from pipelines.local_copy import local_copy
-from pipelines.sources import check_source
+from pipelines.sources import checked_copy
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World
@@ -25,74 +25,73 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
         ValueError: if a tower cannot be loaded, or does not fit the tokenizer, the images or the captions.
     """
     torch.manual_seed(config.run.seed)
-    settings = config.model
-    autocast = torch.bfloat16 if config.workers.precision == "bf16" else None
-    places: dict[str, str] = {}
-    for field in ("path", "image_path", "text_path"):
-        places[field] = ""
-        if source := getattr(settings, field):
-            try:
-                check_source(place := local_copy(source))
-            except ValueError as error:
-                raise ValueError(f"model.{field} = {error}") from error
-            places[field] = place
-    if settings.path:
-        encoder = DualEncoder.from_pretrained(places["path"], autocast_dtype=autocast)
-        for field, wanted, found in (
-            ("model.image_size", settings.image_size, encoder.config.image_size),
-            ("model.embedding_size", settings.embedding_size, encoder.config.embedding_size),
-            ("data.num_text_tokens", config.data.num_text_tokens, encoder.config.num_text_tokens),
-        ):
-            if wanted != found:
-                raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
-    else:
-        image_tower = (
-            load_tower(places["image_path"], "image")
-            if settings.image_path
-            else random_tower(
-                "resnet",
-                "image",
-                embedding_size=settings.image_stem_width,
-                hidden_sizes=list(settings.image_widths),
-                depths=list(settings.image_depths),
-                layer_type=settings.image_block,
-            )
-        )
-        text_tower = (
-            load_tower(places["text_path"], "text")
-            if settings.text_path
-            else random_tower(
-                "distilbert",
-                "text",
-                vocab_size=len(tokenizer),
-                dim=settings.text_hidden_size,
-                hidden_dim=4 * settings.text_hidden_size,
-                n_layers=settings.text_num_layers,
-                n_heads=settings.text_num_heads,
-                max_position_embeddings=max(512, config.data.num_text_tokens),
-                dropout=settings.text_dropout,
-                attention_dropout=settings.text_dropout,
-                pad_token_id=tokenizer.pad_token_id or 0,
-            )
-        )
-        encoder = DualEncoder(
-            image_tower,
-            text_tower,
-            DualEncoderConfig(
-                embedding_size=settings.embedding_size,
-                image_size=settings.image_size,
-                num_text_tokens=config.data.num_text_tokens,
-            ),
-            autocast_dtype=autocast,
-        )
-    encoder.text_encoder.set_attn_implementation(settings.text_attention)
-    num_embeddings = next(encoder.text_encoder.get_input_embeddings().parameters()).shape[0]
-    if len(tokenizer) > num_embeddings:
-        raise ValueError(
-            f"data.tokenizer = {config.tokenizer!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the text "
-            "encoder: use the encoder's own tokenizer"
-        )
+    encoder = _load_whole(config) if config.model.path else _join_towers(config, tokenizer)
+    encoder.text_encoder.set_attn_implementation(config.model.text_attention)
+    check_vocabulary(encoder.text_encoder, tokenizer, config.tokenizer, what="text encoder")
     return encoder
+
+
+def _autocast_dtype(config: ClipConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.workers.precision == "bf16" else None
+
+
+def _load_whole(config: ClipConfig) -> DualEncoder:
+    """Return the dual encoder at `model.path`, which must have the sizes that the configuration gives."""
+    settings = config.model
+    place = checked_copy(settings.path, "model.path = ")
+    encoder = DualEncoder.from_pretrained(place, autocast_dtype=_autocast_dtype(config))
+    for field, wanted, found in (
+        ("model.image_size", settings.image_size, encoder.config.image_size),
+        ("model.embedding_size", settings.embedding_size, encoder.config.embedding_size),
+        ("data.num_text_tokens", config.data.num_text_tokens, encoder.config.num_text_tokens),
+    ):
+        if wanted != found:
+            raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
+    return encoder
+
+
+def _join_towers(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> DualEncoder:
+    """Return a dual encoder with new projections on two towers, each of which is pretrained or random."""
+    sizes = DualEncoderConfig(
+        embedding_size=config.model.embedding_size,
+        image_size=config.model.image_size,
+        num_text_tokens=config.data.num_text_tokens,
+    )
+    image_tower, text_tower = _image_tower(config), _text_tower(config, tokenizer)
+    return DualEncoder(image_tower, text_tower, sizes, autocast_dtype=_autocast_dtype(config))
+
+
+def _image_tower(config: ClipConfig) -> PreTrainedModel:
+    settings = config.model
+    if settings.image_path:
+        return load_tower(checked_copy(settings.image_path, "model.image_path = "), "image")
+    return random_tower(
+        "resnet",
+        "image",
+        embedding_size=settings.image_stem_width,
+        hidden_sizes=list(settings.image_widths),
+        depths=list(settings.image_depths),
+        layer_type=settings.image_block,
+    )
+
+
+def _text_tower(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    settings = config.model
+    if settings.text_path:
+        return load_tower(checked_copy(settings.text_path, "model.text_path = "), "text")
+    return random_tower(
+        "distilbert",
+        "text",
+        vocab_size=len(tokenizer),
+        dim=settings.text_hidden_size,
+        hidden_dim=4 * settings.text_hidden_size,
+        n_layers=settings.text_num_layers,
+        n_heads=settings.text_num_heads,
+        max_position_embeddings=max(512, config.data.num_text_tokens),
+        dropout=settings.text_dropout,
+        attention_dropout=settings.text_dropout,
+        pad_token_id=tokenizer.pad_token_id or 0,
+    )
 
 
 def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:

@@ -13,7 +13,7 @@ from transformers import (
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
-from pipelines.sources import check_source
+from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -37,10 +37,7 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
     """
     model, vocab_size = config.model, len(tokenizer)
     if model.path:
-        try:
-            check_source(place := local_copy(model.path, with_weights=False))
-        except ValueError as error:
-            raise ValueError(f"model.path = {error}") from error
+        place = checked_copy(model.path, "model.path = ", with_weights=False)
         check_weight_files(place)
         try:
             base = AutoConfig.from_pretrained(place, trust_remote_code=model.trust_remote_code)
