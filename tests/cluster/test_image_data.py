@@ -8,9 +8,8 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
+from image_archive_support import jpeg
 
 from jobs.prepare_images import main
 from pipelines.images.manifest import ImageManifest, read_index
@@ -20,19 +19,12 @@ from pipelines.problems import TooManyProblemsError
 pytestmark = pytest.mark.cluster
 
 
-def jpeg(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
 def write_shard(path: Path, keys: range) -> None:
     """Write one tar as img2dataset writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as file:
         for key in keys:
-            for suffix, data in (("jpg", jpeg(key)), ("txt", f"caption {key}".encode()), ("json", b"{}")):
+            for suffix, data in (("jpg", jpeg(key, (32, 24))), ("txt", f"caption {key}".encode()), ("json", b"{}")):
                 info = tarfile.TarInfo(f"{key:09d}.{suffix}")
                 info.size = len(data)
                 file.addfile(info, io.BytesIO(data))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import subprocess
-import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from process_support import run_together
 from s3_support import ObjectStore, run_object_store
 
 from pipelines import object_store
@@ -199,112 +195,6 @@ def test_members_of_a_tar_in_a_bucket(store: ObjectStore) -> None:
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 10 * 1004)
-    fetched: list[str] = []
-
-    def fetch(name: str) -> Callable[[], bytes]:
-        def get() -> bytes:
-            fetched.append(name)
-            return name.encode() * 250
-
-        return get
-
-    def read(name: str) -> bytes:
-        file = cache.open(name, fetch(name))
-        assert file is not None
-        with file:
-            return file.read(1000)
-
-    names = [f"{number:04d}" for number in range(40)]
-    for name in names:
-        assert read(name) == name.encode() * 250
-        assert read("0000") == b"0000" * 250
-        assert cache.num_bytes() <= cache.max_bytes
-        time.sleep(0.002)  # The clock of the filesystem must go on between two uses.
-    assert fetched == names
-    assert [name for name in names if cache.holds(name)] == ["0000", *names[-9:]]
-    assert cache.open("large", lambda: bytes(20_000)) is None
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: cache.fetch(name, fetch(name)), names * 3))
-    assert cache.num_bytes() <= cache.max_bytes
-
-
-def test_threads_read_the_right_blocks_while_others_make_room(tmp_path: Path) -> None:
-    caches = [BlockCache(tmp_path, 5 * 1004) for _ in range(2)]  # as two processes have
-    too_large: list[int] = []
-
-    def work(seed: int) -> None:
-        for number in np.random.default_rng(seed).integers(12, size=150):
-            content = bytes([number]) * 1000
-            file = caches[seed % 2].open(f"{number}", lambda content=content: content)
-            if file is not None:  # Otherwise all the room is that of blocks that are being fetched.
-                with file:
-                    assert file.read(1000) == content
-            if (num_bytes := caches[0].num_bytes()) > 5 * 1004:
-                too_large.append(num_bytes)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert not too_large
-
-
-THREADS = """
-import random, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from pipelines.block_cache import BlockCache
-cache = BlockCache(Path(sys.argv[1]), 5 * 1004)
-print("ready", flush=True)
-sys.stdin.readline()
-def work(seed):
-    numbers = random.Random(seed)
-    largest = 0
-    for number in (numbers.randrange(12) for _ in range(150)):
-        content = bytes([number]) * 1000
-        if file := cache.open(f"{number}", lambda: content):
-            with file:
-                assert file.read(1000) == content
-        largest = max(largest, cache.num_bytes())
-    return largest
-with ThreadPoolExecutor(4) as pool:
-    print(max(pool.map(work, range(4 * int(sys.argv[2]), 4 * int(sys.argv[2]) + 4))))
-"""
-
-
-def test_threads_of_several_processes_stay_below_the_limit_together(tmp_path: Path) -> None:
-    outputs = run_together(THREADS, [[str(tmp_path), str(number)] for number in range(3)], dict(os.environ))
-    assert all(0 < int(output) <= 5 * 1004 for output in outputs)
-    assert BlockCache(tmp_path, 5 * 1004).num_bytes() <= 5 * 1004
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(tmp_path: Path) -> None:
-    content = bytes(2**27)  # It takes so long to write that the lock is taken long before it is written.
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(BlockCache(tmp_path, 2**28).open, "block", lambda: content)
-        while not (tmp_path / "block.partial").exists() or not (tmp_path / "block.partial").stat().st_size:
-            assert not opened.done()
-        with (tmp_path / ".lock").open("wb") as lock:  # as another process does that wants to know what room there is
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            names = {file.name for file in tmp_path.iterdir()}
-            time.sleep(0.5)
-            assert {file.name for file in tmp_path.iterdir()} == names
-        file = opened.result()
-    assert file is not None
-    file.close()
-    assert {file.name for file in tmp_path.iterdir()} == {".lock", "block"}
-
-
-def test_room_is_made_only_for_a_block_that_will_fit(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 3 * 1004)
-    for name in ("first", "second"):
-        cache.fetch(name, lambda: bytes(1000))
-    assert cache.open("large", lambda: bytes(3009)) is None
-    assert cache.holds("first")
-    assert cache.holds("second")
-
-
 def test_a_full_disk_means_reading_without_the_cache(store: ObjectStore, tmp_path: Path) -> None:
     reader = RangeReader(store.filesystem, BlockCache(tmp_path, BLOCK_BYTES // 2))
     ranges = random_ranges(10)
@@ -330,28 +220,6 @@ print(hash(b"".join(reader.read(ranges))), flush=True)
 """
 
 
-def run_together(code: str, arguments: list[list[str]], environment: dict[str, str]) -> list[str]:
-    """Run a program that says "ready" several times at once, and return what each run prints after it may go on."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *words],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for words in arguments
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    return [process.communicate()[0] for process in processes]
-
-
 def test_two_processes_fetch_a_block_once(store: ObjectStore, tmp_path: Path) -> None:
     store.behave(latency=0.3)
     environment = {**os.environ, **store.environment, "PYTHONHASHSEED": "0"}
@@ -360,74 +228,6 @@ def test_two_processes_fetch_a_block_once(store: ObjectStore, tmp_path: Path) ->
     counts = store.counts()
     assert counts.num_gets == 3
     assert counts.num_bytes == SIZES["rest"]
-
-
-def test_a_block_whose_fetching_process_died_is_fetched_by_another(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from pipelines.block_cache import BlockCache\n"
-        "BlockCache(Path(sys.argv[1]), 10**6).open('block', lambda: os._exit(3))"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
-    assert (tmp_path / "block.partial").exists()
-    file = BlockCache(tmp_path, 10**6).open("block", lambda: b"content")
-    assert file is not None
-    with file:
-        assert file.read(7) == b"content"
-    assert not (tmp_path / "block.partial").exists()
-
-
-def test_what_a_process_that_died_had_reserved_is_free(tmp_path: Path) -> None:
-    for name in ("block", "other"):
-        (tmp_path / f"{name}.partial").write_bytes(bytes(1004))
-    cache = BlockCache(tmp_path, 2 * 1004)
-    assert cache.num_bytes() == 2 * 1004
-    for name in ("block", "new"):
-        cache.fetch(name, lambda: bytes(1000))
-        assert cache.holds(name)
-    assert cache.num_bytes() == 2 * 1004
-    assert {file.name for file in tmp_path.iterdir()} == {".lock", "block", "new"}
-
-
-def test_a_child_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
-    # The child has the file of the lock open for as long as it lives, and others wait for the same block.
-    code = """
-import os, sys, threading, time
-from pathlib import Path
-from pipelines.block_cache import BlockCache
-cache, children = BlockCache(Path(sys.argv[1]), 10**6), []
-def fetch():
-    children.append(os.fork())
-    if not children[0]:
-        sys.stdin.readline()
-        os._exit(0)
-    other.start()
-    time.sleep(0.2)
-    return b"content"
-other = threading.Thread(target=lambda: cache.open("block", lambda: b"").close())
-cache.open("block", fetch).close()
-other.join()
-assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE)
-    try:
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_an_error_while_fetching_reaches_everyone_who_waits(tmp_path: Path) -> None:
-    cache, begun = BlockCache(tmp_path, 10**6), threading.Event()
-
-    def fail() -> bytes:
-        begun.set()
-        time.sleep(0.05)
-        raise OSError("the store failed")
-
-    with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(cache.open, "block", fail) for _ in range(4)]
-        assert all(isinstance(result.exception(), OSError) for result in results)
-    assert not list(tmp_path.glob("block*"))
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "empty"])

@@ -6,13 +6,12 @@ import io
 import json
 import pickle
 import tarfile
+from functools import partial
 from pathlib import Path
 
+import image_archive_support
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
-from pyarrow import fs
 
 from pipelines.images.archives import list_image_archives
 from pipelines.images.caption_files import CaptionFile
@@ -22,18 +21,11 @@ from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.views import AugmentationConfig, evaluation_view
 from pipelines.problems import TooManyProblemsError, check_problems
-from pipelines.ranges import ByteRange, RangeReader
 from pipelines.storage import write_json
 from pipelines.text.tokenization import train_bpe
 
+jpeg = partial(image_archive_support.jpeg, size=(40, 30))
 TOKENIZER = train_bpe(["caption of number one two three four five six"] * 10, 280)
-
-
-def jpeg(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG")
-    return buffer.getvalue()
 
 
 def write_tar(path: Path, samples: dict[str, tuple[bytes, list[str]]] | list[tuple[str, bytes, list[str]]]) -> None:
@@ -65,7 +57,7 @@ def data(tmp_path: Path) -> Path:
     texts = ["one two three", "four five six"]
     write_tar(tmp_path / "data" / "0.tar", {f"a{n}": (jpeg(n), [f"{t} {n}" for t in texts]) for n in range(6)})
     write_tar(tmp_path / "data" / "1.tar", {})
-    more = [(f"b{n}", jpeg(10 + n, (64, 80)), [f"number {n}"]) for n in range(3)]
+    more = [(f"b{n}", jpeg(10 + n, size=(64, 80)), [f"number {n}"]) for n in range(3)]
     write_tar(tmp_path / "data" / "2.tar", [("bad", b"no image", ["x"]), *more, ("a3", jpeg(3), ["again"])])
     return tmp_path / "data"
 
@@ -234,7 +226,7 @@ def test_what_is_read_is_a_function_of_seed_epoch_and_pair(manifest: ImageManife
 
 def test_evaluation_images_are_read_by_number_in_any_order(data: Path, manifest: ImageManifest) -> None:
     numbers = [8, 0, 3, 3, 6]
-    stored = [jpeg(12, (64, 80)), jpeg(0), jpeg(3), jpeg(3), jpeg(10, (64, 80))]
+    stored = [jpeg(12, size=(64, 80)), jpeg(0), jpeg(3), jpeg(3), jpeg(10, size=(64, 80))]
     views = source(manifest).read_images(numbers)
     assert np.array_equal(views, np.stack([evaluation_view(image, 16) for image in stored]))
     assert source(manifest).read_images([]).shape == (0, 16, 16, 3)
@@ -285,29 +277,6 @@ def test_a_directory_of_images_with_a_json_of_captions(tmp_path: Path) -> None:
     views = pairs.read_images([0, 1])
     assert np.array_equal(views, np.stack([evaluation_view(jpeg(number), 16) for number in (1, 3)]))
     assert everything(pairs)["image_ids"].tolist() == [0, 0, 1, 1]
-
-
-def test_ranges_of_a_filesystem_that_is_not_local_are_read_in_order() -> None:
-    memory = MemoryFileSystem()
-    contents = {f"/bucket/{number}": np.random.default_rng(number).bytes(1000) for number in range(3)}
-    for path, content in contents.items():
-        memory.pipe(path, content)
-    reader = RangeReader(fs.PyFileSystem(fs.FSSpecHandler(memory)))
-    rng = np.random.default_rng(0)
-    ranges = [ByteRange(f"/bucket/{rng.integers(3)}", int(rng.integers(1000)), 50) for _ in range(200)]
-    assert (
-        list(reader.stream(ranges))
-        == reader.read(ranges)
-        == [contents[path][at : at + size] for path, at, size in ranges]
-    )
-    with pytest.raises(FileNotFoundError):
-        reader.read([ByteRange("/bucket/9", 0, 1)])
-    # A stream reads 64 MiB at a time, so a file that is gone is not noticed before its turn.
-    memory.pipe("/bucket/large", bytes(2**26))
-    stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
-    assert len(next(stream)) == 2**26
-    with pytest.raises(FileNotFoundError):
-        next(stream)
 
 
 def test_impossible_options_are_refused_by_name(manifest: ImageManifest) -> None:

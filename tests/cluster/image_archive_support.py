@@ -1,0 +1,42 @@
+"""Makes JPEGs of noise and tars, and reads archives of images."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipelines.images.archives import list_image_archives, read_samples
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.samples import ImageSample
+from pipelines.problems import Problem
+
+Members = Iterable[tuple[str, bytes]]
+
+
+def jpeg(seed: int = 0, size: tuple[int, int] = (20, 16)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def tar(members: Members) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def read(path: Path, data: bytes, captions: CaptionFile | None = None) -> tuple[list[ImageSample], list[Problem]]:
+    path.write_bytes(data)
+    (archive,) = list_image_archives(str(path))
+    items = list(read_samples(str(path), archive, captions))
+    return [i for i in items if isinstance(i, ImageSample)], [i for i in items if isinstance(i, Problem)]
