@@ -20,15 +20,12 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.presets.language_models import PRESETS
-
-Variant = Literal["bare", "bare + statistics", "DeepSpeed + statistics", "job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

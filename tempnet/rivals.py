@@ -20,7 +20,6 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import t as student
 from torch import Tensor
 
-CONSTANTS = ("best_constant", "mean_shift")
 # Tolerance in log τ. A loss is quadratic near its minimum, so this affects only the sixth digit of the loss.
 _TOLERANCE = 1e-3
 

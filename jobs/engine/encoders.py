@@ -97,6 +97,6 @@ def check_vocabulary(
     num_embeddings = next(encoder.get_input_embeddings().parameters()).shape[0]
     if len(tokenizer) > num_embeddings:
         raise ValueError(
-            f"data.tokenizer = {tokenizer_name!r} has {len(tokenizer)} tokens, more than the {num_embeddings} of the "
-            f"{what}: use the encoder's own tokenizer"
+            f"data.tokenizer = {tokenizer_name!r} has {len(tokenizer)} tokens, more than the {num_embeddings} "
+            f"embeddings of the {what}: use the encoder's own tokenizer"
         )

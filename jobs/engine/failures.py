@@ -193,7 +193,7 @@ class RestartPolicy(DefaultFailurePolicy):
         if waited >= self._max_wait_seconds:
             return FailureDecision.RAISE
         self._say(
-            f"{_describe_wait(failure)} since {waited / 60:.3g} minutes; the run waits for at most "
+            f"{_describe_wait(failure)} for {waited / 60:.3g} minutes now; the run waits for at most "
             f"{self._max_wait_seconds / 60:g} (run.max_wait_minutes)"
         )
         return FailureDecision.RETRY

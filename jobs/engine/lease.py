@@ -105,7 +105,10 @@ class Lease:
     def _wait_until_dead(self, held: dict[str, Any]) -> None:
         is_here = held.get("machine") == self._owner["machine"]
         seconds = _SECONDS_TO_END if is_here else self._seconds_to_expire
-        print(f"{self._directory} is held by {_name(held)}: looking for {seconds:g} s whether that lives", flush=True)
+        print(
+            f"{self._directory} is held by {_name(held)}: waiting {seconds:g} s to see whether that is still alive",
+            flush=True,
+        )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds_between_beats / 2))

@@ -101,7 +101,7 @@ def search_tau_max(job: TauMax, network: TempNet, temperatures_of_texts: Callabl
         if number > 1 and uncertainty <= job.tolerance:
             return uncertainty
     raise CalibrationError(
-        f"after {job.max_rounds} rounds the mean temperature is only known to ± {uncertainty:.4f}, wanted is "
+        f"after {job.max_rounds} rounds the mean temperature is only known to ± {uncertainty:.4f}, but the tolerance is "
         f"{job.tolerance:g}: generate more (num_new_tokens, num_prompts), or allow a larger tolerance"
     )
 

@@ -52,7 +52,7 @@ class LabelledSection:
         if bool(self.file) == bool(self.directory):
             raise ValueError("data: give either data.directory, in SentEval's layout, or data.file")
         if unknown := [name for name in self.tasks if name not in TASK_NAMES]:
-            raise ValueError(f"data.tasks: {unknown[0]!r} is unknown: choose of {', '.join(TASK_NAMES)}")
+            raise ValueError(f"data.tasks: {unknown[0]!r} is unknown: choose from {', '.join(TASK_NAMES)}")
         if again := twice(self.tasks):
             raise ValueError(f"data.tasks names {again!r} twice")
         if self.file and self.tasks:

@@ -59,7 +59,7 @@ def check_folds(task: SentenceTask, examples: Examples, num_folds: int) -> None:
         what = f"class {task.class_names[smallest]!r} of {task.name} has {count} of the {len(examples)} sentences"
         if count < 2:
             raise ValueError(
-                f"{what}, too few to be trained on and held out: choose more data.num_examples, or fewer classes"
+                f"{what}, too few to be trained on and held out: choose a larger data.num_examples, or fewer classes"
             )
         raise ValueError(f"grid.num_folds = {num_folds}: {what}; choose at most {count}")
 

@@ -60,7 +60,7 @@ def base_config(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
         if model.architecture == "gpt2":
             base.resid_pdrop = base.embd_pdrop = base.attn_pdrop = model.dropout
         elif model.dropout:
-            raise ValueError(f"model.dropout = {model.dropout:g} is only known for model.architecture = 'gpt2'")
+            raise ValueError(f"model.dropout = {model.dropout:g} is supported only for model.architecture = 'gpt2'")
     if vocab_size > base.vocab_size:
         raise ValueError(
             f"data.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, more than the vocabulary of "
@@ -172,5 +172,7 @@ def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> T
     network = TempNet.from_pretrained(local_copy(config.temperature.path)).train()
     network.set_tau_max_eval(None)
     if network.config != wanted:
-        raise ValueError(f"temperature.path = {config.temperature.path!r} holds {network.config}, wanted is {wanted}")
+        raise ValueError(
+            f"temperature.path = {config.temperature.path!r} was saved with {network.config}, but this run needs {wanted}"
+        )
     return network

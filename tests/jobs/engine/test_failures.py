@@ -99,7 +99,7 @@ def test_waiting_for_room_is_told_every_minute_and_has_an_end(
 
     assert [wait() for _ in range(3)] == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
     assert capsys.readouterr().out.splitlines() == [
-        f"no room for 2 workers, as nodes are lost or busy, since {minutes} minutes; the run waits for at most 3 "
+        f"no room for 2 workers, as nodes are lost or busy, for {minutes} minutes now; the run waits for at most 3 "
         "(run.max_wait_minutes)"
         for minutes in (1, 2)
     ]

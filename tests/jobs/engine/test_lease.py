@@ -106,7 +106,7 @@ def test_a_dead_driver_of_another_machine_expires(tmp_path: Path, capsys: pytest
     started = time.monotonic()
     with fast(tmp_path):
         assert 1.0 <= time.monotonic() - started < 3.0
-    assert "held by process 7 on far: looking for 1 s whether that lives" in capsys.readouterr().out
+    assert "held by process 7 on far: waiting 1 s to see whether that is still alive" in capsys.readouterr().out
 
 
 def test_a_driver_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
