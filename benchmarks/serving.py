@@ -66,7 +66,9 @@ def main(arguments: Arguments) -> None:
         f"({min(ratios):.3f} to {max(ratios):.3f})"
     )
     print(f"share of the products of a step: {products / arguments.num_parameters:.4%}")
-    print(f"share of the bytes of a step without its key-value cache: {of_network / (2 * arguments.num_parameters):.4%}")
+    print(
+        f"share of the bytes of a step without its key-value cache: {of_network / (2 * arguments.num_parameters):.4%}"
+    )
 
 
 if __name__ == "__main__":
