@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PEERS := cut-cross-entropy==25.1.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,12 @@ docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as e
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
 	touch $@
+
+# Setuptools would pack what an earlier build has left in build/, even if its source is gone.
+wheel: setup  ## Build the library alone, tempnet/ without the jobs and the pipelines, as a wheel in dist/
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
 
 lock: setup  ## Write requirements.lock from what is installed in .venv
 	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' ) > requirements.lock.new

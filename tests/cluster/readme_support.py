@@ -18,6 +18,8 @@ RUN_BY = {
     "make run": "test_readme_text.py::test_what_make_run_runs",
     # `make test` runs all tests, so none of them can run it. This one checks that it includes every cluster test.
     "make test": "../test_readme.py::test_every_cluster_test_is_in_one_part_of_make_test",
+    "make wheel": "../test_wheel.py::test_the_wheel_holds_the_library_alone",
+    "pip install dist/*": "../test_wheel.py::test_it_works_with_its_dependencies_alone",
     "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
     "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
     "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",

@@ -1,0 +1,96 @@
+"""Custom logit processor for SGLang (`--enable-custom-logit-processor`).
+
+A request names the processor by `TempNetLogitProcessor.to_str()`, and its `custom_params` are the arguments that
+`tempnet.serving.settings` describes; naming the processor switches it on. The server's TempNet is that of
+TEMPNET_PATH. SGLang makes a new processor for every batch, so the network is loaded once per process and device.
+
+SGLang applies custom processors first in its sampler, before the temperature, but penalties, biases and grammars
+come earlier and are not visible here: do not combine them with it, and leave the request's temperature at 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tempnet.loading import load_tempnet
+from tempnet.serving.batch import BatchTemperatures
+from tempnet.serving.settings import PATH_VARIABLE, RequestTemperature, network_path
+
+_log = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(source: str, device: torch.device) -> BatchTemperatures:
+    return BatchTemperatures(load_tempnet(source), device)
+
+
+class _Processor:
+    """Custom logit processor that divides logits by predicted temperatures; see the docstring of this module."""
+
+    def __call__(self, logits: Tensor, custom_param_list: Sequence[Mapping[str, Any] | None] | None = None) -> Tensor:
+        """Return logits/τ, changed in place.
+
+        Args:
+            logits: (n, V or more) raw logits of the requests that named this processor.
+            custom_param_list: arguments of each request; None for a request without any.
+
+        Raises:
+            RuntimeError: if TEMPNET_PATH is not set.
+            ValueError: if the model has fewer logits than the TempNet reads.
+        """
+        if (source := network_path()) is None:
+            raise RuntimeError(f"{PATH_VARIABLE} is not set: start the server with the path of a TempNet in it")
+        temperatures = _load(source, logits.device)
+        temperatures.check_logits(logits.shape[-1])
+        on: dict[int, float] = {}
+        for row, arguments in enumerate(custom_param_list or [None] * len(logits)):
+            if (tau_max := _tau_max(arguments, temperatures.tau_max)) is not None:
+                on[row] = tau_max
+        if not on:
+            return logits
+        rows = None if len(on) == len(logits) else temperatures.to_device(list(on), torch.int64)
+        return temperatures.divide(logits, temperatures.to_device(list(on.values())), rows=rows)
+
+
+def _tau_max(arguments: Mapping[str, Any] | None, own: float) -> float | None:
+    """Return τ_max of a request, or None for a request that switches the TempNet off.
+
+    An exception here would end the server, and SGLang has no earlier place to refuse a request, so that one with
+    wrong arguments is served without a TempNet.
+    """
+    try:
+        asked = RequestTemperature.parse(arguments)
+    except ValueError as error:
+        _warn_once(str(error))
+        return None
+    if asked.is_on is False:
+        return None
+    return own if asked.tau_max is None else asked.tau_max
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(message: str) -> None:
+    _log.warning("a request is sampled without a TempNet: %s", message)
+
+
+def _interfaces() -> tuple[type, ...]:
+    """Return SGLang's base class, or nothing without SGLang."""
+    try:
+        return (importlib.import_module("sglang.srt.sampling.custom_logit_processor").CustomLogitProcessor,)
+    except ImportError:
+        return ()
+
+
+TempNetLogitProcessor = types.new_class(
+    "TempNetLogitProcessor",
+    (_Processor, *_interfaces()),
+    exec_body=lambda namespace: namespace.update(__module__=__name__, __doc__=_Processor.__doc__),
+)

@@ -1,0 +1,264 @@
+"""Tests of the vLLM processor: τ of every row is that of Transformers, however the requests of a batch come and go."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.inference import TemperatureLogitsProcessor
+from tests.tempnet.serving.stand_ins import V1, V2, put_in_place
+
+VOCABULARY, NUM_LOGITS = 61, 64
+MODEL = SimpleNamespace(model_config=SimpleNamespace(model=""))
+
+
+@pytest.fixture
+def network() -> TempNet:
+    torch.manual_seed(1)
+    network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.5, hidden_size=16, num_prototypes=8))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    network.set_tau_max_eval(1.4)
+    return network.eval()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, network: TempNet, tmp_path: Path) -> Callable[[str], Any]:
+    """Return the function that imports a processor beside the interfaces, with a TempNet for the server to find."""
+    network.save_pretrained(tmp_path / "tempnet")
+    monkeypatch.setenv("TEMPNET_PATH", str(tmp_path))
+    return put_in_place(monkeypatch)
+
+
+def parameters(arguments: dict[str, Any] | None = None, **others: Any) -> Any:
+    return importlib.import_module("vllm").SamplingParams(extra_args=arguments, **others)
+
+
+CHOICES: list[tuple[dict[str, Any] | None, float | None]] = [
+    (None, None), ({"tempnet": True}, 1.4), ({"tempnet_tau_max": 0.7}, 0.7), ({"tempnet_tau_max": 3, "tempnet": 1}, 3.0),
+    ({"tempnet": 0, "tempnet_tau_max": 0.7}, None), ({"other": 5}, None), ({"tempnet": "off"}, None),
+]  # fmt: skip
+"""Arguments of a request, and the τ_max at which it is sampled; None: without a TempNet."""
+
+
+def as_in_transformers(network: TempNet, logits: Tensor, tau_max: list[float | None]) -> Tensor:
+    """Return the logits as `TemperatureLogitsProcessor` makes them, each row with a network of its own τ_max."""
+    rows = []
+    for row, high in zip(logits, tau_max, strict=True):
+        own = copy.deepcopy(network)
+        if high is not None:
+            own.set_tau_max_eval(high)
+        row = row.unsqueeze(0)
+        rows.append(row if high is None else TemperatureLogitsProcessor(own)(torch.zeros(1, 1), row))
+    return torch.cat(rows)
+
+
+class Batch:
+    """A persistent batch that changes as vLLM's V1 documents it.
+
+    In every step requests leave; new ones take the free rows, lowest first, and then rows at the end; requests at the
+    end move into the rows that are still free; some swap places. The processor is told what was removed, added and
+    moved, in this order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rows: list[float | None] = []
+
+    def step(self) -> Any:
+        """Change the batch and return the update, or None for no change."""
+        interface = importlib.import_module(V1)
+        draw = self.random
+        removed = sorted(
+            draw.sample(range(len(self.rows)), draw.randint(0, len(self.rows)) if draw.random() < 0.5 else 0)
+        )
+        free = list(removed)
+        added, moved = [], []
+        rows: list[Any] = ["free" if row in removed else tau_max for row, tau_max in enumerate(self.rows)]
+        for _ in range(draw.randint(0, 4) if len(self.rows) < 12 else 0):
+            row = free.pop(0) if free else len(rows)
+            arguments, tau_max = draw.choice(CHOICES)
+            prompt: list[int] | None = draw.choice([None, [], [5, -1, 7]])
+            added.append((row, parameters(arguments), prompt, draw.choice([[], [-1], [3, -1, -1]])))
+            rows[row : row + 1] = [tau_max]
+        while free:
+            while rows and rows[-1] == "free":
+                rows.pop()
+                free.pop()
+            if free:
+                moved.append((len(rows) - 1, free[0], interface.MoveDirectionality.UNIDIRECTIONAL))
+                rows[free.pop(0)] = rows.pop()
+        for _ in range(draw.randint(0, 2) if len(rows) > 1 else 0):
+            first, second = draw.sample(range(len(rows)), 2)
+            moved.append((first, second, interface.MoveDirectionality.SWAP))
+            rows[first], rows[second] = rows[second], rows[first]
+        self.rows = rows
+        left = [row for row in removed if row not in [one[0] for one in added]]
+        update = interface.BatchUpdate(batch_size=len(rows), removed=left[::-1], added=added, moved=moved)
+        return update if left or added or moved else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_keep_their_temperatures_while_requests_come_go_and_move(
+    fresh: Callable[[str], Any], network: TempNet, seed: int
+) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, torch.device("cpu"), False)
+    batch = Batch(seed)
+    torch.manual_seed(seed)
+    mixed = 0
+    for _ in range(40):
+        processor.update_state(batch.step())
+        logits = torch.randn(len(batch.rows), NUM_LOGITS) * 3
+        mixed += len(set(batch.rows)) > 2
+        if batch.rows:
+            expected = as_in_transformers(network, logits, batch.rows)
+            torch.testing.assert_close(processor.apply(logits.clone()), expected, rtol=1e-5, atol=1e-5)
+    assert mixed > 10
+    assert int(processor.temperatures.num_masked) == 0
+
+
+def slot_context(slots: list[int], num_rows_of_each: list[int]) -> Any:
+    """Return what the newer model runner says of a step: which slot each request and each row belongs to."""
+    rows = [slot for slot, number in zip(slots, num_rows_of_each, strict=True) for _ in range(number)]
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots, dtype=np.int32),
+        idx_mapping=torch.tensor(slots, dtype=torch.int32),
+        expanded_idx_mapping=torch.tensor(rows, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: TempNet, num_drafts: int) -> None:
+    state = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=10, vocab_size=NUM_LOGITS)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, state)
+    draw = random.Random(num_drafts)
+    held: dict[int, float | None] = {}
+    for _ in range(60):
+        for slot in draw.sample(sorted(held), draw.randint(0, len(held) // 2)):
+            del held[slot]  # it is not told: slots are used again
+        for slot in draw.sample([slot for slot in range(10) if slot not in held], draw.randint(0, 10 - len(held))):
+            arguments, held[slot] = draw.choice(CHOICES)
+            assert processor.add_request(slot, parameters(arguments)) == (held[slot] is not None)
+        processor.apply_staged_writes()
+        slots = draw.sample(sorted(held), draw.randint(0, len(held)))
+        if not slots:
+            continue
+        context = slot_context(slots, [1 + draw.randint(0, num_drafts) for _ in slots])
+        rows = context.expanded_idx_mapping.tolist()
+        logits = torch.randn(len(rows), NUM_LOGITS) * 3
+        made = processor.apply(logits.clone(), context)
+        expected = as_in_transformers(network, logits, [held[slot] for slot in rows])
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_of_both_interfaces_and_found_by_its_entry_point(fresh: Callable[[str], Any]) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor
+    assert all(issubclass(processor, importlib.import_module(name).LogitsProcessor) for name in (V1, V2))
+    (point,) = (point for point in declared_entry_points() if point[0] == "tempnet")
+    module, _, name = point[1].partition(":")
+    assert getattr(importlib.import_module(module), name) is processor
+    assert not processor(MODEL, torch.device("cpu"), False).is_argmax_invariant()
+
+
+def declared_entry_points() -> list[tuple[str, str]]:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    return list(project["entry-points"]["vllm.logits_processors"].items())
+
+
+@pytest.mark.parametrize("missing", [V1, V2])
+def test_one_interface_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, network: TempNet, tmp_path: Path, missing: str
+) -> None:
+    processor = put_in_place(monkeypatch, without=missing)("vllm").TempNetLogitsProcessor
+    bases = {base.__module__ for base in processor.__mro__}
+    assert len(bases & {V1, V2, "tests.tempnet.serving.stand_ins", f"{V1}.interface", f"{V2}.interface"}) == 1
+
+
+def test_without_a_tempnet_it_does_nothing(
+    fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TEMPNET_PATH")
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, torch.device("cpu"), False)
+    logits = torch.randn(3, NUM_LOGITS)
+    processor.update_state(Batch(0).step())
+    assert processor.apply(logits) is logits
+    served = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    assert fresh("vllm").TempNetLogitsProcessor(served, torch.device("cpu"), False).temperatures is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others", "message"),
+    [
+        ({"tempnet": True}, {"temperature": 0.7}, r"temperature = 0\.7 changes the logits"),
+        ({"tempnet": True}, {"temperature": 0.0}, r"temperature = 0\.0 changes the logits"),
+        ({"tempnet_tau_max": 1.0}, {"min_tokens": 3}, "min_tokens = 3"),
+        ({"tempnet": 1}, {"presence_penalty": 0.5}, r"presence_penalty = 0\.5"),
+        ({"tempnet": 1}, {"logit_bias": {3: 1.0}}, "logit_bias = "),
+        ({"tempnet": "perhaps"}, {}, "tempnet = 'perhaps' is none of"),
+        ({"tempnet_tau_max": -1}, {}, "tempnet_tau_max = -1 must be a finite number above 0"),
+        ({"tempnet_tau_max": math.nan}, {}, "tempnet_tau_max = nan"),
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_have_it_is_refused(
+    fresh: Callable[[str], Any], arguments: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor
+    with pytest.raises(ValueError, match=message):
+        processor.validate_params(parameters(arguments, **others))
+    processor.validate_params(parameters({**arguments, "tempnet": False, "tempnet_tau_max": 1.0}, **others))
+    processor.validate_params(parameters({"tempnet": True}, temperature=1.0))
+    processor.validate_params(parameters(None, **others))
+
+
+def test_by_default_every_request_that_can_have_it_has_it(
+    fresh: Callable[[str], Any], network: TempNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEMPNET_DEFAULT", "on")
+    interface = importlib.import_module(V1)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, torch.device("cpu"), False)
+    asked = [
+        parameters(),
+        parameters({"tempnet": False}),
+        parameters(temperature=0.5),
+        parameters({"tempnet": "nonsense"}),
+    ]
+    added = [(row, one, None, []) for row, one in enumerate(asked)]
+    processor.update_state(interface.BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
+    logits = torch.randn(4, NUM_LOGITS)
+    made = processor.apply(logits.clone())
+    torch.testing.assert_close(made, as_in_transformers(network, logits, [1.4, None, None, None]), rtol=1e-5, atol=1e-5)
+
+
+def test_masked_rows_keep_their_logits_and_are_counted(fresh: Callable[[str], Any], network: TempNet) -> None:
+    interface = importlib.import_module(V1)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, torch.device("cpu"), False)
+    added = [(row, parameters({"tempnet": True}), None, []) for row in range(2)]
+    processor.update_state(interface.BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+    logits = torch.randn(2, NUM_LOGITS)
+    logits[1, 5:20] = -math.inf
+    made = processor.apply(logits.clone())
+    torch.testing.assert_close(made[:1], as_in_transformers(network, logits[:1], [1.4]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made[1, :VOCABULARY], logits[1, :VOCABULARY])
+    assert int(processor.temperatures.num_masked) == 1
+
+
+def test_a_model_with_fewer_logits_is_refused(fresh: Callable[[str], Any]) -> None:
+    state = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=2, vocab_size=VOCABULARY - 1)
+    with pytest.raises(ValueError, match="vocabulary of 61, the served model has 60 logits"):
+        fresh("vllm").TempNetLogitsProcessor(MODEL, state)

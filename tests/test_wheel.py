@@ -1,0 +1,158 @@
+"""Test the wheel of the library: what it holds, and that it works where nothing but its dependencies is installed.
+
+The environment of the test is new and downloads nothing: links bring in the distributions that the wheel's metadata
+name, and those that they name, from the environment of the tests. Ray, DeepSpeed and MLflow are not among them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from email import message_from_bytes
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+NOT_FOR_THE_LIBRARY = ["ray", "deepspeed", "mlflow", "pyarrow", "lm_eval", "tyro", "matplotlib", "jobs", "pipelines"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel by the recipe of `make wheel`, from a copy of the sources, and return its path."""
+    at = tmp_path_factory.mktemp("wheel")
+    command = [
+        "git",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "*.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (at / name).parent.mkdir(parents=True, exist_ok=True)
+            (at / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        "make",
+        "--dry-run",
+        "--old-file=.venv/.ready",
+        f"--file={ROOT}/Makefile",
+        f"BIN={Path(sys.executable).parent}",
+    ]
+    recipe = subprocess.run([*command, "wheel"], cwd=at, capture_output=True, text=True, check=True)
+    assert "pip wheel" in recipe.stdout
+    subprocess.run(["bash", "-ec", recipe.stdout], cwd=at, check=True)
+    (built,) = (at / "dist").iterdir()
+    return built
+
+
+def required(requirements: list[str], extra: str = "") -> Iterator[Requirement]:
+    """Yield the requirements that apply here, with those that only an extra brings if it is named."""
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def closure(requirements: list[str]) -> dict[str, Distribution]:
+    """Return the installed distributions that requirements name, and those that they name in turn."""
+    found: dict[str, Distribution] = {}
+    waiting = list(required(requirements))
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name not in found:
+            found[name] = distribution(name)
+            assert requirement.specifier.contains(found[name].version), requirement
+            waiting += required(found[name].requires or [])
+    return found
+
+
+def link_into(site: Path, distributions: list[Distribution]) -> None:
+    """Link all top-level files and directories of distributions into a directory."""
+    for one in distributions:
+        for file in one.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(Path(str(one.locate_file(top))))
+
+
+def metadata_of(wheel: Path) -> dict[str, list[str]]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        message = message_from_bytes(archive.read(name))
+    return {key: message.get_all(key) or [] for key in ("Requires-Dist", "Requires-Python", "Provides-Extra")}
+
+
+def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "tempnet").rglob("*.py")}
+    assert names == sources
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_extra_brings_what_the_pipeline_pins(wheel: Path) -> None:
+    metadata = metadata_of(wheel)
+    assert "pipeline" in metadata["Provides-Extra"]
+    light = {requirement.name for requirement in required(metadata["Requires-Dist"])}
+    assert light == {"huggingface-hub", "safetensors", "scipy", "torch", "transformers"}
+    heavy = {requirement.name for requirement in required(metadata["Requires-Dist"], "pipeline")}
+    assert {"ray", "deepspeed", "mlflow", "pyarrow"} <= heavy - light
+
+
+SCRIPT = f"""
+import importlib, importlib.util, pkgutil, sys, warnings
+assert not [name for name in {NOT_FOR_THE_LIBRARY} if importlib.util.find_spec(name)]
+import tempnet
+assert not [name for name in ("transformers", "scipy") if name in sys.modules], "import tempnet is quick"
+for module in pkgutil.walk_packages(tempnet.__path__, "tempnet."):
+    if module.name != "tempnet.softmax.triton_kernels":  # needs Triton, which a CUDA build of PyTorch brings
+        importlib.import_module(module.name)
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from tempnet import TempNet, TempNetConfig
+from tempnet.inference import TemperatureLogitsProcessor, generate
+from tempnet.loading import load_causal_lm
+base = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+base.save_pretrained(sys.argv[1])
+TempNet(TempNetConfig.for_logits(50, rho=1.0)).save_pretrained(sys.argv[1] + "/tempnet")
+model, network = load_causal_lm(sys.argv[1])
+made = generate(model, network, input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
+assert made.temperatures.shape == (1, 4)
+
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.logits_processors")
+assert point.load().__name__ == "TempNetLogitsProcessor"
+print("works")
+"""
+
+
+def test_it_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "fresh", with_pip=False)
+    python = tmp_path / "fresh/bin/python"
+    (site,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
+    distributions = closure(metadata_of(wheel)["Requires-Dist"])
+    assert not {"ray", "deepspeed", "mlflow"} & set(distributions)
+    link_into(site, list(distributions.values()))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    done = subprocess.run(
+        [python, "-I", "-W", "ignore", "-c", SCRIPT, str(tmp_path / "model")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "works\n"), done.stderr
