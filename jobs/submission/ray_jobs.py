@@ -20,6 +20,7 @@ from jobs.submission.entrypoint import Entrypoint
 from jobs.submission.environment import runtime_environment, sent_revision
 
 _SECONDS_BETWEEN_TRIES = 2.0
+_SECONDS_TO_ANSWER = 10.0  # for a cluster that was not reached before
 _SIGKILL = 9
 # What Ray reports when a job ended without its own doing. Errors of the runtime environment and of the command are not
 # among them: a further submission would fail in the same way.
@@ -85,10 +86,15 @@ class Submitter:
                 raise
 
     def _connect(self, *, wait: bool) -> JobSubmissionClient:
-        """Return a client whose server answers; wait for the server for as long as the request allows."""
+        """Return a client whose server answers.
+
+        Args:
+            wait: whether to wait for as long as the request allows, and not only for some seconds.
+        """
         # Ray prefers this variable to the argument of the client.
         os.environ["RAY_API_SERVER_ADDRESS"] = self._address
-        deadline = time.monotonic() + 60 * self._request.max_wait_minutes
+        started = time.monotonic()
+        deadline = started + (60 * self._request.max_wait_minutes if wait else _SECONDS_TO_ANSWER)
         is_told = False
         while True:
             try:
@@ -98,13 +104,13 @@ class Submitter:
                     f"the cluster at {self._address} refuses this token: set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN"
                 ) from error
             except (OSError, RuntimeError, requests.RequestException) as error:
-                if not wait or time.monotonic() > deadline:
-                    waited = f" within {self._request.max_wait_minutes:g} minutes" if wait else ""
+                if time.monotonic() > deadline:
+                    cause = error.__cause__ or error.__context__ or error  # Ray's own error names only the address
                     raise SubmissionError(
-                        f"no Ray job server answers at {self._address}{waited} ({_first_line(error)}): start the cluster, "
-                        "or correct --address"
+                        f"no Ray job server answers at {self._address} within {time.monotonic() - started:.0f} s "
+                        f"({_first_line(cause)}): start the cluster, or correct --address"
                     ) from error
-                if not is_told:
+                if wait and not is_told:
                     _say(f"the cluster does not answer; waiting for it for {self._request.max_wait_minutes:g} minutes")
                     is_told = True
                 time.sleep(_SECONDS_BETWEEN_TRIES)

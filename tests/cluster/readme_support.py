@@ -27,6 +27,7 @@ RUN_BY = {
     ),
     "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
     "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
+    "jobs.runs *": "test_train_lm.py::test_the_run_is_listed",
     "jobs.submit ray *": "test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
     "jobs.submit render *": "../jobs/submission/test_readme_lines.py::test_rendering",
     "jobs.submit rayjob *": "../jobs/submission/test_readme_lines.py::test_writing_a_ray_job",
