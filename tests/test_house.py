@@ -1,7 +1,7 @@
 """Test the direction of imports: jobs/ imports everything; tempnet/ and pipelines/ import neither jobs/ nor each other.
 
-Inside jobs/, commands import studies, studies import scoring, scoring imports tasks, and tasks import the engine; no
-import goes in the other direction. Files and functions stay short enough to be read in one go."""
+Inside jobs/, commands import submission and studies, studies import scoring, scoring imports tasks, and tasks import the
+engine; no import goes in the other direction. Files and functions stay short enough to be read in one go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHELVES = ["engine", "tasks", "scoring", "studies"]
+SHELVES = ["engine", "tasks", "scoring", "studies", "submission"]
 """Folders of jobs/, lowest first: each may import itself and those before it. The commands, `jobs/*.py`, come last."""
 
 

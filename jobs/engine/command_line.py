@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import os
 import signal
 import sys
 import traceback
@@ -16,6 +17,7 @@ import tyro
 
 from jobs.engine.hints import with_hint
 from jobs.engine.identity import flat_fields
+from jobs.engine.locked import LOCKED_VARIABLE, check_locked
 from jobs.engine.masking import masked
 
 Config = TypeVar("Config")
@@ -108,6 +110,11 @@ def refusals_on_one_line() -> Iterator[None]:
 
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a job on the arguments of this process and exit with its status."""
+    if os.environ.get(LOCKED_VARIABLE):
+        try:
+            check_locked()
+        except ValueError as error:
+            fail(str(error))
     try:
         raise SystemExit(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -25,6 +25,8 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
+from jobs.engine.masking import masked
+from jobs.engine.progress import note_failure
 from jobs.engine.resumption import find_resumption, registered_step
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -183,7 +185,9 @@ class RestartPolicy(DefaultFailurePolicy):
             number = f"{self._worker_group_failures} of {self.failure_config.max_failures}"
             if self._worker_group_failures == num_before:
                 number = "that does not count, as a node was taken away"
-            self._say(f"{describe_failure(error)}; restart {number}, from step {registered_step(self._directory)}")
+            cause, step = describe_failure(error), registered_step(self._directory)
+            note_failure(self._directory, masked(cause), step=step, is_final=False)
+            self._say(f"{cause}; restart {number}, from step {step}")
         return decision
 
     def _wait(self, failure: Exception) -> FailureDecision:

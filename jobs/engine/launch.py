@@ -21,14 +21,16 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console
-from jobs.engine.failures import explain_end
+from jobs.engine.failures import describe_failure, explain_end
 from jobs.engine.identity import differences, fixed_values, flatten
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
+from jobs.engine.progress import note_failure
 from jobs.engine.recording import RecordModels, keep_end, record_end
-from jobs.engine.resumption import find_resumption, write_snapshot
+from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
 from jobs.engine.rivals import verdict
+from jobs.engine.run_list import describe_run
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
@@ -99,6 +101,8 @@ def train(
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:
             return outcome  # another driver held the lease until now and finished the run
+        if so_far := describe_run(config.run.directory):
+            print(so_far, flush=True)
         prepared.write_records(config.run.directory)
         tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
@@ -178,10 +182,13 @@ def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
 
 @contextmanager
 def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: RecordModels | None) -> Iterator[None]:
-    """Register the checkpoints as models in MLflow if the run fails inside the block."""
+    """Note the cause and register the checkpoints as models in MLflow if the run fails inside the block."""
     try:
         yield
-    except (FatalTrainingError, TrainingFailedError):
+    except (FatalTrainingError, TrainingFailedError) as error:
+        directory = plan.config.run.directory
+        cause = describe_failure(error) if isinstance(error, TrainingFailedError) else str(error)
+        note_failure(directory, masked(cause), step=registered_step(directory), is_final=True)
         if tracked and record_models is not None:
             with survive_outage("the checkpoints"):
                 record_models(plan.config, tracked, None)

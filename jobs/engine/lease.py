@@ -71,7 +71,7 @@ class Lease:
             RunIsTakenError: if another owner holds it and is alive.
         """
         held = self._read()
-        if held is not None and not _is_ended_here(held):
+        if held is not None and not is_ended_here(held):
             self._wait_until_dead(held)
         filesystem, path = resolve(self._directory)
         filesystem.create_dir(path, recursive=True)
@@ -113,7 +113,7 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._seconds_between_beats / 2))
             now = self._read()
-            if now is None or _is_ended_here(now):
+            if now is None or is_ended_here(now):
                 return
             if now != held and not is_here:
                 raise self._taken(now)
@@ -176,8 +176,8 @@ def _process() -> dict[str, Any]:
     return {"pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def _is_ended_here(held: dict[str, Any]) -> bool:
-    """Return whether the owner was a process of this machine that has ended; its process ID may belong to another."""
+def is_ended_here(held: dict[str, Any]) -> bool:
+    """Return whether a lease is of a process of this machine that has ended; its process ID may belong to another."""
     if held.get("machine") != _machine():
         return False
     try:

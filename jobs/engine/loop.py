@@ -35,6 +35,7 @@ from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, 
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
+from jobs.engine.progress import ProgressNotes
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
@@ -86,7 +87,9 @@ class TrainingLoop:
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
         self.system_metrics: SystemMetrics | None = None
+        self.notes: ProgressNotes | None = None
         if self.is_first:
+            self.notes = ProgressNotes(config.run.directory)
             self.progress = Progress(
                 job.mailbox,
                 num_steps=config.run.num_steps,
@@ -146,6 +149,8 @@ class TrainingLoop:
 
     def close(self) -> list[list[Any]]:
         """Send the remaining metrics to MLflow and return those that could not be sent (`MetricLogger.unsent`)."""
+        if self.notes:
+            self.notes.close()
         if self.system_metrics:
             self.system_metrics.close()
         if self.metrics is None:
@@ -226,6 +231,9 @@ class TrainingLoop:
             self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
         if self.progress:
             self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
+        if self.notes:
+            seconds = self.total.seconds / (self.step - self.first_step)
+            self.notes.note(self.step, loss=values[-1], tau_mean=summary.get("tau_mean"), seconds_per_step=seconds)
         self.since_report = Pace()
 
     def _describe_bad_step(self, step: int, value: float) -> str:

@@ -99,6 +99,16 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     assert scores["validation/cross_entropy_tau"] == pytest.approx(reference["validation"]["cross_entropy_tau"])
 
 
+def test_the_run_is_listed(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = lines_like("jobs.runs *")
+    run_line(line, "--json")
+    runs = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    (run,) = (run for run in runs if run["name"] == "gpt2-scratch-small")
+    assert (run["state"], run["step"], run["num_steps"], run["failure"]) == ("finished", 40, 40, "")
+    assert run["loss"] == pytest.approx(history(reference, "train/loss")[40])
+    assert run["tau_mean"] == pytest.approx(reference["validation"]["tau_mean"])
+
+
 def test_the_export_loads_without_this_project_and_scores_the_same(
     reference: dict[str, Any], home_directory: Path
 ) -> None:

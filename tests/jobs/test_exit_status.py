@@ -35,6 +35,8 @@ REFUSED = {
     "prepare_images": ["--source", "nowhere"],
     "sample_data": ["--vocab-size", "1"],
     "revision": ["nowhere"],
+    "runs": ["nowhere"],
+    "submit": ["ray", "--address", "http://head:8265", "--working-dir", "nowhere", "--", "train_lm", "gpt2-scratch"],
 }
 """Maps each job to arguments that name something missing or impossible."""
 

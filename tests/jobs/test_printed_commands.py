@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import tyro
 
-from jobs import calibrate, prepare_images, prepare_text, reproduce, revision, sample_data, train_clip, train_lm
+from jobs import (
+    calibrate,
+    prepare_images,
+    prepare_text,
+    reproduce,
+    revision,
+    runs,
+    sample_data,
+    submit,
+    train_clip,
+    train_lm,
+)
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
@@ -64,7 +75,9 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "prepare_text": of(prepare_text.PrepareTextJob),
     "reproduce": reproduce.parse,
     "revision": revision.main,
+    "runs": of(runs.RunsConfig),
     "sample_data": of(sample_data.SampleDataConfig),
+    "submit": submit.parse,
 }
 
 

@@ -21,7 +21,7 @@ PRESETS = {
 }
 """Maps each job that has presets to one of them."""
 OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "generate", "predict_temperatures",
-          "prepare_images", "prepare_text", "revision", "sample_data")  # fmt: skip
+          "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit")  # fmt: skip
 """These jobs have no presets."""
 
 # This script makes all calls of jobs, each with its environment, in one process: one process each would take a minute.

@@ -1,0 +1,185 @@
+"""Lists the runs in a storage with their state, from the files there alone: no Ray and no MLflow is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from pyarrow.fs import FileSelector, FileType
+
+from jobs.engine.console import clock
+from jobs.engine.lease import LEASE_FILE, is_ended_here
+from jobs.engine.progress import FAILURE_FILE, PROGRESS_FILE
+from jobs.engine.resumption import registered_step
+from pipelines.storage import join, read_json, resolve
+
+_SECONDS_TO_EXPIRE = 60.0  # as long as a driver lets a lease of another machine stand
+_NUM_READERS = 16
+_MAX_CAUSE = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What is known of a run."""
+
+    name: str
+    """Name of the run, below the storage."""
+    state: str
+    """finished, running, failed, interrupted or lost: the driver has ended without a word."""
+    step: int
+    """The newest step that is known of; of a run that does not train, the step that it would go on from."""
+    num_steps: int
+    loss: float | None
+    tau_mean: float | None
+    seconds_left: float | None
+    """Seconds of training that remain at the last speed; None if the speed is not known or nothing remains."""
+    failure: str
+    """Why it failed the last time, when, and from which step it went on; empty if it never failed."""
+    last_sign: float
+    """Time of the last sign of life, in seconds since 1970; 0 if there is none."""
+
+
+def list_runs(storage: str, *, now: float | None = None) -> list[RunState]:
+    """Return the training runs in a directory or at a URI, also those one directory deeper, sorted by name.
+
+    Args:
+        storage: directory or URI; a single run's own directory is accepted as well.
+        now: current time in seconds since 1970; None: the clock of this machine.
+
+    Raises:
+        ValueError: if the storage is missing, or its address is not understood.
+        OSError: if it cannot be read.
+    """
+    filesystem, path = resolve(storage)
+    if filesystem.get_file_info(path).type == FileType.NotFound:
+        raise ValueError(f"storage = {storage!r} is missing: give the directory or URI of --run.storage")
+    moment = time.time() if now is None else now
+    names = list(_directories(storage))
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        states = list(pool.map(lambda name: read_run(storage, name, now=moment), ["", *names]))
+        inner = [
+            f"{name}/{child}"
+            for name, state in zip(names, states[1:], strict=True)
+            if state is None
+            for child in _directories(join(storage, name))
+        ]
+        states += pool.map(lambda name: read_run(storage, name, now=moment), inner)
+    return sorted((state for state in states if state is not None), key=lambda state: state.name)
+
+
+def _directories(uri: str) -> Iterator[str]:
+    filesystem, path = resolve(uri)
+    for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)):
+        if entry.type == FileType.Directory:
+            yield entry.base_name
+
+
+def read_run(storage: str, name: str, *, now: float) -> RunState | None:
+    """Return the state of the run with a name, or None if there is no training run in this directory."""
+    directory = join(storage, name) if name else storage
+    configuration = _read(directory, "configuration.json")
+    if "run.num_steps" not in configuration:
+        return None
+    outcome, progress, failure = (_read(directory, file) for file in ("outcome.json", PROGRESS_FILE, FAILURE_FILE))
+    last_sign = max(_last_beat(directory), float(progress.get("time", 0)), float(failure.get("time", 0)))
+    state = _state(directory, outcome, failure, progress, last_sign=last_sign, now=now)
+    num_steps = int(configuration["run.num_steps"])
+    step = int(progress.get("step", 0))
+    if state in ("failed", "interrupted", "lost"):
+        step = registered_step(directory)
+    if state == "finished":
+        step = int(outcome["num_steps"])
+    validation = outcome.get("validation", {})
+    seconds = progress.get("seconds_per_step")
+    left = None if seconds is None or state == "finished" else float(seconds) * (num_steps - step)
+    return RunState(
+        name=name or directory.rstrip("/").rpartition("/")[2],
+        state=state,
+        step=step,
+        num_steps=num_steps,
+        loss=progress.get("loss"),
+        tau_mean=validation.get("tau_mean", progress.get("tau_mean")),
+        seconds_left=left,
+        failure=_describe_failure(failure, now=now),
+        last_sign=last_sign,
+    )
+
+
+def _state(
+    directory: str,
+    outcome: dict[str, Any],
+    failure: dict[str, Any],
+    progress: dict[str, Any],
+    *,
+    last_sign: float,
+    now: float,
+) -> str:
+    if outcome:
+        return "finished"
+    lease = _read(directory, LEASE_FILE)
+    if lease:
+        is_dead = is_ended_here(lease) or now - last_sign > _SECONDS_TO_EXPIRE
+        return "lost" if is_dead else "running"
+    is_newest = float(failure.get("time", 0)) >= float(progress.get("time", 0))
+    return "failed" if failure.get("is_final") and is_newest else "interrupted"
+
+
+def _last_beat(directory: str) -> float:
+    filesystem, path = resolve(join(directory, LEASE_FILE))
+    info = filesystem.get_file_info(path)
+    return info.mtime_ns / 1e9 if info.type == FileType.File and info.mtime_ns else 0.0
+
+
+def _read(directory: str, file: str) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if it is missing, damaged, or just being replaced."""
+    try:
+        return read_json(join(directory, file)) or {}
+    except (ValueError, FileNotFoundError):
+        return {}
+
+
+def _describe_failure(failure: dict[str, Any], *, now: float) -> str:
+    if not failure:
+        return ""
+    cause = " ".join(str(failure.get("cause", "")).split())
+    if len(cause) > _MAX_CAUSE:
+        cause = f"{cause[:_MAX_CAUSE]}…"
+    return f"{clock(max(0.0, now - float(failure.get('time', now))))} ago, at step {failure.get('step')}: {cause}"
+
+
+def table_of(runs: list[RunState]) -> list[list[str]]:
+    """Return the rows of a table of runs, the heading first."""
+    rows = [["run", "state", "step", "loss", "mean τ", "time left", "last failure"]]
+    for run in runs:
+        rows.append(
+            [
+                run.name,
+                run.state,
+                f"{run.step}/{run.num_steps}",
+                "" if run.loss is None else f"{run.loss:.4f}",
+                "" if run.tau_mean is None else f"{run.tau_mean:.4g}",
+                "" if run.seconds_left is None else clock(run.seconds_left),
+                run.failure,
+            ]
+        )
+    return rows
+
+
+def describe_run(directory: str) -> str:
+    """Return one line on a run that is started again: how far it was and why it failed; empty if it has no notes yet."""
+    state = read_run(directory, "", now=time.time())
+    if state is None or (state.loss is None and not state.failure):
+        return ""
+    parts = [f"before this start: step {state.step} of {state.num_steps}"]
+    if state.loss is not None:
+        parts.append(f"loss {state.loss:.4f}")
+    if state.tau_mean is not None:
+        parts.append(f"mean τ {state.tau_mean:.4g}")
+    if state.seconds_left is not None:
+        parts.append(f"{clock(state.seconds_left)} left")
+    if state.failure:
+        parts.append(f"last failure {state.failure}")
+    return ", ".join(parts)

@@ -1,0 +1,55 @@
+"""List runs with their state, step, loss, mean temperature, remaining time and last failure, from storage alone.
+
+python -m jobs.runs runs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.config import RunSection
+from jobs.engine.run_list import list_runs, table_of
+from jobs.engine.tables import markdown_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsConfig:
+    """Which runs to list, and how."""
+
+    storages: Annotated[tuple[str, ...], tyro.conf.Positional] = field(default=())
+    """Directories or URIs that hold runs (--run.storage), or a run's own. If empty: $TEMPNET_HOME, else ./runs."""
+    state: tuple[str, ...] = ()
+    """Only runs in these states: running, finished, failed, interrupted, lost. If empty: all."""
+    json: bool = False
+    """Print one JSON object per run instead of a table."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the runs; returns the exit status."""
+    with refusals_on_one_line():
+        config = tyro.cli(RunsConfig, args=list(arguments), prog="python -m jobs.runs", description=__doc__)
+    try:
+        storages = config.storages or (RunSection(name="any").resolved_storage,)
+        found = [run for storage in storages for run in list_runs(storage)]
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    shown = [run for run in found if not config.state or run.state in config.state]
+    if config.json:
+        for run in shown:
+            print(json.dumps(dataclasses.asdict(run), ensure_ascii=False))
+    elif shown:
+        print(markdown_table(table_of(shown)))
+    else:
+        print(f"no runs in {', '.join(storages)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,83 @@
+"""Test that `jobs.submit` follows a job on a real cluster to its end, stops it, and submits a lost one again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.job_submission import JobSubmissionClient
+from readme_support import lines_like
+from submit_support import submit, write_probe
+from support import ROOT, wait_for
+
+from jobs.engine.revision import checkout_revision
+
+pytestmark = pytest.mark.cluster
+
+
+def submit_line_of_the_readme(head: dict[str, str], corpus: Path, runs: Path) -> subprocess.Popen[str]:
+    """Start the README's submission of a training with the tests' data; the job only describes what it would do."""
+    (line,) = lines_like("jobs.submit ray *")
+    places = {
+        "http://head:8265": head["DASHBOARD"],
+        "s3://bucket/openwebtext2/train": str(corpus / "train"),
+        "s3://bucket/openwebtext2/validation": str(corpus / "validation"),
+        "s3://bucket/runs": str(runs),
+        "http://mlflow:5000": f"sqlite:///{runs}/mlflow.db",
+    }
+    words = [places.get(word, word) for word in shlex.split(line.removeprefix(".venv/bin/python"))]
+    environment = {name: value for name, value in head.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, *words, f"--data.tokenizer={corpus}/tokenizer", "--workers.no-use-gpu", "--dry-run"],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_status_log_and_end_of_jobs_on_a_cluster(
+    ray_head: dict[str, str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The submissions run at the same time, because most of their time is spent on starting processes."""
+    directory = write_probe(tmp_path / "code")
+    revision = checkout_revision() or "None"
+    stopped = submit(ray_head, directory, tmp_path / "stopped", "wait", "--name", "stopped")
+    shown = submit_line_of_the_readme(ray_head, corpus, tmp_path / "runs")
+    failing = submit(ray_head, directory, tmp_path / "failing", "fail", "--name", "failing")
+    dying = submit(ray_head, directory, tmp_path / "dying", "die", "--name", "dying")
+
+    said, told = failing.communicate(timeout=400)
+    assert failing.returncode == 3, told
+    assert f"start 0 of fail, revision {revision}" in said
+    assert "job failing is submitted" in told
+
+    # The job killed itself, as the kernel would for lack of memory. It was submitted again and ended well.
+    said, told = dying.communicate(timeout=400)
+    assert dying.returncode == 0, told
+    assert (said.count("start 0 of die"), said.count("start 1 of die"), said.count("done")) == (1, 1, 1)
+    assert "the job's process was killed" in told
+    assert "job dying-2 is submitted" in told
+
+    wait_for(lambda: (tmp_path / "stopped" / "start-0").exists(), seconds=300)
+    stopped.send_signal(signal.SIGTERM)
+    said, told = stopped.communicate(timeout=400)
+    assert stopped.returncode == 130, told
+    assert "interrupted by the cluster" in said
+    assert (tmp_path / "stopped" / "interrupted").exists()
+
+    said, told = shown.communicate(timeout=400)
+    assert shown.returncode == 0, said + told
+    assert "job gpt2-scratch is submitted" in told
+    assert str(tmp_path / "runs") in said
+
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", ray_head["DASHBOARD"])
+    client = JobSubmissionClient(ray_head["DASHBOARD"])
+    jobs = {job.submission_id: job for job in client.list_jobs()}
+    assert {"stopped", "failing", "dying", "dying-2"} <= jobs.keys()
+    assert jobs["failing"].metadata is not None
+    assert jobs["failing"].metadata["revision"] == (checkout_revision() or "unknown")
+    assert str(jobs["stopped"].status) == "STOPPED"
+    assert os.environ["RAY_AUTH_MODE"] == "token"

@@ -1,0 +1,115 @@
+"""Test that the list of runs tells the state of each from its files, locally and in an object store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import runs
+from jobs.engine.lease import LEASE_FILE, Lease
+from jobs.engine.progress import ProgressNotes, note_failure
+from jobs.engine.run_list import RunState, describe_run, list_runs
+from pipelines.storage import resolve, write_json
+
+
+def begin(directory: str, *, step: int = 0) -> None:
+    """Write the files that a run with 100 steps has after some of them."""
+    filesystem, path = resolve(directory)
+    filesystem.create_dir(path, recursive=True)
+    write_json(f"{directory}/configuration.json", {"run.num_steps": 100, "run.seed": 0})
+    if step:
+        notes = ProgressNotes(directory, seconds_between=0.01)
+        notes.note(step, loss=2.5, tau_mean=0.8, seconds_per_step=3.0)
+        notes.close()
+
+
+def only(storage: str, *, now: float | None = None) -> RunState:
+    (run,) = list_runs(storage, now=now)
+    return run
+
+
+def test_the_states_of_a_run(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    begin(str(directory))
+    assert (only(str(tmp_path)).state, only(str(tmp_path)).step) == ("interrupted", 0)
+
+    with Lease(str(directory)):
+        begin(str(directory), step=40)
+        run = only(str(tmp_path))
+        assert (run.name, run.state, run.step, run.num_steps) == ("run", "running", 40, 100)
+        assert (run.loss, run.tau_mean, run.seconds_left, run.failure) == (2.5, 0.8, 180.0, "")
+        lease = json.loads((directory / LEASE_FILE).read_text())
+        # A driver on another machine is believed for a minute.
+        (directory / LEASE_FILE).write_text(json.dumps(lease | {"machine": "another"}))
+        assert only(str(tmp_path)).state == "running"
+        assert only(str(tmp_path), now=time.time() + 120).state == "lost"
+        (directory / LEASE_FILE).write_text(json.dumps(lease))
+
+    note_failure(str(directory), "worker 0: its process died", step=30, is_final=False)
+    run = only(str(tmp_path))
+    assert run.state == "interrupted"
+    assert run.failure.endswith("ago, at step 30: worker 0: its process died")
+    assert "last failure" in describe_run(str(directory))
+    note_failure(str(directory), "no room\non the disk" + "!" * 200, step=30, is_final=True)
+    run = only(str(tmp_path))
+    assert run.state == "failed"
+    assert "no room on the disk!" in run.failure
+    assert len(run.failure) < 150
+
+    write_json(f"{directory}/outcome.json", {"num_steps": 100, "validation": {"tau_mean": 0.9}})
+    run = only(str(tmp_path))
+    assert (run.state, run.step, run.tau_mean, run.seconds_left) == ("finished", 100, 0.9, None)
+
+
+def test_a_dead_driver_is_lost(tmp_path: Path) -> None:
+    begin(str(tmp_path / "run"), step=10)
+    lease = Lease(str(tmp_path / "run"))
+    with lease:
+        held = json.loads((tmp_path / "run" / LEASE_FILE).read_text())
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "run" / LEASE_FILE).write_text(json.dumps(held | {"pid": child.pid}))
+    assert only(str(tmp_path)).state == "lost"
+
+
+def test_damaged_files_and_other_directories_do_no_harm(tmp_path: Path) -> None:
+    for name in ("prepared", "sweep/trial-1"):
+        (tmp_path / name).mkdir(parents=True)
+    begin(str(tmp_path / "sweep" / "trial-1"), step=5)
+    begin(str(tmp_path / "whole"), step=5)
+    (tmp_path / "whole" / "progress.json").write_text("{")
+    assert [(run.name, run.step) for run in list_runs(str(tmp_path))] == [("sweep/trial-1", 0), ("whole", 0)]
+    assert describe_run(str(tmp_path / "prepared")) == ""
+
+
+def test_runs_in_an_object_store(bucket: str) -> None:
+    storage = f"s3://{bucket}/runs"
+    begin(f"{storage}/one", step=20)
+    run = only(storage)
+    assert (run.name, run.state, run.loss) == ("one", "interrupted", 2.5)
+
+
+def test_notes_never_stop_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    notes = ProgressNotes(str(tmp_path / "file" / "below"), seconds_between=0.01)
+    notes.note(1, loss=1.0, tau_mean=None, seconds_per_step=1.0)
+    notes.close()
+    note_failure(str(tmp_path / "file" / "below"), "a cause", step=1, is_final=True)
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(str(tmp_path / "a"), step=20)
+    begin(str(tmp_path / "b"))
+    assert runs.main([str(tmp_path)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split("|")[1].strip() for row in table[2:]] == ["a", "b"]
+    assert "20/100" in table[2] or "0/100" in table[2]
+    assert runs.main([str(tmp_path), "--state", "failed"]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+    assert runs.main([str(tmp_path), "--json"]) == 0
+    assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
