@@ -28,6 +28,7 @@ RUN_BY = {
     "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
     "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
     "ray job submit *": "test_train_lm.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "jobs.calibrate headroom *": "test_readme_text.py::test_measuring_headroom",
     "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",
     "echo *": "test_readme_text.py::test_generating",
     "jobs.generate *": "test_readme_text.py::test_generating",
