@@ -1,5 +1,6 @@
-"""Choose ρ for a base model before training, or τ_max of a trained TempNet for generation.
+"""Measure what a temperature could gain, choose ρ for a base model, or choose τ_max of a trained TempNet.
 
+python -m jobs.calibrate headroom --model runs/gpt2-scratch-small/export --text data/sample/text/validation
 python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train
 python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompts prompts.txt --mean-tau 0.7
 """
@@ -10,13 +11,18 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
 from jobs.scoring.calibration.config import Rho, TauMax
+from jobs.scoring.headroom.config import Headroom
 
 
-def calibrate(job: Rho | TauMax) -> None:
+def calibrate(job: Headroom | Rho | TauMax) -> None:
     """Run a subcommand. Its module is imported only here, so that `--help` and a wrong option are answered at once."""
-    if isinstance(job, Rho):
+    if isinstance(job, Headroom):
+        from jobs.scoring.headroom.job import measure_headroom
+
+        measure_headroom(job)
+    elif isinstance(job, Rho):
         from jobs.scoring.calibration.rho import calibrate_rho
 
         calibrate_rho(job)
@@ -28,14 +34,20 @@ def calibrate(job: Rho | TauMax) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
+    jobs = {"headroom": Headroom, "rho": Rho, "tau-max": TauMax}
     with refusals_on_one_line():
         job = tyro.extras.subcommand_cli_from_dict(
-            {"rho": Rho, "tau-max": TauMax}, args=arguments, prog="python -m jobs.calibrate", description=__doc__
+            jobs, args=arguments, prog="python -m jobs.calibrate", description=__doc__
         )
+    from jobs.scoring.stages import ScoringFailedError
+    from pipelines.problems import TooManyProblemsError
+
     try:
         calibrate(job)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
+    except ScoringFailedError as error:
+        fail(str(error), FAILED)
     return 0
 
 

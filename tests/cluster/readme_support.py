@@ -34,6 +34,7 @@ RUN_BY = {
     "jobs.submit render *": "../jobs/submission/test_readme_lines.py::test_rendering",
     "jobs.submit rayjob *": "../jobs/submission/test_readme_lines.py::test_writing_a_ray_job",
     "ray job submit *": "test_train_lm.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "jobs.calibrate headroom *": "test_readme_text.py::test_measuring_headroom",
     "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",
     "echo *": "test_readme_text.py::test_generating",
     "jobs.generate *": "test_readme_text.py::test_generating",

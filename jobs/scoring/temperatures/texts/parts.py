@@ -9,13 +9,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
 from jobs.scoring.temperatures.tables import part_file
-from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from pipelines.archives import Archive
 from pipelines.storage import read_json, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
@@ -24,6 +24,30 @@ from pipelines.text.reading import Document
 from pipelines.text.tokenization import load_tokenizer
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})
+
+
+class ReadSettings(Protocol):
+    """The settings that decide which parts an archive has."""
+
+    @property
+    def source(self) -> str:
+        """Path or URI that the archives were listed from."""
+
+    @property
+    def model(self) -> str:
+        """Directory, URI or hub name of the model, whose tokenizer is used."""
+
+    @property
+    def text_field(self) -> str:
+        """Name of the field or column that contains the text."""
+
+    @property
+    def max_documents(self) -> int:
+        """Maximum number of documents of each archive; 0 for all."""
+
+    @property
+    def part_characters(self) -> int:
+        """Number of characters with which a part ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,7 @@ class ReadArchive:
 
 
 def read_parts(
-    settings: PredictionSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
+    settings: ReadSettings, archive: Archive, number: int, output: str, *, done: frozenset[str]
 ) -> Iterator[Part]:
     """Yields the tokenised parts of an archive, except those whose file name is in `done`.
 

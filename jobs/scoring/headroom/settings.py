@@ -1,0 +1,127 @@
+"""The settings of a headroom test: a configuration, completed and checked against model and text.
+
+All of this happens before Ray is started or the model is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from transformers import AutoConfig
+
+from jobs.engine.fields import absolute_path
+from jobs.engine.fingerprints import model_digest
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.temperatures.texts.settings import list_sources
+from jobs.tasks.base import naming_field
+from pipelines.archives import Archive
+from pipelines.local_copy import local_copy
+from pipelines.sources import check_source
+from pipelines.storage import relative, resolve
+from pipelines.text.part_preparation import readable_documents
+from pipelines.text.reading import Document
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.weights import check_weight_files
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadroomSettings:
+    """Settings for the workers; local paths are absolute, because a worker has its own working directory."""
+
+    source: str
+    model: str
+    text_field: str
+    context_length: int
+    stride: int
+    batch_size: int
+    precision: Literal["fp32", "bf16"]
+    tokens_per_document: int
+    max_documents: int
+    part_characters: int
+    vocab_size: int
+    bos_id: int
+    model_digest: str
+    tokenizer_digest: str
+
+    def record(self, archives: list[Archive]) -> dict[str, Any]:
+        """Returns everything that decides the measured tokens, without file locations and the batch size."""
+        values = asdict(self)
+        for name in ("source", "model", "batch_size"):
+            del values[name]
+        root = resolve(self.source)[1]
+        files = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
+        return {"version": FORMAT_VERSION, **values, **files}
+
+
+def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:
+    """Returns the settings and the archives of a configuration.
+
+    Raises:
+        FileNotFoundError, OSError: if the text or the model is missing.
+        ValueError: if they do not fit together, a field does not fit them, or there are fewer documents than folds.
+    """
+    with naming_field("text: "):
+        archives = list_sources(config.text)
+    with naming_field("model = "):
+        check_source(local_copy(config.model, with_weights=False))
+    tokenizer = load_tokenizer(config.model)
+    check_weight_files(place := local_copy(config.model))
+    base = AutoConfig.from_pretrained(place).get_text_config()
+    if len(tokenizer) > base.vocab_size:
+        raise ValueError(
+            f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
+        )
+    longest = getattr(base, "max_position_embeddings", None)
+    context_length = config.context_length or longest
+    if context_length is None:
+        raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
+    if longest is not None and context_length > longest:
+        raise ValueError(
+            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
+        )
+    stride = config.stride or max(1, context_length // 2)
+    if stride > context_length:
+        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    _check_number_of_documents(config, archives)
+    return HeadroomSettings(
+        source=absolute_path(config.text),
+        model=absolute_path(config.model),
+        text_field=config.text_field,
+        context_length=context_length,
+        stride=stride,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        tokens_per_document=config.tokens_per_document,
+        max_documents=config.max_documents,
+        part_characters=config.part_characters,
+        vocab_size=len(tokenizer),
+        bos_id=document_start_id(tokenizer),
+        model_digest=model_digest(config.model),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+    ), archives
+
+
+def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:
+    """Reads documents until there are as many as folds.
+
+    Raises:
+        ValueError: if there are fewer.
+    """
+
+    def documents() -> Iterator[Document]:
+        for archive in archives:
+            found = readable_documents(config.text, archive, config.text_field, Counter(), [])
+            yield from itertools.islice(found, config.max_documents or None)
+
+    number = sum(1 for _ in itertools.islice(documents(), config.folds))
+    if number < config.folds:
+        raise ValueError(
+            f"text = {config.text!r} has {number} readable documents, fewer than folds = {config.folds}: the interval is "
+            "over documents, so give more text, or text with a record for every document"
+        )

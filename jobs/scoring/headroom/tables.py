@@ -1,0 +1,86 @@
+"""Tables of measured tokens: one Parquet file per part and one row per token, read back a few thousand rows at a time.
+
+Shapes: N tokens, J nodes of a profile, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from pipelines.storage import resolve
+from tempnet.headroom.features import Tokens
+from tempnet.headroom.profile import NUM_NODES, Profiles
+
+_NUM_DOCUMENTS = b"num_documents"
+_ROWS_AT_ONCE = 4096
+# Hidden states are stored in half precision, whose largest number this is.
+_MAX_HALF = 65504.0
+
+
+def measured_table(tokens: Tokens, documents: np.ndarray, *, num_documents: int) -> pa.Table:
+    """Returns the table of the tokens of a part; `documents` (N,) holds the place of each token's document in the part."""
+    hidden = tokens.hidden.clamp(-_MAX_HALF, _MAX_HALF).half().numpy()
+    columns = {
+        "document": pa.array(documents.astype(np.int32)),
+        "target": pa.array(tokens.profiles.target.float().numpy()),
+        "margin": pa.array(tokens.margin.float().numpy()),
+        "maximum": pa.array(tokens.maximum.float().numpy()),
+        "profile": _rows(tokens.profiles.values.float().flatten(1).numpy()),
+        "hidden": _rows(hidden),
+    }
+    return pa.table(columns).replace_schema_metadata({_NUM_DOCUMENTS: str(num_documents)})
+
+
+def read_measured(output: str, files: Sequence[str]) -> Iterator[tuple[Tokens, Tensor]]:
+    """Yields the tokens of all parts in order, with the number (N,) of each token's document among all documents."""
+    num_before = 0
+    for file in files:
+        filesystem, path = resolve(f"{output}/{file}")
+        with filesystem.open_input_file(path) as stream:
+            parquet = pq.ParquetFile(stream)
+            for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE):
+                if batch.num_rows:
+                    yield _tokens(batch), torch.from_numpy(batch["document"].to_numpy().astype(np.int64)) + num_before
+            num_before += int(parquet.schema_arrow.metadata[_NUM_DOCUMENTS])
+
+
+def count_documents(output: str, files: Sequence[str]) -> int:
+    """Returns the number of documents of all parts."""
+    total = 0
+    for file in files:
+        filesystem, path = resolve(f"{output}/{file}")
+        total += int(pq.read_schema(path, filesystem=filesystem).metadata[_NUM_DOCUMENTS])
+    return total
+
+
+def _tokens(batch: pa.RecordBatch) -> Tokens:
+    profile = _matrix(batch["profile"], np.float32).reshape(batch.num_rows, NUM_NODES, 3)
+    return Tokens(
+        Profiles(torch.from_numpy(profile).double(), _vector(batch["target"])),
+        _vector(batch["margin"]),
+        _vector(batch["maximum"]),
+        torch.from_numpy(_matrix(batch["hidden"], np.float16)).double(),
+    )
+
+
+def _rows(matrix: np.ndarray) -> pa.Array:
+    """Returns the rows of a matrix as binary values of fixed size, which Parquet stores as they are."""
+    matrix = np.ascontiguousarray(matrix)
+    size = matrix.shape[1] * matrix.itemsize
+    return pa.Array.from_buffers(pa.binary(size), len(matrix), [None, pa.py_buffer(matrix)])
+
+
+def _matrix(column: pa.Array, dtype: type) -> np.ndarray:
+    size = column.type.byte_width // np.dtype(dtype).itemsize
+    flat = np.frombuffer(column.buffers()[1], dtype=dtype)
+    return flat[column.offset * size : (column.offset + len(column)) * size].reshape(len(column), size).copy()
+
+
+def _vector(column: pa.Array) -> Tensor:
+    return torch.from_numpy(column.to_numpy().astype(np.float64))

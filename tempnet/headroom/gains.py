@@ -1,0 +1,157 @@
+"""What a fitted temperature gains on documents that it was not fitted to: cross-entropy and calibration, with intervals.
+
+For every document the sums of its tokens are kept, so that the data can be streamed and the interval can treat tokens
+of one document as dependent. With d_i the gain of document i in nats and n_i its number of tokens, the gain per token is
+Σd/Σn, and its interval comes from the residuals d_i − n_i·Σd/Σn (a ratio estimator; for the same values it equals
+`tempnet.rivals.half_width`). The expected calibration error (ECE) has an interval by the jackknife over groups of
+documents.
+
+Shapes: N tokens, D documents, K folds, B bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from tempnet.headroom.features import Tokens
+from tempnet.headroom.profile import NUM_NODES, Profiles, clamp_log_beta
+
+NUM_BINS = 15
+# Number of groups of documents for the jackknife of the ECE.
+_NUM_GROUPS = 100
+
+
+class Interval(NamedTuple):
+    """An estimate and the half-width of its 95 % confidence interval (NaN for a single document)."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.mean - self.half_width
+
+
+class DocumentSums:
+    """Sums over the tokens of every document, at temperatures that are named.
+
+    Args:
+        num_documents: D.
+    """
+
+    def __init__(self, num_documents: int) -> None:
+        self.num_documents = num_documents
+        self.counts = torch.zeros(num_documents, dtype=torch.float64)
+        self.profiles = Profiles(
+            torch.zeros(num_documents, NUM_NODES, 3, dtype=torch.float64),
+            torch.zeros(num_documents, dtype=torch.float64),
+        )
+        self.losses: dict[str, Tensor] = {}
+        """Name → summed cross-entropy of each document: (D,)."""
+        self.second_order: dict[str, Tensor] = {}
+        """Name → summed gain to second order: (D,)."""
+        self.tau: dict[str, Tensor] = {}
+        """Name → summed temperature: (D,)."""
+        self.bins: dict[str, Tensor] = {}
+        """Name → number of tokens, summed confidence and number of correct predictions: (groups, B, 3)."""
+
+    def add_tokens(self, tokens: Tokens, documents: Tensor) -> None:
+        """Add the profiles of tokens, whose documents (N,) are given."""
+        self.counts.index_add_(0, documents, torch.ones_like(documents, dtype=torch.float64))
+        self.profiles.values.index_add_(0, documents, tokens.profiles.values.double())
+        self.profiles.target.index_add_(0, documents, tokens.profiles.target.double())
+
+    def add(self, name: str, profiles: Profiles, documents: Tensor, log_beta: Tensor) -> None:
+        """Add the losses, temperatures and confidences of tokens at u = `log_beta` (N,) under a name."""
+        u = clamp_log_beta(log_beta)
+        self._sum(self.losses, name, documents, profiles.cross_entropy(u))
+        self._sum(self.tau, name, documents, (-u).exp())
+        confidence = (-profiles.partition(u)[0]).exp().clamp(max=1.0)
+        bins = (confidence * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+        groups = documents % min(_NUM_GROUPS, self.num_documents)
+        values = torch.stack([torch.ones_like(confidence), confidence, (profiles.target == 0).to(confidence)], dim=-1)
+        known = self.bins.setdefault(
+            name, torch.zeros(min(_NUM_GROUPS, self.num_documents), NUM_BINS, 3, dtype=torch.float64)
+        )
+        known.view(-1, 3).index_add_(0, groups * NUM_BINS + bins, values.double())
+
+    def add_second_order(self, name: str, documents: Tensor, gain: Tensor) -> None:
+        """Add the gains of tokens to second order (N,) under a name."""
+        self._sum(self.second_order, name, documents, gain)
+
+    def _sum(self, sums: dict[str, Tensor], name: str, documents: Tensor, values: Tensor) -> None:
+        known = sums.setdefault(name, torch.zeros(self.num_documents, dtype=torch.float64))
+        known.index_add_(0, documents, values.double())
+
+    def add_constant(self, name: str, tau: float) -> None:
+        """Compute the losses of all documents at one temperature, from their profiles, under a name."""
+        self.losses[name] = self.profiles.cross_entropy(-math.log(tau))
+
+    def mean_tau(self, name: str) -> float:
+        """Return the mean temperature over all tokens."""
+        return (self.tau[name].sum() / self.counts.sum()).item()
+
+    def gain(self, name: str, over: str) -> Interval:
+        """Return what `name` gains over `over`, in nats per token."""
+        return ratio_interval(self.losses[over] - self.losses[name], self.counts)
+
+    def calibration(self, name: str) -> Mapping[str, list[float]]:
+        """Return number of tokens, mean confidence and accuracy of every bin that has tokens."""
+        count, confidence, correct = self.bins[name].sum(0).unbind(-1)
+        used = count > 0
+        return {
+            "num_tokens": count[used].tolist(),
+            "confidence": (confidence[used] / count[used]).tolist(),
+            "accuracy": (correct[used] / count[used]).tolist(),
+        }
+
+    def calibration_error(self, name: str) -> Interval:
+        """Return the ECE: the mean over tokens of |accuracy − mean confidence| of their bin, as a share."""
+        return _jackknife(expected_calibration_error, self.bins[name])
+
+    def calibration_gain(self, name: str, over: str) -> Interval:
+        """Return by how much the ECE of `name` is below that of `over`."""
+        both = torch.stack([self.bins[over], self.bins[name]], dim=1)
+        return _jackknife(
+            lambda bins: (
+                expected_calibration_error(bins[..., 0, :, :]) - expected_calibration_error(bins[..., 1, :, :])
+            ),
+            both,
+        )
+
+
+def expected_calibration_error(bins: Tensor) -> Tensor:
+    """Return the ECE (...,) of sums (..., B, 3): number of tokens, summed confidence, number of correct predictions."""
+    return (bins[..., 2] - bins[..., 1]).abs().sum(-1) / bins[..., 0].sum(-1).clamp(min=1.0)
+
+
+def ratio_interval(sums: Tensor, counts: Tensor) -> Interval:
+    """Return Σ sums/Σ counts with its interval, for the sums (D,) and numbers of tokens (D,) of independent documents."""
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    mean = (sums.sum() / counts.sum()).item()
+    number = len(sums)
+    if number < 2:
+        return Interval(mean, math.nan)
+    squares = (sums - mean * counts).square().sum().item()
+    deviation = math.sqrt(number / (number - 1) * squares) / counts.sum().item()
+    return Interval(mean, float(student.ppf(0.975, number - 1)) * deviation)
+
+
+def _jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval:
+    """Return a statistic of sums over groups (G, …) with its jackknife interval."""
+    total = groups.sum(0)
+    used = groups[groups.flatten(1).abs().sum(1) > 0]
+    number = len(used)
+    mean = float(statistic(total))
+    if number < 2:
+        return Interval(mean, math.nan)
+    left_out = statistic(total - used)
+    variance = (number - 1) / number * (left_out - left_out.mean()).square().sum().item()
+    return Interval(mean, float(student.ppf(0.975, number - 1)) * math.sqrt(variance))

@@ -1,0 +1,152 @@
+"""Test the headroom test on data whose answer is known: calibrated predictions, and a temperature that was planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens
+from tempnet.headroom.gains import expected_calibration_error
+from tempnet.headroom.profile import Profiles
+from tempnet.headroom.regression import NormalEquations, fit
+from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, run_headroom_test
+from tempnet.rivals import half_width
+
+NUM_TOKENS, NUM_DOCUMENTS, NUM_FOLDS, VOCAB_SIZE, HIDDEN_SIZE = 6000, 60, 5, 50, 6
+LEVEL, SLOPE = 0.2, 0.3
+"""Planted log β = LEVEL + SLOPE·h₀ for hidden states h that are standard normal."""
+
+
+@cache
+def world(planted: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logits, targets, hidden states and documents; targets are drawn at τ = 1 or at the planted temperature."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    logits = hidden @ torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64).T
+    log_beta = LEVEL + SLOPE * hidden[:, 0] if planted else torch.zeros(NUM_TOKENS, dtype=torch.float64)
+    probabilities = (logits * log_beta.exp().unsqueeze(-1)).softmax(-1)
+    targets = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    documents = torch.randint(NUM_DOCUMENTS, (NUM_TOKENS,), generator=generator).sort().values
+    return logits, targets, hidden, documents
+
+
+def tokens_of(logits: Tensor, targets: Tensor, hidden: Tensor) -> Tokens:
+    top = logits.topk(2).values
+    return Tokens(Profiles.of_logits(logits, targets), top[:, 0] - top[:, 1], top[:, 0], hidden)
+
+
+@cache
+def result(planted: bool, *, seed: int = 0, batch_size: int = 1000) -> HeadroomTest:
+    logits, targets, hidden, documents = world(planted, seed)
+
+    def batches() -> Iterator[tuple[Tokens, Tensor]]:
+        for part in torch.arange(NUM_TOKENS).split(batch_size):
+            yield tokens_of(logits[part], targets[part], hidden[part]), documents[part]
+
+    return run_headroom_test(batches, NUM_DOCUMENTS, num_folds=NUM_FOLDS)
+
+
+def test_streamed_sums_give_the_dense_solution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.cat([torch.ones(400, 1), torch.randn(400, 7, generator=generator)], dim=1).double()
+    g = torch.randn(400, generator=generator, dtype=torch.float64)
+    v = torch.rand(400, generator=generator, dtype=torch.float64)
+    equations = NormalEquations.zeros(8)
+    for part in torch.arange(400).split(37):
+        equations.add(features[part], g[part], v[part])
+    # Weighted least squares of g/v with weights v, as one dense problem with rows for the penalty.
+    weight = (features * v.unsqueeze(-1).sqrt()).square().sum(0)[1:].mean()
+    ridge = torch.diag(torch.full((8,), 0.3, dtype=torch.float64).mul(weight).sqrt())
+    ridge[0, 0] = 0.0
+    matrix = torch.cat([features * v.sqrt().unsqueeze(-1), ridge])
+    wanted = torch.cat([g / v.sqrt(), torch.zeros(8, dtype=torch.float64)])
+    dense = torch.linalg.lstsq(matrix, wanted.unsqueeze(-1)).solution.squeeze(-1)
+    theta = equations.solve(0.3)
+    torch.testing.assert_close(theta, dense, rtol=1e-6, atol=1e-8)
+    delta = features @ theta
+    assert equations.gain(theta) == pytest.approx((g * delta - 0.5 * v * delta.square()).sum().item())
+
+
+def test_the_result_does_not_depend_on_how_the_tokens_are_streamed() -> None:
+    one, other = result(planted=True), result(planted=True, batch_size=173)
+    assert one.tau == pytest.approx(other.tau)
+    assert one.penalties == other.penalties
+    for name in FEATURE_SETS:
+        assert one.sums.gain(name, CONSTANT) == pytest.approx(other.sums.gain(name, CONSTANT))
+
+
+def test_coefficients_are_fitted_without_their_fold() -> None:
+    logits, targets, hidden, documents = world(planted=True)
+    changed = targets.clone()
+    changed[documents % NUM_FOLDS == 2] = 0
+    coefficients = []
+    for wanted in (targets, changed):
+        tokens, folds = tokens_of(logits, wanted, hidden), documents % NUM_FOLDS
+        moments = Moments(NUM_FOLDS)
+        moments.add(tokens, folds)
+        design = moments.design()
+        features, (g, v) = design.features(tokens), tokens.profiles.score(0.1)
+        equations = [NormalEquations.zeros(features.shape[1]) for _ in range(NUM_FOLDS)]
+        for fold, part in enumerate(equations):
+            part.add(features[folds == fold], g[folds == fold], v[folds == fold])
+        coefficients.append((moments.constants()[1], fit(equations, design.columns("hidden")).theta))
+    (constants, theta), (constants_changed, theta_changed) = coefficients
+    assert theta[2].equal(theta_changed[2])
+    assert constants[2] == constants_changed[2]
+    assert not theta[1].allclose(theta_changed[1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calibrated_predictions_have_no_headroom(seed: int) -> None:
+    test = result(planted=False, seed=seed)
+    assert test.tau == pytest.approx(1.0, abs=0.05)
+    for name in FEATURE_SETS:
+        gain = test.sums.gain(name, CONSTANT)
+        assert abs(gain.mean) <= max(2 * gain.half_width, 3e-4), name
+
+
+def test_a_planted_temperature_is_found_and_its_gain_is_the_true_one() -> None:
+    logits, targets, hidden, _ = world(planted=True)
+    sums = result(planted=True).sums
+    true = (logits * (LEVEL + SLOPE * hidden[:, 0]).exp().unsqueeze(-1), targets)
+    constant = logits / result(planted=True).tau
+    available = (F.cross_entropy(constant, targets) - F.cross_entropy(*true)).item()
+    for name in ("hidden", "both"):
+        gain = sums.gain(name, CONSTANT)
+        assert gain.low > 0
+        assert gain.mean == pytest.approx(available, rel=0.15), name
+        assert sums.gain(f"{name}/mean", CONSTANT).mean < 0.1 * gain.mean
+        assert sums.gain(f"{name}/shuffled", CONSTANT).mean < 0
+    assert sums.mean_tau("hidden") == pytest.approx((-LEVEL - SLOPE * hidden[:, 0]).exp().mean().item(), rel=0.05)
+
+
+def test_gains_are_those_of_the_logits_and_their_interval_is_that_of_rivals() -> None:
+    logits, targets, _, documents = world(planted=True)
+    sums = result(planted=True).sums
+    sums.add_constant("some", 0.7)
+    values = F.cross_entropy(logits, targets, reduction="none") - F.cross_entropy(
+        logits / 0.7, targets, reduction="none"
+    )
+    gain = sums.gain("some", ONE)
+    assert gain.mean == pytest.approx(values.mean().item(), abs=1e-5)
+    assert gain.half_width == pytest.approx(half_width(values, documents), rel=1e-3)
+
+
+def test_the_calibration_error_is_that_of_a_loop_over_tokens() -> None:
+    logits, targets, _, _ = world(planted=True)
+    confidence, predicted = logits.softmax(-1).max(-1)
+    error = 0.0
+    for low in torch.linspace(0, 1, 16)[:-1].tolist():
+        inside = (confidence >= low) & (confidence < low + 1 / 15)
+        if inside.any():
+            accuracy = (predicted == targets)[inside].double().mean()
+            error += inside.double().mean().item() * abs(accuracy - confidence[inside].mean()).item()
+    sums = result(planted=True).sums
+    assert sums.calibration_error(ONE).mean == pytest.approx(error, abs=1e-4)
+    assert expected_calibration_error(sums.bins[ONE].sum(0)).item() == pytest.approx(error, abs=1e-4)
+    assert sums.calibration_gain("hidden", ONE).low > 0
