@@ -8,8 +8,10 @@ own in every round, beside an epoch of the same tars read locally: images per se
 both meet the same load of the machine), bytes that the server sent over the bytes of the tars, and bytes per request.
 "first" is the time to the first batch, for which a whole window has to come, and is not part of the speed; "CPU" is the
 ratio of images per second of the reading process's computing time, which other load does not change as much.
-The first row has the requests of indexing the tars, as the preparation of training does; the last one is `webdataset`,
-which reads each tar as one stream by curl (in a process of its own), against its own local speed.
+The first row has the requests of indexing the tars, as the preparation of training does. The peers are `webdataset`,
+which reads each tar as one stream by curl (in a process of its own), and, where it is installed, MosaicML Streaming
+(`benchmarks.mosaic_peer`), each against its own local speed. The last lines are our images per second from S3 over theirs,
+by the medians of all rounds.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import webdataset
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import mosaic_peer
 from benchmarks.image_pipeline import Arguments, generate, make_webdataset_loader, prepare
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.images.manifest import ImageManifest
@@ -63,8 +66,8 @@ class Settings:
     latency: float = 0.03
     megabytes_per_second: float = 100.0
     num_rounds: int = 5
-    with_peer: bool = True
-    """Whether webdataset is measured too."""
+    with_peers: bool = True
+    """Whether webdataset, and MosaicML Streaming where it is installed, are measured too."""
 
     @property
     def line(self) -> dict[str, Any]:
@@ -120,8 +123,8 @@ def measure(
     remote: Callable[[int], Iterator[Any]],
     store: ObjectStore,
     settings: Settings,
-) -> tuple[str, Counts]:
-    """Measure epochs side by side; return the speeds as text, and the requests of the last remote epoch."""
+) -> tuple[str, Counts, float]:
+    """Measure epochs side by side; return the speeds as text, the requests of the last remote epoch, and its images/s."""
     rows, counts = [], Counts()
     for number in range(settings.num_rounds + 1):
         with tempfile.TemporaryDirectory() as cache:
@@ -135,7 +138,34 @@ def measure(
                 rows.append((near[1], far[1], far[1] / near[1], far[2] / near[2], far[0]))
     near_speed, far_speed, ratio, computing, wait = (statistics.median(column) for column in zip(*rows, strict=True))
     spread = f"  ({min(row[2] for row in rows):.3f} to {max(row[2] for row in rows):.3f})"
-    return f"{near_speed:>8.1f}{far_speed:>8.1f}{ratio:>10.3f}{spread:<18}{computing:>8.3f}{wait:>10.2f}", counts
+    text = f"{near_speed:>8.1f}{far_speed:>8.1f}{ratio:>10.3f}{spread:<18}{computing:>8.3f}{wait:>10.2f}"
+    return text, counts, far_speed
+
+
+def measure_peers(
+    tars: list[Path], tokenizer: PreTrainedTokenizerFast, store: ObjectStore, settings: Settings, scratch: Path
+) -> Iterator[tuple[str, float]]:
+    """Measure the peers and print their rows; yield their names and their images per second from S3."""
+    urls = [f"{store.endpoint}/bucket/data/{tar.name}" for tar in tars]
+    near = partial(webdataset_epoch, list(map(str, tars)), tokenizer, settings)
+    text, counts, images = measure(near, partial(webdataset_epoch, urls, tokenizer, settings), store, settings)
+    print(f"{'webdataset, images/s':<24}{describe(counts, sum(tar.stat().st_size for tar in tars))}{text}", flush=True)
+    yield "webdataset", images
+    if not (version := mosaic_peer.version()):
+        print("MosaicML Streaming is not installed; `benchmarks.mosaic_peer` says how")
+        return
+    num_bytes = mosaic_peer.write_shards(tars, scratch / "mds")
+    store.upload(scratch / "mds", "bucket/mds")
+    os.environ["S3_ENDPOINT_URL"] = store.endpoint
+
+    def mosaic_epoch(remote: str | None, number: int) -> Iterator[Any]:
+        cache = tempfile.mkdtemp(dir=scratch) if remote else str(scratch / "mds")
+        return mosaic_peer.epoch(remote, cache, tokenizer, settings.image_size, settings.batch_size)
+
+    far = partial(mosaic_epoch, "s3://bucket/mds")
+    text, counts, images = measure(partial(mosaic_epoch, None), far, store, settings)
+    print(f"{f'Mosaic {version}, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
+    yield "MosaicML Streaming", images
 
 
 def main(settings: Settings) -> None:
@@ -166,19 +196,13 @@ def main(settings: Settings) -> None:
         remote = prepare("s3://bucket/data", f"{scratch}/remote")
         assert remote.digest == local.digest
         print(f"{'indexing':<24}{describe(store.counts(), num_bytes)}", flush=True)
-        text, counts = measure(
+        text, counts, ours = measure(
             partial(epoch, local, tokenizer, settings), partial(epoch, remote, tokenizer, settings), store, settings
         )
         print(f"{'PairSource, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
-        if settings.with_peer:
-            urls = [f"{store.endpoint}/bucket/data/{tar.name}" for tar in tars]
-            text, counts = measure(
-                partial(webdataset_epoch, list(map(str, tars)), tokenizer, settings),
-                partial(webdataset_epoch, urls, tokenizer, settings),
-                store,
-                settings,
-            )
-            print(f"{'webdataset, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
+        if settings.with_peers:
+            for name, speed_of_peer in measure_peers(tars, tokenizer, store, settings, Path(scratch)):
+                print(f"PairSource from S3 has {ours / speed_of_peer:.3f} of the images/s of {name}", flush=True)
     print(f"targets: S3/local at least {SPEED}, bytes at most {BYTES}, at least {BYTES_PER_GET / 1e6:g} MB/GET")
 
 
