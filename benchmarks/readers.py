@@ -30,6 +30,7 @@ import ray
 import tyro
 
 from benchmarks.image_pipeline import generate, prepare
+from benchmarks.text_preparation import seconds_of_children
 from pipelines.images.pairs import PairSource
 from pipelines.plan import StreamPlan
 from pipelines.stream import RankStream, Source
@@ -147,18 +148,6 @@ class Rank:
             yield ray.get(part[0])
 
 
-def cluster_seconds() -> float:
-    """Return the computing time of all processes that this one has started, directly or not."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
-    return total
-
-
 @dataclass(frozen=True, slots=True)
 class Actors:
     """The processes of both forms, which stay from round to round, so that what they import is not measured."""
@@ -177,14 +166,14 @@ class Actors:
 def measure(reading: Reading, actors: Actors, *, is_fleet: bool) -> tuple[float, float, float, float, list[int]]:
     """Return items per second, seconds to the first batch, CPU seconds per 1 000 items, megabytes, and the digests."""
     ranks = actors.ranks
-    before, started = cluster_seconds(), time.time()
+    before, started = seconds_of_children(), time.time()
     if is_fleet:
         ray.get(actors.fleet.begin.remote(reading, len(ranks)))
         ray.get(actors.dispenser.begin.remote(actors.fleet, len(ranks)))
     dispenser = actors.dispenser if is_fleet else None
     results = ray.get([one.read.remote(reading, at, len(ranks), dispenser) for at, one in enumerate(ranks)])
     first, last = max(result[0] for result in results), max(result[1] for result in results)
-    used = cluster_seconds() - before
+    used = seconds_of_children() - before
     num_bytes = sum(result[3] for result in results) + (ray.get(actors.fleet.memory.remote()) if is_fleet else 0)
     speed = (reading.num_items - reading.batch_size) / (last - first)
     digests = [result[2] for result in results]

@@ -4,7 +4,8 @@
 
 The tar is made from the sample text, whose documents are repeated in another order until the tar has its size. A reader
 is a Ray Data task with one CPU: it decompresses, parses, tokenises, packs and writes. The tokenizer alone encodes the
-documents of a few members that are already in memory, on one thread, in the same groups of documents.
+documents of a few members that are already in memory, on one thread, in the same groups of documents. "CPU" are the same
+ratios of computing time, of all processes of Ray together, which other load of the machine changes less.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import ray
 import tyro
 import zstandard
@@ -90,33 +93,49 @@ def write_tar(path: Path, texts: list[str], num_bytes: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def time_tokenizer(texts: list[str], tokenizer: str) -> float:
-    """Return the characters per second that the tokenizer encodes on one thread."""
+def time_tokenizer(texts: list[str], tokenizer: str) -> tuple[float, float]:
+    """Return the characters per second that the tokenizer encodes on one thread, and per second of computing time."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     backend = load_tokenizer(tokenizer).backend_tokenizer
     members = list(itertools.islice(repeat(texts), 3))
-    started = 0.0
+    started = used = 0.0
     for number, member in enumerate(members):
         if number == 1:  # the first one warms up
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
         for at in range(0, len(member), _NUM_DOCUMENTS_PER_ENCODE):
             backend.encode_batch_fast(member[at : at + _NUM_DOCUMENTS_PER_ENCODE], add_special_tokens=False)
-    return sum(len(text) for member in members[1:] for text in member) / (time.perf_counter() - started)
+    num_characters = sum(len(text) for member in members[1:] for text in member)
+    return num_characters / (time.perf_counter() - started), num_characters / (time.process_time() - used)
 
 
-def time_readers(num_readers: int, source: Path, arguments: Arguments, root: Path) -> tuple[float, str]:
-    """Return the seconds of preparing the tar with so many readers, without Ray's start, and the digest of the result."""
+def time_readers(num_readers: int, source: Path, arguments: Arguments, root: Path) -> tuple[float, float, str]:
+    """Prepare the tar with so many readers.
+
+    Returns:
+        The seconds without Ray's start, the seconds of computing time of all processes of Ray, and the result's digest.
+    """
     ray.init(num_cpus=num_readers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         layout = PackingConfig.for_tokenizer(load_tokenizer(arguments.tokenizer), arguments.context_length)
         config = PrepareConfig(source=str(source), tokenizer=arguments.tokenizer)
         ray.get([ray.remote(read_texts).remote(arguments.source) for _ in range(num_readers)])  # starts the workers
-        started = time.perf_counter()
+        started, used = time.perf_counter(), seconds_of_children()
         manifest = prepare_text(config, layout, str(root))
-        return time.perf_counter() - started, f"{manifest.digest}, {manifest.num_tokens:,} tokens"
+        seconds = time.perf_counter() - started
+        return seconds, seconds_of_children() - used, f"{manifest.digest}, {manifest.num_tokens:,} tokens"
     finally:
         ray.shutdown()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def seconds_of_children() -> float:
+    """Return the computing time of all processes that this one has started, directly or not, ended ones included."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def main(arguments: Arguments) -> None:
@@ -131,14 +150,16 @@ def main(arguments: Arguments) -> None:
             flush=True,
         )
         for _ in range(arguments.num_rounds):
-            alone = time_tokenizer(texts, arguments.tokenizer)
-            one, digest = time_readers(1, tar, arguments, Path(directory) / "one")
-            two, other = time_readers(2, tar, arguments, Path(directory) / "two")
+            alone, alone_cpu = time_tokenizer(texts, arguments.tokenizer)
+            one, one_cpu, digest = time_readers(1, tar, arguments, Path(directory) / "one")
+            two, two_cpu, other = time_readers(2, tar, arguments, Path(directory) / "two")
             assert digest == other
+            own_cpu = num_characters / one_cpu / alone_cpu
             print(
                 f"tokenizer alone {alone / 1e6:.2f}, one reader {num_characters / one / 1e6:.2f} ({one:.0f} s), two "
                 f"{num_characters / two / 1e6:.2f} ({two:.0f} s) million characters/s: one reader is "
-                f"{num_characters / one / alone:.3f} of the tokenizer, two are {one / two:.3f} times one; digest {digest}",
+                f"{num_characters / one / alone:.3f} of the tokenizer (CPU {own_cpu:.3f}), two are "
+                f"{one / two:.3f} times one (CPU {2 * one_cpu / two_cpu:.3f}); digest {digest}",
                 flush=True,
             )
 
