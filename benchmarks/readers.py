@@ -213,6 +213,7 @@ def readings(arguments: Arguments, scratch: Path) -> Iterator[tuple[str, Reading
 def main(arguments: Arguments) -> None:
     """Measure both forms in turn, and print."""
     print(f"{platform.machine()}, {os.cpu_count()} cores, ray {ray.__version__}, {arguments.ranks} ranks", flush=True)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
     ray.init(
         address="local", num_cpus=2 * arguments.ranks, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR,

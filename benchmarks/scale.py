@@ -187,6 +187,7 @@ def open_data(kind: str, directory: str) -> tuple[Source, StreamPlan, int]:
 def read_first(kind: str, directory: str, epoch: float, num_readers: int) -> tuple[float, int]:
     """Read the first batch after a number of epochs; return the seconds from the manifest on, and the number of tasks."""
     if num_readers:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     started = time.perf_counter()
     source, plan, batch_size = open_data(kind, directory)
