@@ -86,7 +86,7 @@ def test_images_of_a_stream(cluster: dict[str, str], store: ObjectStore, tmp_pat
 
     references = [list(digests(source(local), local.shard_sizes, rank, window=20, readers=0)) for rank in range(2)]
     # A tar that is gone ends the reading with its name. When it is back, the next batch is the one that was missing.
-    line = {"latency": 0.03, "bytes_per_second": 100e6, "share_failing": 0.1}
+    line = {"latency": 0.03, "bytes_per_second": 100e6, "share_failing": 0.3, "seed": 1}
     store.behave(**line, gone="00002.tar")
     found: list[list[int]] = []
     with pytest.raises(Exception, match=r"s3://bucket/data/00002\.tar: there is no such object"):
