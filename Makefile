@@ -73,7 +73,7 @@ mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/
 		--editable '.[server]'
 	PATH="$(abspath $(BIN)):$$PATH" infra/mlflow/serve.sh
 
-bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, images, the training job (an hour)
+bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, images, data, the training job (two hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
@@ -83,6 +83,10 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	$(BIN)/python -m benchmarks.contrastive_loss
 	$(BIN)/python -m benchmarks.image_pipeline
 	$(BIN)/python -m benchmarks.object_store
+	$(BIN)/python -m benchmarks.text_preparation
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.streaming_text
+	$(BIN)/python -m benchmarks.readers
+	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.sentences
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 

@@ -111,10 +111,10 @@ def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments:
         place = int(places[-1]) + 1
 
 
-def make_webdataset_loader(
-    tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
-) -> Iterator[Any]:
-    """Return an iterator over the batches of a handwritten webdataset pipeline."""
+def make_transform(
+    arguments: Arguments, *, with_draft: bool
+) -> Callable[[tuple[bytes, bytes]], tuple[torch.Tensor, str]]:
+    """Return a function that makes a view of an image, and a text of a caption, from their files."""
     rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), arguments.image_size
 
     def transform(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, str]:
@@ -132,6 +132,14 @@ def make_webdataset_loader(
             view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.array(view)), sample[1].decode()
 
+    return transform
+
+
+def make_collate(
+    tokenizer: PreTrainedTokenizerFast,
+) -> Callable[[list[tuple[torch.Tensor, str]]], dict[str, torch.Tensor]]:
+    """Return a function that makes a batch of views and texts."""
+
     def collate(samples: list[tuple[torch.Tensor, str]]) -> dict[str, torch.Tensor]:
         tokens = tokenizer(
             [text for _, text in samples],
@@ -142,8 +150,18 @@ def make_webdataset_loader(
         )
         return {"images": torch.stack([image for image, _ in samples]), **tokens}
 
+    return collate
+
+
+def make_webdataset_loader(
+    tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
+) -> Iterator[Any]:
+    """Return an iterator over the batches of a handwritten webdataset pipeline."""
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), handler=webdataset.warn_and_continue)
-    dataset = dataset.repeat().shuffle(1000).to_tuple(IMAGES, "txt").map(transform)
+    dataset = (
+        dataset.repeat().shuffle(1000).to_tuple(IMAGES, "txt").map(make_transform(arguments, with_draft=with_draft))
+    )
+    collate = make_collate(tokenizer)
     return iter(torch.utils.data.DataLoader(dataset, batch_size=arguments.batch_size, collate_fn=collate))
 
 

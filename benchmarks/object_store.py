@@ -8,8 +8,10 @@ own in every round, beside an epoch of the same tars read locally: images per se
 both meet the same load of the machine), bytes that the server sent over the bytes of the tars, and bytes per request.
 "first" is the time to the first batch, for which a whole window has to come, and is not part of the speed; "CPU" is the
 ratio of images per second of the reading process's computing time, which other load does not change as much.
-The first row has the requests of indexing the tars, as the preparation of training does; the last one is `webdataset`,
-which reads each tar as one stream by curl (in a process of its own), against its own local speed.
+The first row has the requests of indexing the tars, as the preparation of training does. The peers are `webdataset`,
+which reads each tar as one stream by curl (in a process of its own), and, where it is installed, MosaicML Streaming
+(`benchmarks.mosaic_peer`), each against its own local speed. The line below each is our images per second from S3 over the
+peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first batch.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import webdataset
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import mosaic_peer
 from benchmarks.image_pipeline import Arguments, generate, make_webdataset_loader, prepare
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.images.manifest import ImageManifest
@@ -63,8 +66,8 @@ class Settings:
     latency: float = 0.03
     megabytes_per_second: float = 100.0
     num_rounds: int = 5
-    with_peer: bool = True
-    """Whether webdataset is measured too."""
+    with_peers: bool = True
+    """Whether webdataset, and MosaicML Streaming where it is installed, are measured too."""
 
     @property
     def line(self) -> dict[str, Any]:
@@ -124,18 +127,74 @@ def measure(
     """Measure epochs side by side; return the speeds as text, and the requests of the last remote epoch."""
     rows, counts = [], Counts()
     for number in range(settings.num_rounds + 1):
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ[DIRECTORY_VARIABLE] = cache
-            range_reader.cache_clear()
-            near = speed(local(number))
-            store.behave(**settings.line)
-            far = speed(remote(number))
-            counts = store.counts()
-            if number:  # in the first round the proxy learns its answers
-                rows.append((near[1], far[1], far[1] / near[1], far[2] / near[2], far[0]))
+        near = speed(local(number))
+        far, counts = speed_far(remote(number), store, settings)
+        if number:  # in the first round the proxy learns its answers
+            rows.append((near[1], far[1], far[1] / near[1], far[2] / near[2], far[0]))
     near_speed, far_speed, ratio, computing, wait = (statistics.median(column) for column in zip(*rows, strict=True))
     spread = f"  ({min(row[2] for row in rows):.3f} to {max(row[2] for row in rows):.3f})"
     return f"{near_speed:>8.1f}{far_speed:>8.1f}{ratio:>10.3f}{spread:<18}{computing:>8.3f}{wait:>10.2f}", counts
+
+
+def speed_far(batches: Iterator[Any], store: ObjectStore, settings: Settings) -> tuple[tuple[float, ...], Counts]:
+    """Return what `speed` returns of an epoch from the server, and its requests; our cache is empty before."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ[DIRECTORY_VARIABLE] = cache
+        range_reader.cache_clear()
+        store.behave(**settings.line)
+        return speed(batches), store.counts()
+
+
+def compare(
+    ours: Callable[[int], Iterator[Any]],
+    peer: Callable[[int], Iterator[Any]],
+    store: ObjectStore,
+    settings: Settings,
+) -> str:
+    """Return our images per second from the server over a peer's as text."""
+    ratios = []
+    for number in range(settings.num_rounds):
+        (first, rate, _), (peer_first, peer_rate, _) = (
+            speed_far(form(number), store, settings)[0] for form in (ours, peer)
+        )
+        num_left = settings.num_images - settings.batch_size
+        ratios.append((rate / peer_rate, (peer_first + num_left / peer_rate) / (first + num_left / rate)))
+    return ", ".join(
+        f"{name} {statistics.median(column):.3f} ({min(column):.3f} to {max(column):.3f})"
+        for name, column in zip(("after the first batch", "of the epoch"), zip(*ratios, strict=True), strict=True)
+    )
+
+
+def measure_peers(
+    tars: list[Path],
+    ours: Callable[[int], Iterator[Any]],
+    tokenizer: PreTrainedTokenizerFast,
+    store: ObjectStore,
+    settings: Settings,
+    scratch: Path,
+) -> None:
+    """Measure the peers and print their rows, and our images per second from the server over theirs."""
+    urls = [f"{store.endpoint}/bucket/data/{tar.name}" for tar in tars]
+    near = partial(webdataset_epoch, list(map(str, tars)), tokenizer, settings)
+    far = partial(webdataset_epoch, urls, tokenizer, settings)
+    text, counts = measure(near, far, store, settings)
+    print(f"{'webdataset, images/s':<24}{describe(counts, sum(tar.stat().st_size for tar in tars))}{text}", flush=True)
+    print(f"  PairSource / webdataset, from S3: {compare(ours, far, store, settings)}", flush=True)
+    if not (version := mosaic_peer.version()):
+        print("MosaicML Streaming is not installed; `benchmarks.mosaic_peer` says how")
+        return
+    num_bytes = mosaic_peer.write_shards(tars, scratch / "mds")
+    store.upload(scratch / "mds", "bucket/mds")
+    os.environ["S3_ENDPOINT_URL"] = store.endpoint
+
+    def mosaic_epoch(remote: str | None, number: int) -> Iterator[Any]:
+        cache = tempfile.mkdtemp(dir=scratch) if remote else str(scratch / "mds")
+        return mosaic_peer.epoch(remote, cache, tokenizer, settings.image_size, settings.batch_size)
+
+    far = partial(mosaic_epoch, "s3://bucket/mds")
+    text, counts = measure(partial(mosaic_epoch, None), far, store, settings)
+    print(f"{f'Mosaic {version}, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
+    print(f"  PairSource / MosaicML Streaming, from S3: {compare(ours, far, store, settings)}", flush=True)
 
 
 def main(settings: Settings) -> None:
@@ -166,19 +225,11 @@ def main(settings: Settings) -> None:
         remote = prepare("s3://bucket/data", f"{scratch}/remote")
         assert remote.digest == local.digest
         print(f"{'indexing':<24}{describe(store.counts(), num_bytes)}", flush=True)
-        text, counts = measure(
-            partial(epoch, local, tokenizer, settings), partial(epoch, remote, tokenizer, settings), store, settings
-        )
+        ours = partial(epoch, remote, tokenizer, settings)
+        text, counts = measure(partial(epoch, local, tokenizer, settings), ours, store, settings)
         print(f"{'PairSource, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
-        if settings.with_peer:
-            urls = [f"{store.endpoint}/bucket/data/{tar.name}" for tar in tars]
-            text, counts = measure(
-                partial(webdataset_epoch, list(map(str, tars)), tokenizer, settings),
-                partial(webdataset_epoch, urls, tokenizer, settings),
-                store,
-                settings,
-            )
-            print(f"{'webdataset, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
+        if settings.with_peers:
+            measure_peers(tars, ours, tokenizer, store, settings, Path(scratch))
     print(f"targets: S3/local at least {SPEED}, bytes at most {BYTES}, at least {BYTES_PER_GET / 1e6:g} MB/GET")
 
 

@@ -18,7 +18,6 @@ import logging
 import multiprocessing
 import os
 import platform
-import resource
 import tarfile
 import tempfile
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import ray
 import tyro
@@ -156,11 +156,21 @@ def run_alone(action: Callable[..., Result], *arguments: Any) -> tuple[Result, C
 
 
 def _measure(action: Callable[..., Result], *arguments: Any) -> tuple[Result, Cost]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = psutil.Process().memory_info().rss
+    peak_of_process()  # What the imports took for a moment does not count.
     started = time.perf_counter()
     result = action(*arguments)
     seconds = time.perf_counter() - started
-    return result, Cost(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    peak = max(peak_of_process(), psutil.Process().memory_info().rss)
+    return result, Cost(seconds, (peak - before) / 1e6)
+
+
+def peak_of_process() -> int:
+    """Return the largest number of resident bytes since the last call, where the kernel allows it to be set back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * peak
 
 
 def combine(entries: list[dict[str, Any]], root: Path) -> int:
@@ -187,6 +197,7 @@ def open_data(kind: str, directory: str) -> tuple[Source, StreamPlan, int]:
 def read_first(kind: str, directory: str, epoch: float, num_readers: int) -> tuple[float, int]:
     """Read the first batch after a number of epochs; return the seconds from the manifest on, and the number of tasks."""
     if num_readers:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     started = time.perf_counter()
     source, plan, batch_size = open_data(kind, directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,11 @@ _NUM_THREADS = 16
 
 
 def run_recorded_tasks(
-    prepare: Callable[[int], dict[str, Any]], names: Sequence[str], directory: str
+    prepare: Callable[[int], dict[str, Any]],
+    names: Sequence[str],
+    directory: str,
+    *,
+    resources: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Call `prepare(number)` for every unit that has no record in `directory` yet; return the results of all units.
 
@@ -27,6 +31,7 @@ def run_recorded_tasks(
             after `prepare` has returned, so a record exists only if everything else was written.
         names: distinct name of every unit; its record is `<name>.json`, and its number the position in this list.
         directory: path or URI of an existing directory, which holds the records.
+        resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
 
     Returns:
         The results of all units in order, both those computed now and those read from earlier records.
@@ -42,7 +47,8 @@ def run_recorded_tasks(
     if rows:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
-        for row in ray.data.from_items(rows, override_num_blocks=len(rows)).map(run).iter_rows():
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run, resources=dict(resources or {}))
+        for row in dataset.iter_rows():
             done[row["number"]] = json.loads(row["entry"])
     return [entry or {} for entry in done]
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -94,6 +95,27 @@ def _start_local_ray() -> None:
                     f"Ray did not start within 30 s, {_NUM_STARTS} times: the machine is too busy; try again when it is "
                     "less so"
                 ) from error
+
+
+def check_placement(field: str, resources: Mapping[str, float]) -> None:
+    """Check that some node of the cluster has the custom resources of a task, which would wait for ever otherwise.
+
+    Args:
+        field: name of the setting that the resources come from, for the error message.
+        resources: the resources of the task by name.
+
+    Raises:
+        ValueError: if no node has them; the message shows what is needed and what the nodes have.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
+        needed = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())
+        largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in resources}
+        raise ValueError(
+            f"{field} = {needed}, but no node of the cluster has as much (largest: "
+            f"{', '.join(f'{name}={amount:g}' for name, amount in largest.items())}): start the nodes that are to read "
+            f"with ray start --resources, or choose other resources"
+        )
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,7 +55,12 @@ class PrepareImagesConfig:
 
 
 def prepare_images(
-    config: PrepareImagesConfig, root: str, *, max_bad_share_field: str = "max_bad_share", losses: str = ""
+    config: PrepareImagesConfig,
+    root: str,
+    *,
+    max_bad_share_field: str = "max_bad_share",
+    losses: str = "",
+    resources: Mapping[str, float] | None = None,
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
@@ -66,6 +72,7 @@ def prepare_images(
         max_bad_share_field: name of the setting that `max_bad_share` comes from, for the error message.
         losses: path or URI of a file to list every lost sample in (`pipelines.losses`); it is also written if there
             are too many. If empty, no list is written.
+        resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
 
     Raises:
         FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
@@ -94,7 +101,12 @@ def prepare_images(
             )
 
         manifest = assemble(
-            run_recorded_tasks(prepare, [f"archive-{number:05d}" for number in range(len(archives))], directory),
+            run_recorded_tasks(
+                prepare,
+                [f"archive-{number:05d}" for number in range(len(archives))],
+                directory,
+                resources=resources,
+            ),
             captions,
             directory=directory,
             source=config.source,

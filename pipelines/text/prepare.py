@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -57,6 +57,7 @@ def prepare_text(
     *,
     max_bad_share_field: str = "max_bad_share",
     losses: str = "",
+    resources: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
@@ -69,6 +70,7 @@ def prepare_text(
         max_bad_share_field: name of the setting that `max_bad_share` comes from, for the error message.
         losses: path or URI of a file to list every lost record in (`pipelines.losses`); it is also written if there
             are too many. If empty, no list is written.
+        resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
 
     Raises:
         FileNotFoundError: if the source does not exist or holds no archive.
@@ -81,7 +83,8 @@ def prepare_text(
         manifest = Manifest.load(target.directory)
     except FileNotFoundError:
         task = target.make_task()
-        records = run_recorded_tasks(task.run, [part.name for part in task.parts], target.directory)
+        names = [part.name for part in task.parts]
+        records = run_recorded_tasks(task.run, names, target.directory, resources=resources)
         manifest = finish_manifest(task, [archive_from_json(record) for record in records])
     if losses:
         list_losses(target.directory, _list_losses_files(manifest), losses)

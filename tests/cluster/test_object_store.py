@@ -48,18 +48,16 @@ def write_tars(directory: Path, num_tars: int, num_images: int) -> None:
                     tar.addfile(info, io.BytesIO(data))
 
 
-def digests(source: Source, shard_sizes: tuple[int, ...], *, window: int, readers: int) -> list[list[int]]:
-    """Return the digests of two ranks' batches over two epochs."""
-    plan = StreamPlan(shard_sizes=shard_sizes, seed=1, window_size=window)
-    stop = 2 * sum(shard_sizes) // 8 * 8
-    return [
-        batch["digest"].tolist()
-        for rank in range(2)
-        for batch in RankStream(
-            source=source, plan=plan, batch_size=8, rank=rank, world_size=2, num_readers=readers, num_batches_per_task=2,
-            num_batches_per_output=1,
-        ).batches(0, stop)
-    ]  # fmt: skip
+def digests(
+    source: Source, shard_sizes: tuple[int, ...], rank: int, *, window: int, readers: int, start: int = 0
+) -> Iterator[list[int]]:
+    """Yield the digests of a rank's batches, of two ranks, from a place on up to the end of two epochs."""
+    stream = RankStream(
+        source=source, plan=StreamPlan(shard_sizes=shard_sizes, seed=1, window_size=window), batch_size=8, rank=rank,
+        world_size=2, num_readers=readers, num_batches_per_task=2, num_batches_per_output=1,
+    )  # fmt: skip
+    for batch in stream.batches(start, 2 * sum(shard_sizes) // 8 * 8):
+        yield batch["digest"].tolist()
 
 
 def test_images_of_a_stream(cluster: dict[str, str], store: ObjectStore, tmp_path: Path) -> None:
@@ -83,13 +81,26 @@ def test_images_of_a_stream(cluster: dict[str, str], store: ObjectStore, tmp_pat
     def source(manifest: ImageManifest) -> PairSource:
         return PairSource(manifest=manifest, tokenizer=tokenizer, image_size=32, cache_bytes=2**30)
 
-    reference = digests(source(local), local.shard_sizes, window=20, readers=2)
-    store.behave(latency=0.03, share_failing=0.1)
-    assert digests(source(remote), remote.shard_sizes, window=20, readers=2) == reference
+    def batches(manifest: ImageManifest, rank: int, start: int = 0) -> Iterator[list[int]]:
+        return digests(source(manifest), manifest.shard_sizes, rank, window=20, readers=2, start=start)
+
+    references = [list(digests(source(local), local.shard_sizes, rank, window=20, readers=0)) for rank in range(2)]
+    # A tar that is gone ends the reading with its name. When it is back, the next batch is the one that was missing.
+    line = {"latency": 0.03, "bytes_per_second": 100e6, "share_failing": 0.3, "seed": 1}
+    store.behave(**line, gone="00002.tar")
+    found: list[list[int]] = []
+    with pytest.raises(Exception, match=r"s3://bucket/data/00002\.tar: there is no such object"):
+        found.extend(batches(remote, 0))
+    assert len(found) < len(references[0])
+    all_counts = [store.counts()]
+    store.behave(**line)
+    assert found + list(batches(remote, 0, start=8 * len(found))) == references[0]
+    assert list(batches(remote, 1)) == references[1]
     # Two epochs of two ranks read every byte once, because all processes of the node share the cache.
-    counts = store.counts()
-    assert counts.num_bytes <= 1.05 * num_bytes
-    assert counts.num_bytes >= 8e6 * counts.num_gets
+    all_counts.append(store.counts())
+    assert sum(count.num_failed for count in all_counts) > 0
+    assert sum(count.num_bytes for count in all_counts) <= 1.05 * num_bytes
+    assert sum(count.num_bytes for count in all_counts) >= 8e6 * sum(count.num_gets for count in all_counts)
 
 
 def test_blocks_of_text_of_a_stream(
@@ -105,7 +116,8 @@ def test_blocks_of_text_of_a_stream(
     remote = Manifest.load("s3://bucket/prepared")
     assert remote == dataclasses.replace(local, directory="s3://bucket/prepared")
     store.behave()
-    reference = digests(BlockSource(manifest=local), local.shard_sizes, window=64, readers=0)
     source = BlockSource(manifest=remote, cache_bytes=2**30)
-    assert digests(source, remote.shard_sizes, window=64, readers=0) == reference
+    for rank in range(2):
+        reference = list(digests(BlockSource(manifest=local), local.shard_sizes, rank, window=64, readers=0))
+        assert list(digests(source, remote.shard_sizes, rank, window=64, readers=0)) == reference
     assert store.counts().num_gets == len(remote.shards)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from ray.data import DataContext, ExecutionResources
 
+from jobs.engine.cluster import check_placement
 from pipelines.plan import StreamPlan
+from pipelines.recorded_tasks import run_recorded_tasks
 from pipelines.stream import Batch, Patience, RankStream
 
 pytestmark = pytest.mark.cluster
@@ -88,3 +92,37 @@ def test_a_stream_fetches_its_window_and_the_next_one_ahead(cluster: dict[str, s
     found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in stream.batches(0, 64)]
     expected = list(zip(order, order, [*order[1:], -1], strict=True))
     assert found == [entry for entry in expected for _ in range(2)]
+
+
+HEAD = "node:__internal_head__"
+"""A custom resource that every Ray has, 1 of it on one node; it stands for one that a person gives to nodes that read."""
+
+
+def amount_taken() -> float:
+    """Return how much of the custom resource the task has that this is called in."""
+    amount: float = ray.get_runtime_context().get_assigned_resources().get(HEAD, 0.0)
+    return amount
+
+
+class Places:
+    """Reads items that tell how much of the custom resource the reading task has."""
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        return {"digest": rows, "amount": np.full(len(rows), amount_taken())}
+
+    def name(self, shard: int, row: int) -> str:
+        return f"{shard}/{row}"
+
+
+def test_tasks_that_prepare_and_read_take_the_resources_of_their_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
+    entries = run_recorded_tasks(lambda _: {"amount": amount_taken()}, ["a"], str(tmp_path), resources={HEAD: 0.25})
+    assert entries == [{"amount": 0.25}]
+    stream = RankStream(
+        source=Places(), plan=StreamPlan(shard_sizes=(8,), seed=0), batch_size=8, rank=0, world_size=1,
+        reader_resources={HEAD: 0.25},
+    )  # fmt: skip
+    assert [batch["amount"].tolist() for batch in stream.batches(0, 8)] == [[0.25] * 8]
+    check_placement("data.reader_resources", {HEAD: 1.0})
+    check_placement("data.reader_resources", {})
+    with pytest.raises(ValueError, match=r"data.reader_resources = reader=0.5, but no node .* \(largest: reader=0\)"):
+        check_placement("data.reader_resources", {"reader": 0.5})

@@ -13,6 +13,7 @@ from jobs.engine.config import (
 )
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, PATH
+from jobs.engine.named_values import parse_resources
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join
@@ -60,6 +61,9 @@ class PairDataSection:
     """Number of pairs within which the order is fully random; across windows only whole shards are permuted."""
     num_readers: int = 1
     """Number of concurrent tasks per worker that read and decode images. Ray reserves a quarter of a CPU for each."""
+    reader_resources: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
+    """Custom Ray resources NAME=AMOUNT that every task takes that indexes images or reads them for training, such as
+    reader=0.1: it then runs on nodes that were started with these resources."""
     cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
     """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
     files; at least two windows. 0: no cache. Local data are never cached."""
@@ -68,10 +72,16 @@ class PairDataSection:
         check_positive("data", self, "num_text_tokens", "min_crop_scale", "shuffle_window", "num_readers")
         check_share("data", self, "max_bad_share", "caption_noise", "min_crop_scale", "flip_probability")
         check_not_negative("data", self, "num_augmentations", "cache_gib")
+        assert self.resources is not None  # parsed here already, so that a wrong entry is refused
         try:
             _ = self.augmentation
         except ValueError as error:  # only the magnitude is left to be refused
             raise ValueError(f"data.augmentation_{error}") from error
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Custom Ray resources of indexing and reading tasks."""
+        return parse_resources("data.reader_resources", self.reader_resources)
 
     @property
     def augmentation(self) -> AugmentationConfig:

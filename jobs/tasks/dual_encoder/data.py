@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from jobs.engine.cluster import check_placement
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.node_cache import cache_bytes
 from pipelines.images.manifest import ImageManifest
@@ -31,8 +32,12 @@ def prepare_split(config: ClipConfig, split: str) -> ImageManifest:
     Ray must be running. The prepared data are kept in the directory of prepared data, which runs share.
     """
     started = time.monotonic()
+    check_placement("data.reader_resources", config.data.resources)
     manifest = prepare_images(
-        preparation(config, split), config.run.prepared_directory, max_bad_share_field="data.max_bad_share"
+        preparation(config, split),
+        config.run.prepared_directory,
+        max_bad_share_field="data.max_bad_share",
+        resources=config.data.resources,
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     cache_for(config, manifest, split)

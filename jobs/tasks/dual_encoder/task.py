@@ -64,6 +64,7 @@ class ClipTask(BaseTask[ClipConfig]):
             rank=rank,
             world_size=world_size,
             num_readers=config.data.num_readers,
+            reader_resources=config.data.resources,
             # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
             num_batches_per_task=8,
             num_batches_per_output=1,

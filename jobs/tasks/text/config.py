@@ -35,8 +35,8 @@ class TextSection:
     prepare_cpus: float = field(default=1.0, metadata=FREE_TO_CHANGE)
     """With prepare = streaming, the number of logical CPUs that Ray reserves for each preparing task."""
     reader_resources: tuple[str, ...] = field(default=(), metadata=FREE_TO_CHANGE)
-    """Custom Ray resources NAME=AMOUNT that every task takes that reads or prepares training text, such as reader=0.1:
-    it then runs on nodes that were started with these resources."""
+    """Custom Ray resources NAME=AMOUNT that every task takes that prepares text or reads it for training, such as
+    reader=0.1: it then runs on nodes that were started with these resources."""
     cache_gib: float = field(default=16.0, metadata=FREE_TO_CHANGE)
     """GiB of each node's disk that hold data from an object store, in $TEMPNET_CACHE or else the directory of temporary
     files; at least two windows. 0: no cache. Local data are never cached."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jobs.engine.cluster import check_placement
 from jobs.engine.config import RunSection
 from jobs.tasks.node_cache import GIB, cache_bytes
 from jobs.tasks.text.config import TextSection
@@ -54,11 +55,13 @@ def prepare_split(
         check_num_rows: refuses a number of rows.
     """
     started = time.monotonic()
+    check_placement("data.reader_resources", config.data.resources)
     manifest = prepare_text(
         _prepare_config(config, split),
         layout,
         config.run.prepared_directory,
         max_bad_share_field=_MAX_BAD_SHARE_FIELD,
+        resources=config.data.resources,
     )
     print(f"{split:<12} {describe(manifest, time.monotonic() - started)}", flush=True)
     if check_num_rows is not None:
@@ -82,6 +85,7 @@ def prepare_training_text(
     data = config.data
     if not data.is_streaming:
         return prepare_split(config, layout, "train", check_num_rows)
+    check_placement("data.reader_resources", data.resources)
     manifest = load_or_grow(
         _prepare_config(config, "train"),
         layout,

@@ -37,8 +37,10 @@ FREE_IN_EVERY_RUN = {
     "tracking.system_metrics",
     "tracking.max_model_gib",
 }
-FREE_WITH_TEXT = {"data.prepare", "data.num_parts_ahead", "data.prepare_cpus", "data.reader_resources"}
+FREE_WITH_TEXT = {"data.prepare", "data.num_parts_ahead", "data.prepare_cpus"}
 """How text is prepared, which does not change the batches."""
+FREE_WITH_SHARDS = {"data.cache_gib", "data.reader_resources"}
+"""Where shards are read, and how much of them a node keeps."""
 HASHES = {
     "gpt2-scratch": "56b55c3fed0f",
     "gpt2-scratch-small": "572d25b89b4c",
@@ -65,9 +67,7 @@ def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     free = {field.removeprefix("base.") for field in flatten(config).keys() - fixed_values(config).keys()}
     has_text = any(field.endswith("data.prepare") for field in flatten(config))
     has_cache = any(field.endswith("data.cache_gib") for field in flatten(config))
-    expected = (
-        FREE_IN_EVERY_RUN | (FREE_WITH_TEXT if has_text else set()) | ({"data.cache_gib"} if has_cache else set())
-    )
+    expected = FREE_IN_EVERY_RUN | (FREE_WITH_TEXT if has_text else set()) | (FREE_WITH_SHARDS if has_cache else set())
     assert has_cache == hasattr(getattr(config, "base", config).data, "cache_gib")
     assert {field for field in free if not field.startswith(("grid.", "sweep."))} == expected
     assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
