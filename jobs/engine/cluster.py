@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -82,6 +83,7 @@ def _start_local_ray() -> None:
         # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
         try:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+            _keep_private()
             return
         except Exception as error:  # Ray raises no more specific exception
             if "timed out" not in str(error).lower():
@@ -94,6 +96,15 @@ def _start_local_ray() -> None:
                     f"Ray did not start within 30 s, {_NUM_STARTS} times: the machine is too busy; try again when it is "
                     "less so"
                 ) from error
+
+
+def _keep_private() -> None:
+    """Close this Ray's session directory, which holds logs and sockets, and the file with the user's token to others."""
+    session = Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
+    session.chmod(0o700)
+    token = Path.home() / ".ray" / "auth_token"
+    if token.is_file() and token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:
