@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -83,6 +84,7 @@ def _start_local_ray() -> None:
         # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
         try:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+            _keep_private()
             return
         except Exception as error:  # Ray raises no more specific exception
             if "timed out" not in str(error).lower():
@@ -116,6 +118,15 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
             f"{', '.join(f'{name}={amount:g}' for name, amount in largest.items())}): start the nodes that are to read "
             f"with ray start --resources, or choose other resources"
         )
+
+
+def _keep_private() -> None:
+    """Close this Ray's session directory, which holds logs and sockets, and the file with the user's token to others."""
+    session = Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
+    session.chmod(0o700)
+    token = Path.home() / ".ray" / "auth_token"
+    if token.is_file() and token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

@@ -62,11 +62,15 @@ class RunSection:
     """Minutes to wait for enough free machines for all workers, at the start or after a machine is lost, before the run
     fails."""
 
+    grace_seconds: float = field(default=30.0, metadata=FREE_TO_CHANGE)
+    """Seconds that a job told to end by SIGTERM may take to finish the current step and save a checkpoint. 0: it ends at
+    once and loses the steps since the last checkpoint."""
+
     def __post_init__(self) -> None:
         check_positive(
             "run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every", "max_wait_minutes"
         )
-        check_not_negative("run", self, "seed")
+        check_not_negative("run", self, "seed", "grace_seconds")
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
 
@@ -171,6 +175,8 @@ class WorkersSection:
     """PyTorch threads of each worker. 0: an equal share of the machine's cores, or `cpus_per_worker` threads in trials
     that run side by side. The number chosen at the first start is kept while the number of workers stays the same,
     because the rounding of sums depends on it."""
+    placement: Literal["pack", "spread"] = field(default="pack", metadata=FREE_TO_CHANGE)
+    """pack: workers on as few nodes as possible, which exchange gradients fastest. spread: on as many as possible."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Stage of DeepSpeed ZeRO: 0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the weights."""
     precision: Literal["fp32", "bf16"] = "bf16"

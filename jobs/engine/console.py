@@ -16,6 +16,8 @@ import ray
 from ray.actor import ActorHandle
 from tqdm import tqdm
 
+from jobs.engine.progress import ProgressNotes
+
 _SECONDS_BETWEEN_POLLS = 0.5
 
 
@@ -25,6 +27,13 @@ class _Mailbox:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._progress: tuple[int, str] | None = None
+        self._must_stop = False
+
+    def ask_to_stop(self) -> None:
+        self._must_stop = True
+
+    def must_stop(self) -> bool:
+        return self._must_stop
 
     def say(self, line: str) -> None:
         self._lines.append(line)
@@ -80,10 +89,20 @@ class Console:
 
 
 class Progress:
-    """Reports a worker's progress: step, loss, mean τ, units (tokens, pairs) per second and the remaining time."""
+    """Reports a worker's progress: step, loss, mean τ, units (tokens, pairs) per second and the remaining time.
+
+    It goes to the driver's terminal and, for whoever looks later, into the run's directory (`jobs.engine.progress`).
+    """
 
     def __init__(
-        self, mailbox: ActorHandle | None, *, num_steps: int, first_step: int, unit: str, with_lines: bool
+        self,
+        mailbox: ActorHandle | None,
+        *,
+        num_steps: int,
+        first_step: int,
+        unit: str,
+        with_lines: bool,
+        directory: str,
     ) -> None:
         self._mailbox = mailbox
         self._num_steps = num_steps
@@ -91,20 +110,27 @@ class Progress:
         self._started = time.monotonic()
         self._unit = unit
         self._with_lines = with_lines
+        self._notes = ProgressNotes(directory)
         if first_step:
             self.say(f"continuing after step {first_step}")
 
     def show(self, step: int, loss: float, tau_mean: float | None, units_per_second: float) -> None:
         """Show the progress after `step` steps; `tau_mean` is None if it is not known."""
+        seconds_per_step = (time.monotonic() - self._started) / (step - self._first_step)
+        self._notes.note(step, loss=loss, tau_mean=tau_mean, seconds_per_step=seconds_per_step)
         if self._mailbox is None:
             return
         tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
         text = f"loss {loss:.4f}{tau}  {units_per_second:,.0f} {self._unit}/s"
         self._mailbox.show.remote(step, text)
         if self._with_lines:
-            left = (time.monotonic() - self._started) / (step - self._first_step) * (self._num_steps - step)
+            left = seconds_per_step * (self._num_steps - step)
             width = len(str(self._num_steps))
             self.say(f"step {step:>{width}}/{self._num_steps}  {text}  {clock(left)} left")
+
+    def close(self) -> None:
+        """Write the last progress into the run's directory."""
+        self._notes.close()
 
     def say(self, line: str) -> None:
         """Print one line on the driver's terminal, or in the worker's log if there is no mailbox."""

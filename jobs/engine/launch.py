@@ -31,6 +31,7 @@ from jobs.engine.recording import RecordModels, keep_end, record_end
 from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
 from jobs.engine.rivals import verdict
 from jobs.engine.run_list import describe_run
+from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
@@ -157,16 +158,20 @@ def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
     Raises:
         FatalTrainingError: if restarting the workers would fail in the same way.
         ValueError: if the workers find that no checkpoint is whole.
-        KeyboardInterrupt: on Ctrl-C, which Ray Train handles itself by ending the workers and then raising SystemExit.
+        KeyboardInterrupt: on Ctrl-C, which Ray Train handles itself by ending the workers and then raising SystemExit; and
+            on SIGTERM, after the workers have saved the current step.
     """
     damaged: dict[str, str] = {}
+    mailbox: Any = job.mailbox
+    ask = None if mailbox is None else mailbox.ask_to_stop.remote
     while True:
         resumption = find_resumption(config.run.directory, damaged)
         for note in resumption.notes:
             print(f"{note}; going on from step {resumption.step}", flush=True)
         write_snapshot(config.run.directory, resumption.checkpoints)
         try:
-            result: dict[str, Any] = make_trainer(config, job).fit().return_value  # type: ignore[attr-defined]
+            with stopping_softly(ask, grace_seconds=config.run.grace_seconds, say=print) if ask else nullcontext():
+                result: dict[str, Any] = make_trainer(config, job).fit().return_value  # type: ignore[attr-defined]
         except SystemExit as error:
             raise KeyboardInterrupt from error
         except TrainingFailedError as error:
@@ -175,6 +180,9 @@ def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
             raise
         if "fatal" in result:
             raise FatalTrainingError(result["fatal"])
+        if "interrupted" in result:
+            print(f"saved at step {result['interrupted']}", flush=True)
+            raise KeyboardInterrupt
         if "damaged" not in result:
             return result
         damaged |= result["damaged"]

@@ -1,8 +1,8 @@
 """The training loop that every Ray Train worker runs: restore, read data, step, log, validate, save, export.
 
-The loop does not depend on what is trained; that is defined by the task. In every step it makes one all-reduce of two
-integers on the host (number of units, digest of the batch). Losses stay on the device; they are read and checked every
-`run.log_every` steps, and before anything is validated or saved.
+The loop does not depend on what is trained; that is defined by the task. In every step it makes one all-reduce of four
+integers on the host (number of units, digest of the batch, requests to save and to stop). Losses stay on the device; they
+are read and checked every `run.log_every` steps, and before anything is validated or saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, 
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
-from jobs.engine.progress import ProgressNotes
+from jobs.engine.stopping import StopRequests
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
@@ -75,6 +75,8 @@ class TrainingLoop:
         self.best_rating = state.best_rating
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
+        self.stop_requests = StopRequests(job.mailbox, rank=self.rank)
+        self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
         self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
@@ -87,15 +89,14 @@ class TrainingLoop:
         self.progress: Progress | None = None
         self.metrics: MetricLogger | None = None
         self.system_metrics: SystemMetrics | None = None
-        self.notes: ProgressNotes | None = None
         if self.is_first:
-            self.notes = ProgressNotes(config.run.directory)
             self.progress = Progress(
                 job.mailbox,
                 num_steps=config.run.num_steps,
                 first_step=self.step,
                 unit=self.task.unit,
                 with_lines=not job.with_bar,
+                directory=config.run.directory,
             )
             if job.tracked_run:
                 self.metrics = MetricLogger(job.tracked_run, warn=self.progress.say)
@@ -108,7 +109,10 @@ class TrainingLoop:
         self.since_report = Pace()
 
     def run(self) -> dict[str, Any]:
-        """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`."""
+        """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.
+
+        If the run was asked to stop, every rank returns `{"interrupted": step}` after the checkpoint of that step.
+        """
         config = self.config
         if self.validations:
             self._look()  # the run may have been killed after the watch decided to end it
@@ -123,7 +127,7 @@ class TrainingLoop:
             for pace in (self.total, self.since_report):
                 pace.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
             is_last = self.step == config.run.num_steps
-            is_saved = is_last or self.step % config.run.checkpoint_every == 0
+            is_saved = is_last or self.must_save or self.step % config.run.checkpoint_every == 0
             is_validated = not is_last and self.step % config.validation.every == 0
             if is_logged or is_saved or is_validated:
                 self._report_steps(statistics)
@@ -132,6 +136,8 @@ class TrainingLoop:
                 self._look()
             if is_saved or self.reason_to_stop:
                 self._save()
+            if self.must_stop and not is_last:
+                return {"interrupted": self.step}
         outcome = self._validate(with_details=True)
         outcome |= {
             "num_steps": self.step,
@@ -149,8 +155,9 @@ class TrainingLoop:
 
     def close(self) -> list[list[Any]]:
         """Send the remaining metrics to MLflow and return those that could not be sent (`MetricLogger.unsent`)."""
-        if self.notes:
-            self.notes.close()
+        self.stop_requests.close()
+        if self.progress:
+            self.progress.close()
         if self.system_metrics:
             self.system_metrics.close()
         if self.metrics is None:
@@ -177,8 +184,10 @@ class TrainingLoop:
 
     def _train_step(self, batch: Batch, *, with_statistics: bool) -> Statistics | None:
         """Count the units of a global batch and train on this rank's part of it."""
-        counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum())])
+        requests = self.stop_requests.read()
+        counts = torch.tensor([self.task.num_units(batch), int(batch["digest"].sum()), *map(int, requests)])
         dist.all_reduce(counts, group=self.host_group)
+        self.must_save, self.must_stop = self.stop_requests.answer(counts[2:])
         num_units = int(counts[0])
         self.num_units += num_units
         self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
@@ -210,15 +219,12 @@ class TrainingLoop:
         if not self.is_first:
             return
         units = self.task.unit
+        groups = (group for group in self.engine.optimizer.param_groups if "name" in group)
         speed = {
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
-            **{
-                f"learning_rate/{group['name']}": group["lr"]
-                for group in self.engine.optimizer.param_groups
-                if "name" in group
-            },
+            **{f"learning_rate/{group['name']}": group["lr"] for group in groups},
         }
         peak = peak_flops_per_second(self.engine.device)
         if peak and self.flops_per_unit:
@@ -231,9 +237,6 @@ class TrainingLoop:
             self.metrics.log({f"train/{key}": value for key, value in (summary | speed).items()}, self.step)
         if self.progress:
             self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
-        if self.notes:
-            seconds = self.total.seconds / (self.step - self.first_step)
-            self.notes.note(self.step, loss=values[-1], tau_mean=summary.get("tau_mean"), seconds_per_step=seconds)
         self.since_report = Pace()
 
     def _describe_bad_step(self, step: int, value: float) -> str:

@@ -52,6 +52,7 @@ def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,
+            placement_strategy=workers.placement.upper(),
             resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
         ),
         run_config=RunConfig(  # type: ignore[call-arg]

@@ -13,7 +13,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 from readme_support import lines_like
 from submit_support import submit, write_probe
-from support import ROOT, wait_for
+from support import LANGUAGE_MODEL_OPTIONS, ROOT, wait_for
 
 from jobs.engine.revision import checkout_revision
 
@@ -33,7 +33,8 @@ def submit_line_of_the_readme(head: dict[str, str], corpus: Path, runs: Path) ->
     words = [places.get(word, word) for word in shlex.split(line.removeprefix(".venv/bin/python"))]
     environment = {name: value for name, value in head.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
-        [sys.executable, *words, f"--data.tokenizer={corpus}/tokenizer", "--workers.no-use-gpu", "--dry-run"],
+        [sys.executable, *words, *LANGUAGE_MODEL_OPTIONS, f"--data.tokenizer={corpus}/tokenizer", "--workers.no-use-gpu",
+         "--dry-run"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""Requests to save a run before something ends it: the driver was told to end, or a node is about to be taken away.
+
+Every worker looks for requests at every step, and the loop's all-reduce tells all workers of them, so that they save the
+same step. A request costs no communication of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.train.v2._internal.execution.context import get_train_context
+
+_SECONDS_BETWEEN_QUESTIONS = 0.5
+
+
+class StopRequests:
+    """The requests that a worker knows of.
+
+    Args:
+        mailbox: the driver's mailbox, in which it leaves its request to stop; None: there is none.
+        rank: rank of the worker; only the first one asks the driver.
+    """
+
+    def __init__(self, mailbox: ActorHandle | None, *, rank: int) -> None:
+        self._mailbox = mailbox
+        self._is_stopping = threading.Event()
+        self._closed = threading.Event()
+        self._is_answered = False
+        if rank == 0 and mailbox is not None:
+            threading.Thread(target=self._ask_driver, name="stop requests", daemon=True).start()
+
+    def read(self) -> tuple[bool, bool]:
+        """Return whether a node of this run is about to be taken away, and whether the run is to stop."""
+        is_preempted = get_train_context().preemption_context.preemption_info is not None
+        return is_preempted and not self._is_answered, self._is_stopping.is_set()
+
+    def answer(self, num_requests: Iterable[Any]) -> tuple[bool, bool]:
+        """Return whether to save and whether to stop, which is the same on all workers.
+
+        The notice about a node reaches the workers one by one; it is answered once, when the first of them has it.
+
+        Args:
+            num_requests: how many workers have returned True from :meth:`read`, for each of the two requests.
+        """
+        is_preempted, is_stopping = (bool(number) for number in num_requests)
+        self._is_answered |= is_preempted
+        return is_preempted or is_stopping, is_stopping
+
+    def close(self) -> None:
+        """Stop asking the driver."""
+        self._closed.set()
+
+    def _ask_driver(self) -> None:
+        mailbox: Any = self._mailbox
+        while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
+            try:
+                if ray.get(mailbox.must_stop.remote(), timeout=30):
+                    self._is_stopping.set()
+                    return
+            except ray.exceptions.RayError:
+                continue  # the driver may be gone, and then this worker will be soon
+
+
+@contextmanager
+def stopping_softly(ask: Callable[[], None], *, grace_seconds: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Let the first SIGTERM inside the block only ask the workers to save and stop; a second one ends the run at once.
+
+    If the workers have not stopped after the grace period, the run is ended as by Ctrl-C. Outside the main thread, which
+    alone may handle signals, and without a grace period, SIGTERM means what it did before.
+
+    Args:
+        ask: asks the workers.
+        grace_seconds: seconds that they have.
+        say: prints a line for the user.
+    """
+    if threading.current_thread() is not threading.main_thread() or not grace_seconds:
+        yield
+        return
+    main = threading.get_ident()
+    timer = threading.Timer(grace_seconds, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.daemon = True
+    is_asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            raise KeyboardInterrupt
+        is_asked = True
+        say(f"told to end: saving the current step, for at most {grace_seconds:g} s (run.grace_seconds)")
+        ask()
+        timer.start()
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
