@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.miscalibrated --text bbc.jsonl.zst --shifted wikitext2_valid.txt --output worlds --seed 0
 
-A GPT-2 of three layers is trained on nine tenths of the documents. From it come four worlds, each a directory with the model
+A GPT-2 of two layers is trained on nine tenths of the documents. From it come four worlds, each a directory with the model
 and held-out text that no part of it was trained on:
 
     calibrated   the model, and texts that it sampled itself at τ = 1
@@ -39,7 +39,7 @@ WORLDS = ("calibrated", "shift", "rounded", "overfit")
 CONTEXT_LENGTH = 64
 _VOCAB_SIZE = 2048
 _UNKNOWN = "<unk>"
-_BATCH_SIZE = 32
+_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class Arguments:
     """Directory of the worlds."""
     seed: int = 0
     """Seed of weights, batches and samples."""
-    num_steps: int = 1200
+    num_steps: int = 600
     """Number of training steps of the model."""
-    num_steps_overfit: int = 400
+    num_steps_overfit: int = 200
     """Number of steps of fine-tuning on few documents."""
-    num_documents_overfit: int = 40
+    num_documents_overfit: int = 20
     """Number of documents to fine-tune on."""
     num_held_out: int = 200
     """Number of documents held out, and of texts to sample."""
@@ -130,8 +130,8 @@ def make_worlds(job: Arguments) -> None:
     config = GPT2Config(
         vocab_size=_VOCAB_SIZE,
         n_positions=CONTEXT_LENGTH,
-        n_embd=96,
-        n_layer=3,
+        n_embd=64,
+        n_layer=2,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -141,7 +141,10 @@ def make_worlds(job: Arguments) -> None:
     )
     base = GPT2LMHeadModel(config)
     stream = encode(tokenizer, training)
-    print(f"loss {train(base, stream, num_steps=job.num_steps, rate=3e-3, seed=job.seed):.3f}, {len(stream):,} tokens")
+    print(
+        f"loss {train(base, stream, num_steps=job.num_steps, rate=5e-3, seed=job.seed):.3f}, {len(stream):,} tokens",
+        flush=True,
+    )
     texts = sample_texts(base, tokenizer, 4 * job.num_held_out, job.seed)
     sampled = [tokenizer.decode(ids) for ids in texts]
     assert tokenizer(sampled[:20], add_special_tokens=False)["input_ids"] == texts[:20]
@@ -152,8 +155,8 @@ def make_worlds(job: Arguments) -> None:
     round_weights(rounded, 3)
     save(job, "rounded", rounded, tokenizer, sampled)
     few = encode(tokenizer, training[: job.num_documents_overfit])
-    loss = train(base, few, num_steps=job.num_steps_overfit, rate=1e-3, seed=job.seed + 1)
-    print(f"overfit: loss {loss:.3f}, {len(few):,} tokens")
+    loss = train(base, few, num_steps=job.num_steps_overfit, rate=3e-3, seed=job.seed + 1)
+    print(f"overfit: loss {loss:.3f}, {len(few):,} tokens", flush=True)
     save(job, "overfit", base, tokenizer, held_out)
 
 

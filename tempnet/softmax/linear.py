@@ -75,7 +75,7 @@ def linear_language_model_loss(
         weight: (V or more, d) output weight.
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
         config: configuration of the loss.
-        tempnet: the temperature network, for `ts_ce` and `dro`. It must have a transform layer and detach its input
+        tempnet: the temperature network, for the losses that have one. It must have a transform layer and detach its input
             (the other ablations of Tables 18 and 20 need `language_model_loss`).
         vocab_size: effective vocabulary V; rows of the weight beyond it are padding and are ignored. By default all
             rows are used.

@@ -4,6 +4,9 @@ With p = softmax(L/τ), y the target and V the effective vocabulary:
 
     cross-entropy   log Σ exp(L/τ) − L_y/τ              ∂/∂L = (p − onehot(y))/τ      ∂/∂τ = (L_y − E_p[L])/τ²
     robust          τ·(cross-entropy + ρ − log V)       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) + ρ − log V
+    proper          cross-entropy                       ∂/∂L = p − onehot(y)          ∂/∂τ = H(p) − cross-entropy
+
+The proper score has the value of the cross-entropy, and the gradients of the robust loss with ρ = log V − cross-entropy.
 
 Shapes: N tokens in a call, c of them in a chunk.
 """
@@ -63,6 +66,8 @@ def evaluate_objective(
     if plan.config.kind.objective == "robust":
         offset = plan.config.rho - math.log(plan.vocab_size)
         losses, slopes, logits_scale = tau * (cross_entropy + offset), entropy + offset, scale
+    elif plan.config.kind.objective == "proper":
+        losses, slopes, logits_scale = cross_entropy, entropy - cross_entropy, scale
     else:
         losses, slopes, logits_scale = cross_entropy, (entropy - cross_entropy) / tau, scale / tau
     slopes = slopes.where(is_valid, 0.0)

@@ -8,6 +8,11 @@ A loss is a combination of a temperature and an objective (TempNet Table 4 and �
     dro_newton   τ*(z), the oracle             robust loss f(z, τ)          Baseline2 of the paper
     ts_ce        TempNet                       cross-entropy of L/τ         Baseline3 of the paper, Table 18
     dro          TempNet                       robust loss f(z, τ)          the paper's method
+    proper       TempNet                       proper score                 docs/method.md, "A proper score"
+
+The proper score is the robust loss with its own ρ for every token, ρ = log V − stop_gradient(cross-entropy at τ), reported as
+that cross-entropy. Its gradient in log τ is τ times that of the cross-entropy, and its gradient in the logits is p − onehot,
+as that of the robust loss: no factor 1/τ weights tokens with a small τ more than others.
 
 Shapes: N tokens, V effective vocabulary.
 """
@@ -32,7 +37,7 @@ class LossKind:
     """Kind of loss: one row of the table in the docstring of this module."""
 
     temperature: Literal["one", "given", "oracle", "tempnet"]
-    objective: Literal["cross_entropy", "robust"]
+    objective: Literal["cross_entropy", "robust", "proper"]
 
 
 LOSS_KINDS: dict[str, LossKind] = {
@@ -42,6 +47,7 @@ LOSS_KINDS: dict[str, LossKind] = {
     "dro_newton": LossKind("oracle", "robust"),
     "ts_ce": LossKind("tempnet", "cross_entropy"),
     "dro": LossKind("tempnet", "robust"),
+    "proper": LossKind("tempnet", "proper"),
 }
 
 
@@ -54,7 +60,7 @@ class TemperatureLossConfig:
     """
 
     name: str = "dro"
-    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce or dro."""
+    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce, dro or proper."""
     rho: float
     """Radius ρ of the KL ball in nats, 0 ≤ ρ < log V."""
     tau: float = 1.0
@@ -104,21 +110,27 @@ def token_losses(logits: Tensor, targets: Tensor, tau: Tensor, config: Temperatu
     else:
         # The robust loss at ρ = log V equals τ times this cross-entropy, whose gradient has an additional factor 1/τ.
         losses = scaled_cross_entropy(logits, safe_targets, tau)
+    if config.kind.objective == "proper":
+        # τ·(cross-entropy + ρ − log V) with the token's own ρ has the value 0; only its gradients are wanted.
+        level = losses.detach()
+        losses = tau * (losses - level) + level
     return torch.where(is_valid, losses, 0.0)
 
 
 @torch.no_grad()
 def token_slopes(logits: Tensor, targets: Tensor, tau: Tensor, config: TemperatureLossConfig) -> Tensor:
-    """Return ∂loss/∂τ of every row (N,): H(p) − log V + ρ for a robust loss, (H(p) − CE)/τ for a cross-entropy.
+    """Return ∂loss/∂τ of every row (N,).
 
-    It is 0 for ignored targets. The arguments are those of :func:`token_losses`.
+    It is H(p) − log V + ρ for a robust loss, (H(p) − CE)/τ for a cross-entropy, H(p) − CE for the proper score, and 0 for
+    ignored targets. The arguments are those of :func:`token_losses`.
     """
     if config.kind.objective == "robust":
         slopes, _ = temperature_derivatives(logits, tau, config.rho)
     else:
         derivative, _ = temperature_derivatives(logits, tau, 0.0)
         entropy = derivative + log_num_contrasts(logits, derivative.dtype)
-        slopes = (entropy - token_losses(logits, targets, tau, config)) / tau
+        slopes = entropy - token_losses(logits, targets, tau, config)
+        slopes = slopes if config.kind.objective == "proper" else slopes / tau
     return slopes.where(targets != IGNORE_INDEX, 0.0)
 
 
@@ -136,7 +148,7 @@ def language_model_loss(
         logits: (N, V), where V is the effective vocabulary.
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
         config: configuration of the loss.
-        tempnet: the temperature network, for `ts_ce` and `dro`.
+        tempnet: the temperature network, for the losses that have one.
         num_targets: divisor of the sum over tokens, which should be the number of valid targets of the *global* batch
             (all ranks, all micro-batches). By default it is the number of valid targets of this call.
 

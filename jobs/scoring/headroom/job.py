@@ -56,7 +56,8 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     start_ray()
     run = ray.remote(num_cpus=config.workers.cpus_per_worker)(_run_test)
     test: HeadroomTest = ray.get(run.remote(output, files, config.folds, max(1, int(config.workers.cpus_per_worker))))
-    values = figures(test, least_gain=config.least_gain) | {"folds": config.folds, "settings": record}
+    values = figures(test, least_gain=config.least_gain)
+    values |= {"folds": config.folds, "known_text": list(settings.known_text), "settings": record}
     with open_export(output) as directory:
         (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
         plot(test, values["best_features"], directory / DIAGRAM_FILE)
@@ -73,6 +74,8 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
                 )
                 note = f"{values['verdict']}\n\n{table(values)}"
                 finish_run(tracked, status="FINISHED", artifacts=directory, metrics=_metrics(values), note=note)
+    if settings.known_text:
+        print("\nThe model was trained on some of this text: the verdict does not hold for new text.")
     print(
         f"\n{table(values)}\n\n{values['verdict']}\n"
         f"{values['num_tokens']:,} tokens of {values['num_documents']:,} documents, {time.monotonic() - started:.0f} s; "

@@ -18,6 +18,7 @@ from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.temperatures.texts.settings import list_sources
 from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
@@ -48,11 +49,13 @@ class HeadroomSettings:
     bos_id: int
     model_digest: str
     tokenizer_digest: str
+    known_text: tuple[str, ...]
+    """Names of archives that the model is known to have been trained on."""
 
     def record(self, archives: list[Archive]) -> dict[str, Any]:
         """Returns everything that decides the measured tokens, without file locations and the batch size."""
         values = asdict(self)
-        for name in ("source", "model", "batch_size"):
+        for name in ("source", "model", "batch_size", "known_text"):
             del values[name]
         root = resolve(self.source)[1]
         files = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
@@ -89,6 +92,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
     if stride > context_length:
         raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
     _check_number_of_documents(config, archives)
+    known = warn_of_known_text(config.model, config.text, archives, field="text")
     return HeadroomSettings(
         source=absolute_path(config.text),
         model=absolute_path(config.model),
@@ -104,6 +108,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         bos_id=document_start_id(tokenizer),
         model_digest=model_digest(config.model),
         tokenizer_digest=tokenizer_digest(tokenizer),
+        known_text=tuple(known),
     ), archives
 
 

@@ -85,7 +85,7 @@ class TemperatureSection(TempNetSection):
     """The loss, its temperature and the TempNet."""
 
     loss: str = "dro"
-    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce or dro (see `tempnet.softmax.reference`)."""
+    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce, dro or proper (see `tempnet.softmax.reference`)."""
     rho: float | None = field(default=10.0, metadata=alternative("target_entropy"))
     """ρ of the robust loss in nats, below log V, where V is the size of the vocabulary. None: computed from
     target_entropy, or calibrated if that is None too."""
@@ -128,13 +128,18 @@ class TemperatureSection(TempNetSection):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether ρ must be calibrated on the base model before training."""
-        return self.rho is None and self.target_entropy is None
+        """Whether ρ must be calibrated on the base model before training; the proper score has none."""
+        return self.rho is None and self.target_entropy is None and self.loss != "proper"
 
     @property
     def needs_tempnet(self) -> bool:
         """Whether the loss takes its temperatures from a TempNet."""
         return LOSS_KINDS[self.loss].temperature == "tempnet"
+
+    @property
+    def fits_likelihood(self) -> bool:
+        """Whether a TempNet learns from the likelihood of the text, rather than for a wanted entropy."""
+        return self.needs_tempnet and LOSS_KINDS[self.loss].objective != "robust"
 
     @property
     def has_free_tau(self) -> bool:
@@ -198,7 +203,7 @@ class LanguageModelConfig(TrainingConfig):
         if self.model.is_frozen and not self.temperature.needs_tempnet:
             raise ValueError(
                 "model.freeze = True (the default with a model.path) leaves nothing to train with "
-                f"temperature.loss = {self.temperature.loss!r}: choose dro or ts_ce, or model.freeze False"
+                f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
             )
 
     @property

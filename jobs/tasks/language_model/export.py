@@ -7,6 +7,7 @@ import torch
 from jobs.engine.deepspeed_engine import whole_parameters
 from jobs.engine.export import open_export
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.training_text import write_training_text
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.network import PAIRED_DIRECTORY, TempNet
@@ -31,6 +32,7 @@ def export_model(module: TemperatureCausalLM, config: LanguageModelConfig, *, is
         names = [name for name, part in module.base.named_modules() if part is output]
         base = {name: value for name, value in base.items() if name not in {f"{part}.weight" for part in names}}
     with open_export(config.run.export_directory) as directory:
+        write_training_text(directory, config.data.train, config.model.path, is_base_trained=not config.model.is_frozen)
         module.base.save_pretrained(directory, state_dict=base)
         load_tokenizer(config.tokenizer).save_pretrained(directory)
         if module.tempnet is not None:

@@ -93,11 +93,14 @@ def base_shapes(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def resolve_rho(config: LanguageModelConfig, vocab_size: int) -> float | None:
-    """Return the ρ of the run, as given or computed from the target entropy; None if it must be calibrated first."""
+    """Return the ρ of the run, as given or computed from the target entropy; None if it must be calibrated first.
+
+    The proper score has no ρ, so that a TempNet's pooling is not scaled by it: it is 0 unless one is given.
+    """
     settings = config.temperature
     if settings.target_entropy is not None:
         return rho_from_target_entropy(settings.target_entropy, vocab_size)
-    return settings.rho
+    return 0.0 if settings.rho is None and not settings.needs_calibration else settings.rho
 
 
 def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLossConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_cal
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
+from jobs.tasks.language_model.training_text import warn_of_known_text
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
-from pipelines.archives import list_archives
+from pipelines.archives import Archive, list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
 from pipelines.text.growing import GrowingManifest
@@ -30,6 +32,8 @@ from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
+
+logger = logging.getLogger(__name__)
 
 
 def create_task(
@@ -94,6 +98,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
+        if settings.loss == "proper":
+            return "no ρ: every token is asked for the entropy that its own cross-entropy shows to be right"
         if self.rho is None:
             return (
                 f"ρ to be calibrated for a mean τ* of {settings.calibrated_tau:g} on "
@@ -156,9 +162,10 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
             and what would be legal.
     """
     uri = tracking_uri(config)
+    archives = {}
     for field in ("train", "validation"):
         with naming_field(f"data.{field}: "):
-            list_archives(getattr(config.data, field))
+            archives[field] = list_archives(getattr(config.data, field))
     tokenizer = load_tokenizer(config.tokenizer)
     _check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
@@ -172,6 +179,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         if config.temperature.path:
             with naming_field("temperature.path = "):
                 TempNet.from_pretrained(local_copy(config.temperature.path))
+    if config.temperature.fits_likelihood:
+        check_is_new(config, archives)
     return LanguageModelPlan(
         config=config,
         vocab_size=vocab_size,
@@ -180,6 +189,20 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         num_tempnet_parameters=count_parameters(network),
         tracking_uri=uri,
     )
+
+
+def check_is_new(config: LanguageModelConfig, archives: Mapping[str, list[Archive]]) -> None:
+    """Log a warning if temperatures would be fitted to, or judged by, the likelihood of text that the base has learned."""
+    if not config.model.is_frozen:
+        if config.temperature.loss == "proper":
+            logger.warning(
+                "temperature.loss = proper fits temperatures to the likelihood of the text that the base model learns from, "
+                "which from the second epoch on is no new text: train the base first, then a TempNet for it on held-out text "
+                "(model.path, which freezes the base)"
+            )
+        return
+    for field, found in archives.items():
+        warn_of_known_text(config.model.path, getattr(config.data, field), found, field=f"data.{field}")
 
 
 def _check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -194,7 +194,9 @@ def rivals(
 
 
 def _judged_by(config: TemperatureLossConfig) -> str | None:
-    return config.kind.objective if config.kind.temperature == "tempnet" else None
+    if config.kind.temperature != "tempnet":
+        return None
+    return "robust" if config.kind.objective == "robust" else "cross_entropy"
 
 
 def _passage(targets: Tensor, tau: Tensor, entropy: Tensor) -> dict[str, list[Any]]:

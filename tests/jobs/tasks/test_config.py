@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs.engine.command_line import parse_preset
 from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash, differences, fixed_values, flatten
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.models import resolve_rho
+from jobs.tasks.language_model.models import build_tempnet, loss_config, resolve_rho
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.dro import check_rho
 
@@ -125,6 +126,16 @@ def test_wrong_values_are_refused_with_their_name(
     assert said.startswith("error: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_the_proper_score_needs_no_rho() -> None:
+    arguments = ["frozen-small", "--model.path", "base", "--temperature.loss"]
+    config, _ = parse_preset(PRESETS, [*arguments, "proper"], job="train_lm", purpose="")
+    assert not config.temperature.needs_calibration
+    assert loss_config(config, 100).rho == 0.0
+    assert 0.5 < build_tempnet(config, 100, 0.0)(torch.zeros(1, 100)).item() < 1.5
+    config, _ = parse_preset(PRESETS, [*arguments, "dro"], job="train_lm", purpose="")
+    assert config.temperature.needs_calibration
 
 
 @pytest.mark.parametrize(

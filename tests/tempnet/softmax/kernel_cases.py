@@ -306,7 +306,7 @@ def test_sizes_of_a_language_model() -> None:
         assert relative_error(value, reference.double()) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro"])
+@pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro", "proper"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, τ, values and every gradient of `tempnet.softmax.fused` equal those of `tempnet.softmax.chunks`."""

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 
 from tempnet import TempNet, TempNetConfig, optimal_temperature
 from tempnet.softmax.reference import (
@@ -31,6 +32,11 @@ def written_out(name: str, logits: torch.Tensor, targets: torch.Tensor, tau: tor
         weights = torch.exp(row / temperature)
         if name in ("ce", "fixed", "ts_ce"):
             total = total - torch.log(weights[target] / weights.sum())
+        elif name == "proper":
+            # The robust loss with the token's own ρ has the value 0, and is reported as the cross-entropy.
+            level = -torch.log(weights[target] / weights.sum()).detach()
+            rho = math.log(VOCABULARY) - level
+            total = total + temperature * torch.log(weights.mean()) - row[target] + temperature * rho + level
         else:
             total = total + temperature * torch.log(weights.mean()) - row[target] + temperature * RHO
     return total / num_valid
@@ -157,3 +163,34 @@ def test_bad_values_are_refused() -> None:
     assert math.isfinite(
         language_model_loss(torch.zeros(1, 20), torch.zeros(1).long(), TemperatureLossConfig(name="ce", rho=10.0))[0]
     )
+
+
+def test_the_proper_score_has_tau_times_the_derivative_of_the_cross_entropy_in_log_tau() -> None:
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(NUM_TOKENS, VOCABULARY, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (NUM_TOKENS,))
+    log_tau = torch.randn(NUM_TOKENS, dtype=torch.float64).requires_grad_()
+    slopes = []
+    for name in ("proper", "ts_ce"):
+        losses = token_losses(logits, targets, log_tau.exp(), TemperatureLossConfig(name=name, rho=0.0))
+        slopes.append(torch.autograd.grad(losses.sum(), log_tau)[0])
+    torch.testing.assert_close(slopes[0], log_tau.exp().detach() * slopes[1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_best_constant_of_the_cross_entropy_is_at_rest_under_the_proper_score() -> None:
+    torch.manual_seed(2)
+    logits = 3 * torch.randn(2000, VOCABULARY, dtype=torch.float64)
+    targets = torch.multinomial((logits / 1.4).softmax(-1), 1).squeeze(-1)
+
+    def loss(tau: float) -> float:
+        return torch.nn.functional.cross_entropy(logits / tau, targets).item()
+
+    best = float(minimize_scalar(loss, bounds=(0.5, 3.0), method="bounded", options={"xatol": 1e-9}).x)
+    config = TemperatureLossConfig(name="proper", rho=0.0)
+
+    def slope(tau: float) -> float:
+        return token_slopes(logits, targets, logits.new_full((2000,), tau), config).mean().item()
+
+    assert best == pytest.approx(1.4, abs=0.1)
+    assert slope(0.99 * best) < 0 < slope(1.01 * best)
+    assert slope(best) == pytest.approx(0.0, abs=1e-6)

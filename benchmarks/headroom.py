@@ -1,0 +1,228 @@
+"""Does the headroom test say in advance what a trained head gains? On the worlds of `benchmarks.miscalibrated`.
+
+    .venv/bin/python -m benchmarks.headroom --worlds worlds
+
+In every world the headroom test runs as `jobs.calibrate headroom` does, without Ray. Then heads are trained on every second
+document and judged on the others, and the other way round:
+
+    tempnet   a TempNet that reads the logits, by the proper score
+    dro       the same TempNet by the robust loss, for the mean entropy of the training tokens
+    mlp       a network of one hidden layer on the features of the test (scalars and hidden state), by cross-entropy
+
+Figures are gains over the best constant temperature of the training half in thousandths of a nat per token, with 95 %
+intervals over documents, and the expected calibration error in per cent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+
+from benchmarks.miscalibrated import WORLDS
+from jobs.engine.tables import markdown_table
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.headroom.measure import Measurer
+from jobs.scoring.headroom.report import milli
+from jobs.scoring.headroom.settings import resolve_settings
+from jobs.scoring.temperatures.texts.parts import token_arrays, tokenise
+from pipelines.archives import list_archives
+from pipelines.text.part_preparation import readable_documents
+from pipelines.text.tokenization import load_tokenizer
+from tempnet import TempNet, TempNetConfig
+from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens
+from tempnet.headroom.gains import DocumentSums
+from tempnet.headroom.profile import Profiles, clamp_log_beta
+from tempnet.headroom.run import CONSTANT, HeadroomTest, run_headroom_test
+from tempnet.models.output_head import output_weight
+from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.reference import TemperatureLossConfig
+
+HEADS = ("tempnet", "dro", "mlp")
+_BATCH_SIZE = 2048
+_RATE = 3e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Worlds and sizes."""
+
+    worlds: tuple[str, ...]
+    """Directories that `benchmarks.miscalibrated` has written, one per seed."""
+    num_tokens: int = 60_000
+    """Largest number of tokens of a world."""
+    tokens_per_document: int = 256
+    """Number of tokens of a document that are used, from its beginning."""
+    num_steps: int = 250
+    """Number of steps of training a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world's tokens, measured with its model."""
+
+    tokens: Tokens
+    targets: Tensor
+    documents: Tensor
+    weight: Tensor
+
+    def part(self, rows: Tensor) -> Tokens:
+        """Return some of the tokens."""
+        profiles = Profiles(self.tokens.profiles.values[rows].double(), self.tokens.profiles.target[rows].double())
+        return Tokens(profiles, self.tokens.margin[rows], self.tokens.maximum[rows], self.tokens.hidden[rows])
+
+
+def measure(directory: Path, job: Arguments) -> World:
+    """Measure the tokens of a world."""
+    text, model = str(directory / "text.jsonl"), str(directory / "model")
+    settings, _ = resolve_settings(Headroom(model=model, text=text))
+    (archive,) = list_archives(text)
+    documents = list(readable_documents(text, archive, "text", Counter(), []))
+    ids = [
+        values[: job.tokens_per_document]
+        for values in token_arrays(tokenise(documents, load_tokenizer(model))["token_ids"])
+    ]
+    ids = ids[: 1 + int(np.searchsorted(np.cumsum([len(values) for values in ids]), job.num_tokens))]
+    measurer = Measurer(settings)
+    tokens = measurer.measure(ids)
+    places = np.repeat(np.arange(len(ids)), [len(values) for values in ids])
+    targets = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    weight, _ = output_weight(measurer._base)
+    return World(tokens, targets, torch.from_numpy(places), weight.detach().float())
+
+
+def run_test(world: World, num_documents: int) -> HeadroomTest:
+    """Run the headroom test on a world."""
+    rows = torch.arange(len(world.targets)).split(4096)
+    return run_headroom_test(
+        lambda: ((world.part(part), world.documents[part]) for part in rows), num_documents, num_folds=5
+    )
+
+
+def train_tempnet(world: World, rows: Tensor, job: Arguments, *, loss: str, seed: int) -> Callable[[Tensor], Tensor]:
+    """Train a TempNet on some tokens, and return the function from tokens to u = log β."""
+    torch.manual_seed(seed)
+    vocab_size = len(world.weight)
+    log_partition, mean, _ = world.part(rows).profiles.partition(0.0)
+    rho = math.log(vocab_size) - (log_partition - mean).mean().item() if loss == "dro" else 0.0
+    network = TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
+    config = TemperatureLossConfig(name=loss, rho=rho)
+
+    def step(chosen: Tensor) -> Tensor:
+        return linear_language_model_loss(
+            world.tokens.hidden[chosen], world.weight, world.targets[chosen], config, network
+        ).loss
+
+    optimise(network, step, rows, job.num_steps)
+
+    @torch.no_grad()
+    def predict(chosen: Tensor) -> Tensor:
+        parts = chosen.split(_BATCH_SIZE)
+        return torch.cat([-network(world.tokens.hidden[part] @ world.weight.T).double().log() for part in parts])
+
+    return predict
+
+
+def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Callable[[Tensor], Tensor]:
+    """Train a small network on the test's features, by the exact derivative of the cross-entropy from the profiles."""
+    torch.manual_seed(seed)
+    moments = Moments(1)
+    moments.add(world.part(rows), torch.zeros(len(rows), dtype=torch.long))
+    design, level = moments.design(), moments.totals[0].best_constant()
+    size = len(design.columns("both"))
+    network = nn.Sequential(nn.Linear(size, 64), nn.GELU(), nn.Linear(64, 1)).double()
+    nn.init.zeros_(network[2].weight)
+    nn.init.constant_(network[2].bias, level)
+
+    def step(chosen: Tensor) -> Tensor:
+        tokens = world.part(chosen)
+        u = clamp_log_beta(network(design.features(tokens)).squeeze(-1))
+        g, _ = tokens.profiles.score(u.detach())
+        return -(g * u).mean()  # Its gradient is that of the cross-entropy.
+
+    optimise(network, step, rows, job.num_steps)
+
+    @torch.no_grad()
+    def predict(chosen: Tensor) -> Tensor:
+        return network(design.features(world.part(chosen))).squeeze(-1)
+
+    return predict
+
+
+def optimise(network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, num_steps: int) -> None:
+    """Minimise a loss of batches of tokens with AdamW, whose rate falls to 0 linearly."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / num_steps)
+    for _ in range(num_steps):
+        loss = step(rows[torch.randint(len(rows), (_BATCH_SIZE,))])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSums:
+    """Train every head on one half of the documents, and judge it on the other, both ways."""
+    sums = DocumentSums(num_documents)
+    for half in range(2):
+        train, test = ((world.documents % 2 == side).nonzero().squeeze(-1) for side in (half, 1 - half))
+        tokens, documents = world.part(test), world.documents[test]
+        sums.add_tokens(tokens, documents)
+        constant = world.part(train).profiles.best_constant()
+        sums.add(CONSTANT, tokens.profiles, documents, torch.full((len(test),), constant, dtype=torch.float64))
+        for head in HEADS:
+            predict = (
+                train_mlp(world, train, job, seed=half)
+                if head == "mlp"
+                else train_tempnet(world, train, job, loss="proper" if head == "tempnet" else "dro", seed=half)
+            )
+            sums.add(head, tokens.profiles, documents, predict(test))
+    for head in HEADS:
+        sums.add_constant(f"{head}/mean", sums.mean_tau(head))
+    return sums
+
+
+def main(job: Arguments) -> None:
+    """Print a row for every world and seed."""
+    rows = [
+        [
+            "world",
+            *(f"test: {name}" for name in FEATURE_SETS),
+            "score test: both",
+            *HEADS,
+            *(f"{head}, MeanShift" for head in HEADS),
+            "ECE: constant",
+            *(f"ECE: {head}" for head in HEADS),
+        ]
+    ]
+    for directory in job.worlds:
+        for name in WORLDS:
+            world = measure(Path(directory) / name, job)
+            num_documents = int(world.documents.max()) + 1
+            test, sums = run_test(world, num_documents), judge_heads(world, num_documents, job)
+            second = test.sums.second_order["both"].sum().item() / len(world.targets)
+            rows.append(
+                [
+                    f"{name}, {Path(directory).name}",
+                    *(milli(test.sums.gain(features, CONSTANT)) for features in FEATURE_SETS),
+                    f"{1000 * second:.1f}",
+                    *(milli(sums.gain(head, CONSTANT)) for head in HEADS),
+                    *(f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in HEADS),
+                    *(f"{100 * sums.calibration_error(head).mean:.2f}" for head in (CONSTANT, *HEADS)),
+                ]
+            )
+            print(" | ".join(rows[-1]), flush=True)
+    print(markdown_table(rows))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(tyro.cli(Arguments, description=__doc__))
