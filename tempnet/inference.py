@@ -5,8 +5,8 @@ There are three ways:
     generate(base, tempnet, input_ids=…, max_new_tokens=…)                checks the settings, uses the fastest way
 
     processor = TemperatureLogitsProcessor(tempnet)                       reads the scores that it receives
-    with attach(base, tempnet) as attached:                               reads the model's own outputs with a hook
-        base.generate(…, do_sample=True, logits_processor=[attached.processor()])
+    with attach(base, tempnet) as attached:                               reads the model's own outputs with a hook,
+        base.generate(…, do_sample=True, logits_processor=[attached.processor()])       and checks the settings
 
 All three give the same τ. A hook sees the original logits of the model, even if other processors that ban or penalise
 tokens run before. If the logits are W h with h the hidden state, the hook reads h instead of the logits
@@ -27,19 +27,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
-from transformers.generation import GenerationMode
 
+from tempnet.generation_checks import check_call, check_generation, check_prompts
 from tempnet.models.output_head import find_output_head
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network
+
+# Rows whose probabilities add up to 1 within this share are taken for log-probabilities: those of logits that a model
+# makes never do for a whole batch.
+_LOG_PROBABILITIES = 1e-4
 
 
 class TemperatureLogitsProcessor(LogitsProcessor):
     """Logits processor that divides the scores of each step by τ, and records the τ of every step.
 
     It is useful only for sampling, since a division by a positive number does not change the argmax. `temperature`
-    must be 1, or the scores would be divided a second time. `check_generation` rejects such settings before a
-    generation starts.
+    must be 1, or the scores would be divided a second time. A processor by itself does not learn the settings of
+    the generation that it is part of; :func:`generate` and :func:`attach` check them before a generation starts. What
+    it can tell from the scores, it refuses: logits that were masked, and log-probabilities, which beam search passes.
 
     Args:
         tempnet: the temperature network. It is put into eval mode, so that `tau_max_eval` applies.
@@ -73,40 +78,17 @@ class TemperatureLogitsProcessor(LogitsProcessor):
                 "a TempNet reads the logits as the model made them, but an earlier logits processor has put −inf into "
                 "them: place this processor first, or use attach(base, tempnet), which listens to the model"
             )
+        if not self.steps and bool(scores.float().logsumexp(-1).abs().amax() < _LOG_PROBABILITIES):
+            raise ValueError(
+                "the scores are log-probabilities, as beam search passes them, and not the logits that τ is predicted for. "
+                "Use plain sampling: do_sample=True, one beam"
+            )
         return self.tempnet(scores)
 
     @property
     def temperatures(self) -> Tensor:
         """Temperatures of all steps so far: (B, number of new tokens)."""
         return torch.stack(self.steps, dim=-1)
-
-
-def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> None:
-    """Reject settings of `generate()` under which a TempNet would have no effect or a wrong one.
-
-    Raises:
-        ValueError: if a setting is unsuitable; the message names the setting, its value and what to do.
-    """
-    if not config.do_sample:
-        raise ValueError(
-            f"do_sample = {config.do_sample}: greedy decoding takes the largest logit whatever τ is, so a TempNet would "
-            "change nothing. Set do_sample=True, or leave the TempNet out"
-        )
-    if config.temperature not in (None, 1.0):
-        raise ValueError(
-            f"temperature = {config.temperature:g} would divide the logits a second time, after the TempNet. "
-            "Set temperature=1.0; to sharpen or soften all temperatures, set tau_max_eval of the TempNet"
-        )
-    if (mode := config.get_generation_mode(assistant_model)) != GenerationMode.SAMPLE:
-        raise ValueError(
-            f"generation mode {mode.value!r}: its scores are not the logits of one step of one sequence, which is what τ is "
-            "predicted for. Use plain sampling: one beam, no assistant model, no prompt lookup"
-        )
-    if config.guidance_scale not in (None, 1.0):
-        raise ValueError(
-            f"guidance_scale = {config.guidance_scale:g} mixes the logits of two contexts, and a TempNet predicts τ for one. "
-            "Set guidance_scale=1.0"
-        )
 
 
 def can_fold(base: PreTrainedModel, tempnet: TempNet) -> bool:
@@ -143,7 +125,7 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
 
     Raises:
         ValueError: if the settings are unsuitable, such as greedy decoding or a `temperature` other than 1
-            (see :func:`check_generation`).
+            (see :func:`check_generation`), or a prompt is empty or too long (:func:`check_prompts`).
     """
     given: GenerationConfig | None = options.pop("generation_config", None)
     config = copy.deepcopy(base.generation_config if given is None else given)
@@ -159,6 +141,7 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
     config.update(**base.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     rest = config.update(**options)
     check_generation(config, rest.get("assistant_model"))
+    check_prompts(base, rest.get("input_ids"), rest.get("attention_mask"), config.max_new_tokens)
     with attach(base, tempnet, fold) as attached:
         processor = attached.processor()
         processors = [*rest.pop("logits_processor", []), processor]
@@ -234,13 +217,17 @@ class CachedFold:
 class Attached:
     """TempNet that is attached to a model by a hook and remembers the τ of the last position of the last forward pass.
 
-    It is a context manager; leaving the context removes the hook.
+    It is a context manager; leaving the context removes the hook. Inside the context `base.generate` refuses settings
+    and prompts that do not go with a TempNet, if its processor is among the logits processors of the call.
     """
 
-    def __init__(self, tempnet: TempNet) -> None:
+    def __init__(self, base: PreTrainedModel, tempnet: TempNet) -> None:
+        self.base = base
         self.tempnet = tempnet
         self.last: Tensor | None = None
         self.handle: RemovableHandle | None = None
+        self._generate = base.generate
+        self._replaced = vars(base).get("generate")
 
     def processor(self) -> TemperatureLogitsProcessor:
         """Return a logits processor for one call of `generate()`."""
@@ -250,12 +237,23 @@ class Attached:
         assert self.last is not None, "nothing went through the model that the TempNet is attached to"
         return self.last
 
+    def _checked_generate(self, inputs: Tensor | None = None, *others: Any, **options: Any) -> Any:
+        processors = options.get("logits_processor") or []
+        if any(isinstance(one, TemperatureLogitsProcessor) for one in processors):
+            named = dict(zip(("generation_config", "logits_processor"), others, strict=False))
+            check_call(self.base, inputs, named | options)
+        return self._generate(inputs, *others, **options)
+
     def __enter__(self) -> Attached:
+        self.base.generate = self._checked_generate  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *exception: object) -> None:
         assert self.handle is not None
         self.handle.remove()
+        del self.base.generate
+        if self._replaced is not None:  # that of another TempNet that is attached to the model
+            self.base.generate = self._replaced
 
 
 def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Attached:
@@ -268,7 +266,7 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
     """
     if fold is None and can_fold(base, tempnet):
         fold = CachedFold(base.get_output_embeddings().weight, tempnet)
-    attached = Attached(tempnet)
+    attached = Attached(base, tempnet)
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert fold is not None

@@ -1,8 +1,10 @@
 """A dual encoder: an image tower and a text tower that map images and their captions to nearby unit vectors.
 
-A saved dual encoder is a directory with these contents; its two towers can be loaded with Transformers alone:
+A saved dual encoder is a directory with these contents; its two towers can be loaded with Transformers alone, and
+`tempnet.models.image_text_encoder` loads all of it for images and texts as they are:
 
     config.json           DualEncoderConfig
+    preprocessor_config.json         configuration of a Transformers image processor, which makes pixels from images
     model.safetensors     the projections; a tower that has its own projection (CLIP) contributes none
     image_encoder/        a Transformers model
     text_encoder/         a Transformers model and its tokenizer
@@ -13,6 +15,7 @@ Shapes: n samples, S pixels per side of an image, t text tokens, d dimensions of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.models.batch_norm import synchronize_batch_norm
-from tempnet.models.dual_encoder_config import DualEncoderConfig
+from tempnet.models.dual_encoder_config import PREPROCESSOR_FILE, DualEncoderConfig
 from tempnet.models.towers import (
     image_features,
     image_width,
@@ -96,9 +99,12 @@ class DualEncoder(nn.Module):
                 f"images are uint8 of shape (n, {side}, {side}, 3), not {images.dtype} of {tuple(images.shape)}"
             )
         # The memory layout stays channels-last, which is the fast one for convolutions.
-        pixels = (images.permute(0, 3, 1, 2).to(self._dtype) - self.image_mean) / self.image_std
-        with self._autocast(images.device.type):
-            features = image_features(self.image_encoder, pixels)
+        return self.encode_pixels((images.permute(0, 3, 1, 2).to(self._dtype) - self.image_mean) / self.image_std)
+
+    def encode_pixels(self, pixel_values: Tensor) -> Tensor:
+        """Return embeddings of normalised pixels (n, 3, S, S), as an image processor makes them: (n, d) unit vectors."""
+        with self._autocast(pixel_values.device.type):
+            features = image_features(self.image_encoder, pixel_values)
         return self._embed(features, self.image_projection)
 
     def encode_texts(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -122,6 +128,7 @@ class DualEncoder(nn.Module):
         directory.mkdir(parents=True, exist_ok=True)
         state = dict(self.state_dict() if state_dict is None else state_dict)
         self.config.save(directory / CONFIG_FILE)
+        (directory / PREPROCESSOR_FILE).write_text(json.dumps(self.config.preprocessor(), indent=2) + "\n")
         projections = {name: value.contiguous() for name, value in state.items() if "_projection." in name}
         save_file({name: projections[name] for name in self._projection_names()}, directory / WEIGHTS_FILE)
         for encoder, name in (

@@ -11,8 +11,8 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
-# File in which Transformers stores the mean and standard deviation of pixels that a CLIPModel was trained with.
-_PREPROCESSOR_FILE = "preprocessor_config.json"
+# File in which Transformers stores how an image becomes the pixels of a model.
+PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,27 @@ class DualEncoderConfig:
         """Write the fields to a JSON file."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
+    def preprocessor(self) -> dict[str, Any]:
+        """Return the configuration of the Transformers image processor that makes pixels from images.
+
+        It resizes the shorter side to S by a bicubic filter, takes the central square, and normalises.
+        """
+        side = self.image_size
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": side},
+            "resample": 3,  # bicubic
+            "do_center_crop": True,
+            "crop_size": {"height": side, "width": side},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+        }
+
     @classmethod
     def load(cls, path: Path) -> DualEncoderConfig:
         """Read a file that :meth:`save` wrote.
@@ -70,7 +91,7 @@ class DualEncoderConfig:
             clip: configuration of the CLIPModel.
             directory: directory that may contain the configuration of its image preprocessor.
         """
-        path = directory / _PREPROCESSOR_FILE
+        path = directory / PREPROCESSOR_FILE
         preprocessor = _read_json(path) if path.is_file() else {}
         return cls(
             embedding_size=clip.projection_dim,

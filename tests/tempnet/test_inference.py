@@ -300,3 +300,51 @@ def test_a_fold_made_once_serves_many_calls() -> None:
     assert first.sequences.shape[1] == len(PROMPTS[0]) + 2
     assert second.sequences.tolist() == again.sequences.tolist()
     assert not base.get_output_embeddings()._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": False}, "do_sample = False: greedy"),
+        ({"do_sample": True, "num_beams": 3}, "generation mode 'beam_sample'"),
+        ({"do_sample": True, "temperature": 0.5}, r"temperature = 0\.5"),
+        (
+            {"do_sample": True, "max_new_tokens": 60},
+            "prompt of 6 tokens and max_new_tokens = 60 do not fit .* 64 tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_inside_attach_the_models_own_generate_refuses_the_same(options: dict, message: str) -> None:
+    base, network = make_base("gpt2"), make_tempnet()
+    tokens = torch.tensor([PROMPTS[0]])
+    with attach(base, network) as attached:
+        with pytest.raises(ValueError, match=message):
+            base.generate(tokens, logits_processor=[attached.processor()], **{"max_new_tokens": 2, **options})
+        with pytest.raises(ValueError, match="prompt 0 of 1 is empty"):
+            base.generate(tokens[:, :0], do_sample=True, logits_processor=[attached.processor()])
+        processor = attached.processor()
+        base.generate(tokens, do_sample=True, max_new_tokens=2, repetition_penalty=1.7, logits_processor=[processor])
+        base.generate(tokens, do_sample=False, max_new_tokens=2)
+    assert processor.temperatures.shape == (1, 2)
+    assert "generate" not in vars(base)
+
+
+def test_a_processor_by_itself_refuses_the_scores_of_beam_search() -> None:
+    base, network = make_base("gpt2", vocab_size=VOCABULARY), make_tempnet()
+    processors = [TemperatureLogitsProcessor(network)]
+    with pytest.raises(ValueError, match="log-probabilities, as beam search passes them"):
+        base.generate(torch.tensor([PROMPTS[0]]), num_beams=3, max_new_tokens=2, logits_processor=processors)
+
+
+def test_empty_and_long_prompts_are_named() -> None:
+    base, network = make_base("gpt2"), make_tempnet()
+    batch = left_padded([[4, 5], [], [6]])
+    with pytest.raises(ValueError, match="prompt 1 of 3 is empty"):
+        generate(base, network, **batch, max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt 0 of 1 is empty"):
+        generate(base, network, input_ids=torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2)
+    with pytest.raises(
+        ValueError, match="longest prompt of 65 tokens and max_new_tokens = 1 do not fit into the context of 64"
+    ):
+        generate(base, network, input_ids=torch.ones(1, 65, dtype=torch.int64), max_new_tokens=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from tempnet.models.sentence_encoder import SentenceEncoder, mean_pooling
@@ -70,6 +71,20 @@ def test_what_is_saved_is_read_here_by_transformers_and_as_a_sentence_transforme
     assert pooling["word_embedding_dimension"] == 16
     assert [name for name, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens"]
     assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 18
+
+
+def test_the_library_sentence_transformers_gives_the_same_embeddings(encoder: SentenceEncoder, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdefgh")} | {"[PAD]": 9}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    encoder.save_pretrained(tmp_path, tokenizer, num_tokens=5)
+    texts = ["b c d", "e", "f g h b c d e f g h"]
+    loaded = SentenceTransformer(str(tmp_path), device="cpu")
+    found = loaded.encode(texts, convert_to_tensor=True)
+    torch.testing.assert_close(found, encoder.encode(texts, tokenizer, num_tokens=5), rtol=0, atol=1e-5)
+    assert loaded.max_seq_length == 5
 
 
 def test_what_is_no_text_encoder_is_refused_by_name(tmp_path: Path) -> None:

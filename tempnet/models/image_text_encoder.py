@@ -1,0 +1,89 @@
+"""A saved dual encoder, loaded in one call with everything that stands between images or texts and their embeddings.
+
+    encoder = ImageTextEncoder.from_pretrained("runs/clip-cc3m-tempnet-small/export")
+    similarities = encoder.encode_images(images) @ encoder.encode_texts(["a red circle"]).T
+
+Resizing, cropping and normalisation of images, tokenising, pooling, projection and normalisation of embeddings are
+those of training. Shapes: n samples, d dimensions of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY, DualEncoder
+
+
+class ImageTextEncoder:
+    """A dual encoder with its image processor and its tokenizer.
+
+    Args:
+        model: the dual encoder, which is put into eval mode.
+        processor: Transformers image processor.
+        tokenizer: tokenizer of the text tower.
+    """
+
+    def __init__(self, model: DualEncoder, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.processor, self.tokenizer = model.eval(), processor, tokenizer
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, *, device: str | torch.device = "cpu") -> ImageTextEncoder:
+        """Load an export of training, or a Transformers CLIPModel with its tokenizer.
+
+        Args:
+            source: directory, or hub name of a CLIPModel.
+            device: where the model computes.
+
+        Raises:
+            ValueError: if the source holds no dual encoder or no tokenizer; the message names it.
+            ImportError: if Pillow is not installed.
+        """
+        # Pillow is no dependency of the library, which uses it only here.
+        from transformers import CLIPImageProcessorPil
+
+        model = DualEncoder.from_pretrained(source)
+        text = Path(source) / TEXT_ENCODER_DIRECTORY
+        place = text if text.is_dir() else Path(source)
+        # Transformers would make an empty tokenizer for a directory that has none.
+        if place.is_dir() and not (any(place.glob("tokenizer*")) or any(place.glob("vocab*"))):
+            raise ValueError(f"{place} holds no tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(place if place.is_dir() else source)
+        settings = model.config.preprocessor()
+        del settings["image_processor_type"]
+        return cls(model.to(device), CLIPImageProcessorPil(**settings), tokenizer)
+
+    @torch.inference_mode()
+    def encode_images(self, images: Sequence[Any], *, batch_size: int = 64) -> Tensor:
+        """Return unit vectors (n, d) in float32 on the CPU of images: PIL images, or uint8 arrays (height, width, 3)."""
+        rows = [self.model.encode_pixels(self._pixels(images[at : at + batch_size])).cpu()
+                for at in range(0, len(images), batch_size)]  # fmt: skip
+        return torch.cat(rows) if rows else torch.empty(0, self.model.config.embedding_size)
+
+    @torch.inference_mode()
+    def encode_texts(self, texts: Sequence[str], *, batch_size: int = 64) -> Tensor:
+        """Return unit vectors (n, d) in float32 on the CPU of texts, truncated to the length of training."""
+        rows = []
+        for at in range(0, len(texts), batch_size):
+            tokens = self.tokenizer(
+                list(texts[at : at + batch_size]),
+                truncation=True,
+                max_length=self.model.config.num_text_tokens,
+                padding=True,
+                return_tensors="pt",
+            )
+            ids, mask = tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
+            rows.append(self.model.encode_texts(ids, mask).cpu())
+        return torch.cat(rows) if rows else torch.empty(0, self.model.config.embedding_size)
+
+    def _pixels(self, images: Sequence[Any]) -> Tensor:
+        return self.processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.image_mean.device
