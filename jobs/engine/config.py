@@ -46,6 +46,8 @@ class RunSection:
     else ./runs."""
     prepared: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or URI of prepared data, which several runs can share. If empty: the directory `prepared` in run.storage."""
+    export: str = field(default="", metadata=FREE_TO_CHANGE)
+    """Directory or URI of the exported model. If empty: the directory `export` of the run."""
     seed: int = 0
     """Random seed of the initial weights, dropout and the order of the data."""
     num_steps: int = 1000
@@ -101,7 +103,7 @@ class RunSection:
     @property
     def export_directory(self) -> str:
         """Directory or URI of the exported model: a Transformers directory that also contains the TempNet in `tempnet/`."""
-        return f"{self.directory}/export"
+        return self.export or f"{self.directory}/export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

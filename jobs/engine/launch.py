@@ -33,6 +33,7 @@ from jobs.engine.rivals import verdict
 from jobs.engine.run_list import describe_run
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
+from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
@@ -104,6 +105,7 @@ def train(
         if so_far := describe_run(config.run.directory):
             print(so_far, flush=True)
         prepared.write_records(config.run.directory)
+        write_task(config)
         tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
             mark_if_ended(tracked),

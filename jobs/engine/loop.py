@@ -51,9 +51,10 @@ class TrainingLoop:
         job: what to train.
         directory: local copy of the checkpoint to continue from, which is not needed after the construction; None: the
             run starts from the beginning.
+        reads_data: whether to begin to read the training data; not for an export.
     """
 
-    def __init__(self, job: WorkerJob, directory: Path | None) -> None:
+    def __init__(self, job: WorkerJob, directory: Path | None, *, reads_data: bool = True) -> None:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.task: Task = job.create_task(self.rank, self.world_size)
@@ -77,7 +78,8 @@ class TrainingLoop:
         self.watch, self.reason_to_stop = job.watch, ""
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
-        self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+        if reads_data:
+            self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
         self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)

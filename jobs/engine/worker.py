@@ -47,3 +47,27 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     except DamagedCheckpointError as error:
         assert checkpoint is not None
         return {"damaged": {Path(checkpoint.path).name: str(error)}}
+
+
+def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    """Unpack the job, load the checkpoint at the URI `checkpoint` of the settings, and write the task's export.
+
+    Returns:
+        An empty dictionary, or `{"fatal": message}` if the checkpoint cannot be used.
+    """
+    from ray.train import Checkpoint
+
+    from jobs.engine.checkpoint import DamagedCheckpointError
+    from jobs.engine.job import FatalTrainingError
+    from jobs.engine.loop import TrainingLoop
+    from pipelines.storage import resolve
+
+    filesystem, path = resolve(settings["checkpoint"])
+    try:
+        with Checkpoint(path, filesystem).as_directory() as directory:
+            loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory), reads_data=False)
+        loop.task.export()
+        loop.close()
+    except (FatalTrainingError, DamagedCheckpointError) as error:
+        return {"fatal": str(error)}
+    return {}

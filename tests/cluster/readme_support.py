@@ -28,6 +28,7 @@ RUN_BY = {
         "test_train_lm.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
     ),
     "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
+    "jobs.export *": "test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
     "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
     "jobs.runs *": "test_train_lm.py::test_the_run_is_listed",
     "jobs.submit ray *": "test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",

@@ -13,7 +13,7 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import PATH, alternative, values_of
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, alternative, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
@@ -63,6 +63,9 @@ class ModelSection:
     """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
+    whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
+    """Write a frozen base model into the export too, so that the export needs nothing else. False: the export of a frozen
+    base holds the TempNet, the tokenizer, and path and digest of the base. The export of a trained base is always whole."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
@@ -194,6 +197,11 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 f"temperature.target_tau = {self.temperature.target_tau:g} steers the ρ of joint training; on a frozen base "
                 "the calibrated ρ is final: set temperature.calibrated_tau, with rho and target_entropy None"
+            )
+        if self.model.is_frozen and self.workers.activation_checkpointing:
+            raise ValueError(
+                "workers.activation_checkpointing = True saves the memory of a base model's backward pass, which a frozen "
+                "base does not have (model.freeze, the default with a model.path): choose False"
             )
         if self.model.is_frozen and not self.temperature.needs_tempnet:
             raise ValueError(

@@ -15,12 +15,13 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id
+from tempnet.base_model import load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weight_files, check_weights
+from tempnet.weights import check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
@@ -120,15 +121,13 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     base: PreTrainedModel
     if config.model.path:
         is_half = config.workers.precision == "bf16" and config.model.is_frozen
-        place = local_copy(config.model.path)
-        check_weight_files(place)
-        base = AutoModelForCausalLM.from_pretrained(
-            place,
+        base = load_base(
+            local_copy(config.model.path),
+            fetch=local_copy,
             dtype=torch.bfloat16 if is_half else torch.float32,
             trust_remote_code=config.model.trust_remote_code,
             attn_implementation=config.model.attention,
         )
-        check_weights(base, config.model.path)
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention
@@ -139,7 +138,7 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
 def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
     """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
     base = build_base(config, tokenizer)
-    if config.workers.activation_checkpointing and not config.model.is_frozen:
+    if config.workers.activation_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)

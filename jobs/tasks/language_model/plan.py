@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
+from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
@@ -28,12 +29,18 @@ from pipelines.stream import READ_CPUS
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
+from tempnet.base_model import BASE_FILE, BaseReference
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
 
 def create_task(
-    config: LanguageModelConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
+    config: LanguageModelConfig,
+    train: str | GrowingManifest,
+    validation: str,
+    base: BaseReference | None,
+    rank: int,
+    world_size: int,
 ) -> Task:
     """Create the task on a worker.
 
@@ -41,12 +48,13 @@ def create_task(
         config: configuration of the run.
         train: directory of the prepared training data, or what is known of them while they still grow.
         validation: directory of the prepared validation data.
+        base: reference to the frozen base model; None if the base is trained.
         rank: rank of this worker.
         world_size: number of workers.
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
-    return LanguageModelTask(config, find(train), Manifest.load(validation), rank, world_size)
+    return LanguageModelTask(config, find(train), Manifest.load(validation), base, rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +114,31 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         )
 
     def prepare(self) -> PreparedTask:
-        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
+        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given.
+
+        Raises:
+            ValueError: also if the run began with another frozen base than the one that is now at model.path.
+        """
         config = resolve_paths(self.config)
         layout = blocks_layout(config)
         train_data = prepare_training_text(config, layout)
         validation_data = prepare_split(config, layout, "validation")
         rho = self.rho
-        records = {}
+        records: dict[str, Mapping[str, Any]] = {}
         if rho is None:
             assert isinstance(train_data, Manifest)  # the configuration refuses the other case
-            calibration = records[CALIBRATION_FILE] = read_or_calibrate(config, train_data)
+            calibration = read_or_calibrate(config, train_data)
+            records[CALIBRATION_FILE] = calibration
             rho = float(calibration["rho"])
             print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
         config = with_rho(config, rho)
+        base = None
+        if config.model.is_frozen:
+            base = refer_to_base(config)
+            records[BASE_FILE] = asdict(base)
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory),
+            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory, base),
             num_samples=None,
             read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
             parameters={

@@ -12,6 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from jobs.engine.job import FatalTrainingError
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
@@ -27,6 +28,7 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import BaseReference, read_reference
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
@@ -49,6 +51,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         config: LanguageModelConfig,
         train: Manifest | GrowingManifest,
         validation: Manifest,
+        base: BaseReference | None,
         rank: int,
         world_size: int,
     ) -> None:
@@ -61,6 +64,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             reader_resources=config.data.resources,
         )
         self.validation_manifest = validation
+        self.base = base
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
@@ -145,16 +149,29 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         )
 
     def export(self) -> None:
-        """Write base model, tokenizer and TempNet."""
-        export_model(self.module, self.config, is_first=self.rank == 0)
+        """Write tokenizer, TempNet and the base model, or the reference to a frozen base."""
+        base = None if self.config.model.whole_export else self.base
+        export_model(self.module, self.config, is_first=self.rank == 0, base=base)
 
     def save(self, directory: Path) -> None:
-        """Save ρ if it is adjusted during training; DeepSpeed saves everything else."""
+        """Save ρ if it is adjusted during training, and the name of a frozen base; DeepSpeed saves everything else."""
         self.steering.save(directory)
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Load ρ if it is adjusted during training."""
+        """Load ρ if it is adjusted during training, and check that the checkpoint belongs to this base.
+
+        Raises:
+            FatalTrainingError: if the checkpoint was written on another frozen base.
+        """
         self.steering.load(directory)
+        written_on = read_reference(directory)
+        if self.base is not None and written_on is not None:
+            try:
+                written_on.check(self.base.digest)
+            except ValueError as error:
+                raise FatalTrainingError(str(error)) from error
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)
