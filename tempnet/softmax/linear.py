@@ -100,6 +100,53 @@ def linear_language_model_loss(
             ρ is infeasible, the TempNet is not supported (see :func:`supports`), or `fold` is True although a bias, a
             soft-cap or the input shift `max` makes it impossible.
     """
+    plan, parameters = plan_loss(
+        hidden,
+        weight,
+        config,
+        tempnet,
+        vocab_size=vocab_size,
+        bias=bias,
+        soft_cap=soft_cap,
+        with_values=with_values,
+        matmul_dtype=matmul_dtype,
+        fold=fold,
+        fold_cache=fold_cache,
+        chunk_size=chunk_size,
+    )
+    if num_targets is None:
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    function = _TokenLosses if reduction == "none" else _LossSum
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
+    return LinearLoss(
+        loss=loss if reduction == "none" else loss / num_targets,
+        tau=tau,
+        values=TokenValues(*values) if with_values else None,
+        slopes=slopes,
+    )
+
+
+def plan_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    config: TemperatureLossConfig,
+    tempnet: TempNet | None,
+    *,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
+    with_values: bool = False,
+    matmul_dtype: torch.dtype | None = None,
+    fold: bool | None = None,
+    fold_cache: FoldCache | None = None,
+    chunk_size: int | None = None,
+) -> tuple[LossPlan, tuple[Tensor, ...]]:
+    """Check the arguments of :func:`linear_language_model_loss`; return the plan of the call and TempNet's parameters.
+
+    Raises:
+        ValueError: see there.
+    """
     vocab_size = len(weight) if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= len(weight):
         raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {len(weight)}, the rows of the output weight")
@@ -140,12 +187,7 @@ def linear_language_model_loss(
         with_values=with_values,
         with_gradients=torch.is_grad_enabled(),
     )
-    function = _TokenLosses if reduction == "none" else _LossSum
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
-    if reduction == "mean":
-        loss = loss / ((targets != IGNORE_INDEX).sum().clamp(min=1) if num_targets is None else num_targets)
-    return LinearLoss(loss=loss, tau=tau, values=TokenValues(*values) if with_values else None, slopes=slopes)
+    return plan, parameters
 
 
 def _check_network(tempnet: TempNet, vocab_size: int) -> None:

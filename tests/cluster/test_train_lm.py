@@ -377,7 +377,7 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     write_json(f"{run}/{BASE_FILE}", {"path": reference["export"], "digest": "another"})
-    with pytest.raises(ValueError, match="run.name = 'frozen-small' cannot continue: the base model"):
+    with pytest.raises(ValueError, match=r"run\.name = 'frozen-small' cannot continue: the base model"):
         make_plan(config).prepare()
 
 

@@ -6,15 +6,20 @@ functions of `tempnet.base_model` and `tempnet.loading` load both kinds.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from jobs.engine.deepspeed_engine import whole_parameters
 from jobs.engine.export import open_export
 from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 
 
@@ -46,9 +51,7 @@ def export_model(
         if base is None:
             module.base.save_pretrained(directory, state_dict=_base_weights(module, weights))
         else:
-            module.base.config.save_pretrained(directory)
-            if module.base.generation_config is not None:
-                module.base.generation_config.save_pretrained(directory)
+            _save_configuration(module, config, directory)
             base.save(directory)
         load_tokenizer(config.tokenizer).save_pretrained(directory)
         if module.tempnet is not None:
@@ -57,6 +60,17 @@ def export_model(
                 {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
             )
             network.save_pretrained(directory / PAIRED_DIRECTORY)
+
+
+def _save_configuration(module: TemperatureCausalLM, config: LanguageModelConfig, directory: Path) -> None:
+    """Write the configuration of the base, so that an export without its weights still says what it is."""
+    if isinstance(module.base, StoredBase):
+        place = local_copy(config.model.path, with_weights=False)
+        AutoConfig.from_pretrained(place, trust_remote_code=config.model.trust_remote_code).save_pretrained(directory)
+        return
+    module.base.config.save_pretrained(directory)
+    if module.base.generation_config is not None:
+        module.base.generation_config.save_pretrained(directory)
 
 
 def _base_weights(module: TemperatureCausalLM, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from tempnet.base_model import load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.weights import check_weight_files
@@ -135,10 +136,24 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     return base
 
 
-def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
-    """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
-    base = build_base(config, tokenizer)
+def build_model(
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, stored: StoredBase | None = None
+) -> TemperatureCausalLM:
+    """Build the module to train; its weights are the same on every rank, because they depend only on the seed.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        stored: output layer of the base, if its hidden states are read; None: the base is built.
+    """
+    base: PreTrainedModel | StoredBase
+    if stored is not None:
+        torch.manual_seed(config.run.seed)
+        base = stored
+    else:
+        base = build_base(config, tokenizer)
     if config.workers.activation_checkpointing:
+        assert isinstance(base, PreTrainedModel)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)

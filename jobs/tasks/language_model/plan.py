@@ -21,11 +21,13 @@ from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
+from jobs.tasks.language_model.features import find_features
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
+from pipelines.text.features import Features
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
@@ -39,6 +41,7 @@ def create_task(
     train: str | GrowingManifest,
     validation: str,
     base: BaseReference | None,
+    features: tuple[str, str] | None,
     rank: int,
     world_size: int,
 ) -> Task:
@@ -49,12 +52,18 @@ def create_task(
         train: directory of the prepared training data, or what is known of them while they still grow.
         validation: directory of the prepared validation data.
         base: reference to the frozen base model; None if the base is trained.
+        features: directories of the stored hidden states of both data sets; None if the base computes them.
         rank: rank of this worker.
         world_size: number of workers.
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
-    return LanguageModelTask(config, find(train), Manifest.load(validation), base, rank, world_size)
+    train_data, validation_data = find(train), Manifest.load(validation)
+    stored = None
+    if features is not None:
+        assert isinstance(train_data, Manifest)  # the configuration refuses the other case
+        stored = Features.load(features[0], train_data), Features.load(features[1], validation_data)
+    return LanguageModelTask(config, train_data, validation_data, base, stored, rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +102,17 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
             },
             num_units=tokens,
             unit="tokens",
-            parameters=f"base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
+            parameters=f"base {self.num_base_parameters:,}{self._describe_base()}, "
             f"TempNet {self.num_tempnet_parameters:,}",
             num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
         )
+
+    def _describe_base(self) -> str:
+        if self.config.model.features:
+            return " (frozen, its hidden states are read)"
+        return " (frozen)" if self.config.model.is_frozen else ""
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
@@ -136,9 +150,17 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         if config.model.is_frozen:
             base = refer_to_base(config)
             records[BASE_FILE] = asdict(base)
+        features = None
+        if config.model.features:
+            assert base is not None
+            assert isinstance(train_data, Manifest)
+            features = (
+                find_features(config, train_data, base, "train").directory,
+                find_features(config, validation_data, base, "validation").directory,
+            )
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory, base),
+            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory, base, features),
             num_samples=None,
             read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
             parameters={

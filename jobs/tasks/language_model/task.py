@@ -21,15 +21,21 @@ from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from jobs.tasks.node_cache import GIB
 from jobs.tasks.text.data import cache_for
+from pipelines.local_copy import local_copy
+from pipelines.object_store import is_local
+from pipelines.storage import resolve
 from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
+from pipelines.text.features import Features, FeatureSource
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference, read_reference
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.stored_base import HEAD_FILE, StoredBase
 from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
 
@@ -52,23 +58,32 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         train: Manifest | GrowingManifest,
         validation: Manifest,
         base: BaseReference | None,
+        features: tuple[Features, Features] | None,
         rank: int,
         world_size: int,
     ) -> None:
+        source: BlockSource | FeatureSource = BlockSource(manifest=train, cache_bytes=cache_for(config, train))
+        reading: dict[str, Any] = {}
+        if features is not None:
+            source = FeatureSource(features=features[0], cache_bytes=round(config.data.cache_gib * GIB))
+            # Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
+            reading["num_readers"] = 0 if is_local(resolve(features[0].directory)[0]) else 1
         super().__init__(
             config,
-            BlockSource(manifest=train, cache_bytes=cache_for(config, train)),
+            source,
             plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
             reader_resources=config.data.resources,
+            **reading,
         )
+        self.features = features
         self.validation_manifest = validation
         self.base = base
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
-        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
+        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer), self._stored_base())
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
             self.config.temperature,
@@ -78,11 +93,17 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             apply=self._set_rho,
         )
         self.validation = ValidationPart.read(
-            self.validation_manifest,
+            self.features[1] if self.features else self.validation_manifest,
             self.config.validation.num_blocks,
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def _stored_base(self) -> StoredBase | None:
+        """Return the output layer of a base whose hidden states are stored; None if the base computes them."""
+        if self.features is None:
+            return None
+        return StoredBase.load(Path(local_copy(f"{self.features[0].directory}/{HEAD_FILE}")))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the base model and the TempNet."""
