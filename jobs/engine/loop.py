@@ -82,7 +82,7 @@ class TrainingLoop:
             self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
-        self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
+        self.engine: DeepSpeedEngine = self._start_engine()
         if directory:
             load_checkpoint(self.engine, directory, self.task.load, num_writers=state.world_size)
         self.is_first = self.rank == 0
@@ -159,6 +159,9 @@ class TrainingLoop:
             return []
         self.metrics.close()
         return self.metrics.unsent()
+
+    def _start_engine(self) -> DeepSpeedEngine:
+        return start_engine(self.task.module, self.task.parameter_groups(), self.config)
 
     def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
         """Set the number of PyTorch threads to the minimum over all workers and return it; 0 if PyTorch decides."""
@@ -279,6 +282,10 @@ class TrainingLoop:
         if self.reason_to_stop and self.progress:
             self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
 
+    def _save_more(self, directory: Path) -> None:
+        """Write this rank's state that the engine does not hold."""
+        self.task.save(directory)
+
     def _save(self) -> None:
         state = RunState(
             step=self.step,
@@ -291,7 +298,7 @@ class TrainingLoop:
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
         )
-        save_checkpoint(self.engine, state, self.task.save, rank=self.rank, metrics={"step": self.step})
+        save_checkpoint(self.engine, state, self._save_more, rank=self.rank, metrics={"step": self.step})
 
 
 def _seed_of(*values: int) -> int:

@@ -30,13 +30,12 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
-    from jobs.engine.loop import TrainingLoop
     from pipelines.problems import TooManyProblemsError
 
     checkpoint = ray.train.get_checkpoint()
     try:
         with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
-            loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory) if directory else None)
+            loop = cloudpickle.loads(settings["job"]).make_loop(Path(directory) if directory else None)
         try:
             outcome = loop.run()
         finally:

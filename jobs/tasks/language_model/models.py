@@ -152,6 +152,13 @@ def build_model(
         base = stored
     else:
         base = build_base(config, tokenizer)
+    return add_tempnet(base, config, tokenizer)
+
+
+def add_tempnet(
+    base: PreTrainedModel | StoredBase, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast
+) -> TemperatureCausalLM:
+    """Build the module from its base: add a TempNet, whose initial weights follow from the state of the generator."""
     if config.workers.activation_checkpointing:
         assert isinstance(base, PreTrainedModel)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

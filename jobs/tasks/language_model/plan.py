@@ -58,12 +58,19 @@ def create_task(
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
+    return LanguageModelTask(config, *load_data(train, validation, base, features), rank, world_size)
+
+
+def load_data(
+    train: str | GrowingManifest, validation: str, base: BaseReference | None, features: tuple[str, str] | None
+) -> tuple[Manifest | GrowingManifest, Manifest, BaseReference | None, tuple[Features, Features] | None]:
+    """Return the data of a task on a worker; the arguments are those of :func:`create_task`."""
     train_data, validation_data = find(train), Manifest.load(validation)
     stored = None
     if features is not None:
         assert isinstance(train_data, Manifest)  # the configuration refuses the other case
         stored = Features.load(features[0], train_data), Features.load(features[1], validation_data)
-    return LanguageModelTask(config, train_data, validation_data, base, stored, rank, world_size)
+    return train_data, validation_data, base, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

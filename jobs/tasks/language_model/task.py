@@ -39,9 +39,6 @@ from tempnet.models.stored_base import HEAD_FILE, StoredBase
 from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
 
-# Number of tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle).
-_NUM_ORACLE_TOKENS = 256
-
 
 class LanguageModelTask(BaseTask[LanguageModelConfig]):
     """The task of training a language model and its TempNet; the methods are described in `jobs.engine.task.Task`.
@@ -50,6 +47,8 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
     """
 
     unit = "tokens"
+    num_oracle_tokens = 256
+    """Tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle)."""
     module: TemperatureCausalLM
 
     def __init__(
@@ -92,6 +91,10 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             tau_range=self.config.temperature.tau_range,
             apply=self._set_rho,
         )
+        self._read_validation()
+
+    def _read_validation(self) -> None:
+        """Read this rank's part of the validation blocks, or of their features."""
         self.validation = ValidationPart.read(
             self.features[1] if self.features else self.validation_manifest,
             self.config.validation.num_blocks,
@@ -157,7 +160,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             self.validation,
             loss_config=self.module.loss_config,
             micro_batch_size=self.config.micro_batch_size,
-            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else _NUM_ORACLE_TOKENS,
+            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,
         )
         return summary | self.steering.scores(), asdict(details) if details else None
@@ -187,6 +190,14 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             FatalTrainingError: if the checkpoint was written on another frozen base.
         """
         self.steering.load(directory)
+        self.check_base(directory)
+
+    def check_base(self, directory: Path) -> None:
+        """Check that a checkpoint was written on the frozen base of this run, if it has one.
+
+        Raises:
+            FatalTrainingError: if it was written on another one.
+        """
         written_on = read_reference(directory)
         if self.base is not None and written_on is not None:
             try:

@@ -79,7 +79,8 @@ def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
         name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS if name in arrays
     }
     if "hidden" in arrays:
-        tensors["hidden"] = to_bfloat16(torch.from_numpy(np.ascontiguousarray(arrays["hidden"]))).to(device)
+        hidden = torch.from_numpy(np.ascontiguousarray(arrays["hidden"])).to(device)
+        tensors["hidden"] = to_bfloat16(hidden) if hidden.dtype == torch.int16 else hidden
     return tensors
 
 
