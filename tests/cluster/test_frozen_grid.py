@@ -64,11 +64,9 @@ def test_training_from_stored_features(
     assert ended.value.code == 2
     already = set((home / "runs" / "prepared").glob("features-*"))
     run_line(prepare, *options, RHO)
-    (announced,) = {line for line in capsys.readouterr().out.splitlines() if " tokens × " in line and line[0].isdigit()}
-    assert announced
-    (directory,) = {path.parent for path in (home / "runs" / "prepared").glob("features-*/features-*-000000.arrow")} & {
-        path.parent for path in (home / "runs" / "prepared").glob("features-*/head.safetensors")
-    }
+    assert " bytes (hidden size " in capsys.readouterr().out
+    # Those of the training and of the validation text are new.
+    directory, _ = sorted(set((home / "runs" / "prepared").glob("features-*")) - already)
     before = {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
     # A file that is missing is made again, and the others are kept.
     first = min(name for name in before if name.startswith("features-"))
@@ -92,9 +90,11 @@ def test_a_grid_side_by_side_is_killed_and_goes_on(
 ) -> None:
     (line,) = lines_like("jobs.sweep frozen-rho-lr-small *")
     words = [
-        *shlex.split(line.replace(" --base.model.features", ""))[3:], *(option.replace("--", "--base.", 1) for option in OPTIONS), "--base.run.name=grid",
+        *shlex.split(line.replace(" --base.model.features", ""))[3:],
+        *(option.replace("--", "--base.", 1) for option in OPTIONS),
+        "--base.run.name=grid",
         *AXES,
-    ]  # fmt: skip
+    ]
     runs = home / "runs" / "grid"
 
     def has_checkpoint() -> bool:
