@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from tempnet.softmax.reference import TemperatureLossConfig
 class Unit:
     """What one item of the pool makes: a file of features, or, without a part, the file of the output layer."""
 
-    features: Features
     part: FeaturePart | None
 
     @property
@@ -75,12 +74,12 @@ class Result:
     """Content of the file of the output layer; empty for features."""
 
 
-def read_unit(unit: Unit) -> Iterator[Item]:
+def read_unit(features: Features, unit: Unit) -> Iterator[Item]:
     """Yield the only item of a unit."""
     if unit.part is None:
         yield Item(unit, None)
         return
-    text, part = unit.features.text, unit.part
+    text, part = features.text, unit.part
     table = read_rows(text, text.shards[part.shard], range(part.start, part.stop))
     yield Item(unit, block_arrays(text, table))
 
@@ -131,15 +130,15 @@ class HiddenStates:
             return file.read_bytes()
 
 
-def write_result(result: Result) -> int:
+def write_result(features: Features, result: Result) -> int:
     """Write the file of a unit and return its size in bytes."""
     unit = result.unit
     if unit.part is None:
-        write_bytes(f"{unit.features.directory}/{HEAD_FILE}", result.head)
+        write_bytes(f"{features.directory}/{HEAD_FILE}", result.head)
         return len(result.head)
     assert result.hidden is not None
     assert result.blocks is not None
-    return write_part(unit.features, unit.part, result.hidden, result.blocks)
+    return write_part(features, unit.part, result.hidden, result.blocks)
 
 
 def prepare_features(config: LanguageModelConfig) -> list[Features]:
@@ -184,16 +183,20 @@ def _prepare(config: LanguageModelConfig, features: Features, base: BaseReferenc
     filesystem.create_dir(path, recursive=True)
     done = {entry.base_name: entry.size or 0 for entry in filesystem.get_file_info(FileSelector(path))}
     _check_room(features, sum(done.values()))
-    units = [Unit(features=features, part=part) for part in (None, *features.parts())]
+    units = [Unit(part=part) for part in (None, *features.parts())]
     missing = [unit for unit in units if unit.file not in done]
     workers = config.workers
     started = time.monotonic()
     failed = run_stages(
-        Stages(model=partial(HiddenStates, config), read=read_unit, write=write_result),
+        Stages(
+            model=partial(HiddenStates, config),
+            read=partial(read_unit, features),
+            write=partial(write_result, features),
+        ),
         missing,
         PoolSection(num_workers=workers.num_workers, use_gpu=workers.use_gpu, cpus_per_worker=workers.cpus_per_worker),
         title=lambda unit: unit.file,
-        keep=_describe,
+        keep=partial(_describe, features),
     )
     if failed:
         raise ScoringFailedError(failed)
@@ -201,10 +204,10 @@ def _prepare(config: LanguageModelConfig, features: Features, base: BaseReferenc
     print(f"stored in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _describe(unit: Unit, num_bytes: Any, seconds: float) -> str:
+def _describe(features: Features, unit: Unit, num_bytes: Any, seconds: float) -> str:
     if unit.part is None:
         return f"{num_bytes / 2**20:.1f} MiB"
-    num_tokens = (unit.part.stop - unit.part.start) * unit.features.context_length
+    num_tokens = (unit.part.stop - unit.part.start) * features.context_length
     return f"{num_bytes / 2**20:.1f} MiB  {num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
 
@@ -219,8 +222,3 @@ def _check_room(features: Features, num_bytes_done: int) -> None:
             f"{features.directory} takes {needed / 2**30:.2f} GiB more, and its disk has {free / 2**30:.2f} GiB left: make "
             "room, or set run.prepared to a directory on another disk"
         )
-
-
-def with_features(config: LanguageModelConfig) -> LanguageModelConfig:
-    """Return the configuration of a run that reads the stored hidden states."""
-    return replace(config, model=replace(config.model, features=True))

@@ -47,7 +47,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     rounds = make_rounds(sweep, record)
     if sweep.shares_base:
         outcomes = run_side_by_side(
-            next(rounds),
+            next(rounds, ()),
             num_at_once=config.sweep.num_side_by_side,
             directory=config.run.directory,
             parent=parent,

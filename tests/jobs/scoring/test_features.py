@@ -81,8 +81,8 @@ def features(config: LanguageModelConfig, tmp_path: Path, monkeypatch: pytest.Mo
     Path(features.directory).mkdir(parents=True)
     model = HiddenStates(config)
     for part in (None, *features.parts()):
-        for item in read_unit(Unit(features=features, part=part)):
-            assert write_result(model(item)) > 0
+        for item in read_unit(features, Unit(part=part)):
+            assert write_result(features, model(item)) > 0
     features.save("digest")
     return features
 
