@@ -34,7 +34,7 @@ from tempnet.statistics import TokenValues
 
 # Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
 # often; with more, the logits do not stay in the cache.
-_NUM_LOGITS_PER_CHUNK = 1 << 23
+NUM_LOGITS_PER_CHUNK = 1 << 23
 
 
 class LinearLoss(NamedTuple):
@@ -181,7 +181,7 @@ def plan_loss(
         tempnet=tempnet,
         soft_cap=soft_cap,
         fold=(fold_cache or FoldCache()) if fold and tempnet is not None else None,
-        chunk_size=chunk_size or max(1, _NUM_LOGITS_PER_CHUNK // vocab_size),
+        chunk_size=chunk_size or max(1, NUM_LOGITS_PER_CHUNK // vocab_size),
         matmul_dtype=matmul_dtype or hidden.dtype,
         sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         with_values=with_values,

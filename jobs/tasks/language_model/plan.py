@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
+from jobs.engine.memory import Memory, check_fits
 from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
@@ -22,6 +23,7 @@ from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_cal
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.features import find_features
+from jobs.tasks.language_model.memory import estimate_memory
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import list_archives
@@ -85,6 +87,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
+    memory: Memory
+    """Memory of a worker at its peak."""
 
     summary_table = staticmethod(report.summary_table)
 
@@ -114,6 +118,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
             num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
+            memory=self.memory,
         )
 
     def _describe_base(self) -> str:
@@ -218,12 +223,23 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         if config.temperature.path:
             with naming_field("temperature.path = "):
                 TempNet.from_pretrained(local_copy(config.temperature.path))
+    num_base = count_parameters(base)
+    num_tempnet = count_parameters(network)
+    memory = estimate_memory(
+        config,
+        base,
+        num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
+        num_tempnet=num_tempnet,
+        vocab_size=vocab_size,
+    )
+    check_fits(memory, config.workers)
     return LanguageModelPlan(
         config=config,
         vocab_size=vocab_size,
         rho=rho,
-        num_base_parameters=count_parameters(base),
-        num_tempnet_parameters=count_parameters(network),
+        num_base_parameters=num_base,
+        num_tempnet_parameters=num_tempnet,
+        memory=memory,
         tracking_uri=uri,
     )
 
