@@ -7,7 +7,6 @@ integers on the host (number of units, digest of the batch). Losses stay on the 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +35,7 @@ from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
 from jobs.engine.progress import ProgressNotes
+from jobs.engine.seeds import seed_of
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
@@ -106,8 +106,7 @@ class TrainingLoop:
                     self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
-        self.total = Pace()
-        self.since_report = Pace()
+        self.total, self.since_report = Pace(), Pace()
 
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`."""
@@ -188,7 +187,7 @@ class TrainingLoop:
         self.num_units += num_units
         self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
         # This makes dropout different on every rank and in every step, but the same after a restart.
-        torch.manual_seed(_seed_of(self.config.run.seed, self.step, self.rank))
+        torch.manual_seed(seed_of(self.config.run.seed, self.step, self.rank))
         result = self.task.train_step(
             self.engine, batch, step=self.step, num_units=num_units, with_statistics=with_statistics
         )
@@ -299,8 +298,3 @@ class TrainingLoop:
             order_version=self.task.stream.plan.order_version,
         )
         save_checkpoint(self.engine, state, self._save_more, rank=self.rank, metrics={"step": self.step})
-
-
-def _seed_of(*values: int) -> int:
-    """Return a 64-bit seed computed from the values, which may be of any size."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")

@@ -21,7 +21,8 @@ from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import linear_language_model_loss, supports
+from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.planning import supports
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
 

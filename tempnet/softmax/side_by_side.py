@@ -20,9 +20,10 @@ from tempnet.network import TempNet
 from tempnet.softmax.chunks import compute_logits, compute_softmax
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.gradients import GradientSums, add_network_gradient, allocate_gradients, finish_gradients
-from tempnet.softmax.linear import LinearLoss, plan_loss
+from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.objectives import SoftmaxTerms, TokenResults, evaluate_objective
 from tempnet.softmax.plan import LossInputs, LossPlan
+from tempnet.softmax.planning import plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.softmax.temperatures import NetworkGraph, shift_logits, temperatures_from_shifted
 from tempnet.statistics import TokenValues

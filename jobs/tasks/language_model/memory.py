@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from jobs.engine.memory import Memory, training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.packing import document_mask
-from tempnet.softmax.linear import NUM_LOGITS_PER_CHUNK
+from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
 
 
 def estimate_memory(
