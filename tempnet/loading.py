@@ -19,11 +19,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from tempnet.base_model import load_base
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 from tempnet.network_config import PublishedHead, TempNetConfig
-from tempnet.weights import check_weight_files, check_weights
+from tempnet.weights import check_weights
 
 # Files that may hold a published network: a separate file, or the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
@@ -151,6 +152,7 @@ def load_causal_lm(
     *,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    fetch: Callable[[str], str] = str,
     **options: Any,
 ) -> tuple[PreTrainedModel, TempNet]:
     """Load a base model and its TempNet, both in eval mode, and check that they fit together.
@@ -158,21 +160,22 @@ def load_causal_lm(
     The TempNet is moved to the device of the model's output weight.
 
     Args:
-        model: local directory or hub name of a Transformers causal LM.
+        model: local directory or hub name of a Transformers causal LM, or of an export. If the export holds only the
+            TempNet, the base model is loaded from where the export says it is (`tempnet.base_model`).
         tempnet: source of the TempNet (see :func:`load_tempnet`). By default it is looked for in the model's directory.
         dtype: dtype of the base model; the TempNet is always float32.
         trust_remote_code: whether to run code that comes with the model.
+        fetch: returns a local path for a base model that an export refers to by a URI; by default URIs are refused.
         options: further options of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        FileNotFoundError: if there is no TempNet.
-        ValueError: if the vocabularies do not fit together, or weights are truncated or contain NaN.
+        FileNotFoundError: if there is no TempNet, or no base model where the export says it is.
+        ValueError: if another base model is there, the vocabularies do not fit together, or weights are truncated or
+            contain NaN.
     """
     network = load_tempnet(model if tempnet is None else tempnet)
-    check_weight_files(model)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    base = load_base(model, fetch=fetch, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     check_vocabulary(base, network)
-    check_weights(base, model)
     return base.eval(), network.to(base.get_output_embeddings().weight.device)
 
 

@@ -29,6 +29,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from ray.train import Checkpoint, CheckpointUploadMode
+from torch import nn
 
 from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.failures import DiskFullError, naming_full_disk
@@ -75,10 +76,21 @@ class DamagedCheckpointError(RuntimeError):
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """Reads DeepSpeed's checkpoint files with `weights_only=True`, and writes them so that a full disk is recognised."""
+    """Reads DeepSpeed's checkpoint files with `weights_only=True`, and writes them so that a full disk is recognised.
+
+    Args:
+        frozen: names of weights that are left out because they are not trained.
+    """
+
+    def __init__(self, frozen: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._frozen = frozen
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save through a Python file object, because torch's own file writer does not report that the disk is full."""
+        if self._frozen and isinstance(state_dict.get("module"), dict):
+            kept = {name: value for name, value in state_dict["module"].items() if name not in self._frozen}
+            state_dict = {**state_dict, "module": kept}
         with naming_full_disk(path), open(path, "wb") as file:
             torch.save(state_dict, file)
 
@@ -108,7 +120,7 @@ def save_checkpoint(
         DiskFullError: if there is no room for the local copy.
     """
     directory = Path(tempfile.mkdtemp(prefix="tempnet-checkpoint-"))
-    engine.checkpoint_engine = SafeCheckpointEngine()
+    engine.checkpoint_engine = SafeCheckpointEngine(frozen_names(engine.module))
     try:
         with naming_full_disk(directory):
             engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
@@ -126,6 +138,16 @@ def save_checkpoint(
         checkpoint_upload_fn=partial(_upload, rank=rank, world_size=state.world_size),
         delete_local_checkpoint_after_upload=True,
     )
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Return all names of the weights that are not trained.
+
+    DeepSpeed's own `exclude_frozen_parameters` knows only one name of a weight that is tied to another, and would save a
+    frozen output layer that shares its weight with the input embedding.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in parameters if not parameter.requires_grad)
 
 
 def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) -> Checkpoint:

@@ -46,6 +46,8 @@ class RunSection:
     else ./runs."""
     prepared: str = field(default="", metadata=FREE_TO_CHANGE)
     """Directory or URI of prepared data, which several runs can share. If empty: the directory `prepared` in run.storage."""
+    export: str = field(default="", metadata=FREE_TO_CHANGE)
+    """Directory or URI of the exported model. If empty: the directory `export` of the run."""
     seed: int = 0
     """Random seed of the initial weights, dropout and the order of the data."""
     num_steps: int = 1000
@@ -105,7 +107,7 @@ class RunSection:
     @property
     def export_directory(self) -> str:
         """Directory or URI of the exported model: a Transformers directory that also contains the TempNet in `tempnet/`."""
-        return f"{self.directory}/export"
+        return self.export or f"{self.directory}/export"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +188,15 @@ class WorkersSection:
     """Save memory by recomputing the base model's activations in the backward pass."""
     offload_optimizer: bool = False
     """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
+    memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
+    """Memory that a worker may take, in GiB: that of its GPU, else of its process. A run that needs more by the arithmetic
+    of `jobs.engine.memory` is refused. None: unlimited."""
 
     def __post_init__(self) -> None:
         check_positive("workers", self, "num_workers", "cpus_per_worker")
         check_not_negative("workers", self, "num_threads")
+        if self.memory_gib is not None:
+            check_positive("workers", self, "memory_gib")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
 

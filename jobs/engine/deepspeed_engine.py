@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.schedules import decay_with_warmup
@@ -40,16 +41,7 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
 
 def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
     """Start DeepSpeed with AdamW; every group has its own learning rate, and the TempNet's group its own schedule."""
-    settings = config.optimizer
-    decayed = with_and_without_decay(groups, settings.weight_decay)
-    optimizer = torch.optim.AdamW(
-        decayed,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
-        fused=None if config.workers.use_gpu else True,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
+    optimizer, scheduler = make_optimizer(groups, config)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -58,6 +50,20 @@ def start_engine(module: nn.Module, groups: list[ParameterGroup], config: Traini
         dist_init_required=False,
     )
     return engine
+
+
+def make_optimizer(groups: list[ParameterGroup], config: TrainingConfig) -> tuple[AdamW, LambdaLR]:
+    """Return AdamW with the given groups, and the schedules of their learning rates."""
+    settings = config.optimizer
+    decayed = with_and_without_decay(groups, settings.weight_decay)
+    optimizer = AdamW(
+        decayed,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        # On CPUs, fused AdamW takes a tenth of the time of the default, which passes over memory a dozen times.
+        fused=None if config.workers.use_gpu else True,
+    )
+    return optimizer, LambdaLR(optimizer, [_schedule(config, group["name"]) for group in decayed])
 
 
 def _schedule(config: TrainingConfig, group: str) -> Callable[[int], float]:

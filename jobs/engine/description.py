@@ -10,6 +10,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
+from jobs.engine.memory import Memory
 
 _NAME_WIDTH = 13
 
@@ -26,6 +27,7 @@ def describe_plan(
     num_frozen: int = 0,
     tracking_uri: str,
     notes: Iterable[str] = (),
+    memory: Memory | None = None,
 ) -> str:
     """Format the plan of a run.
 
@@ -39,6 +41,7 @@ def describe_plan(
         num_frozen: number of frozen parameters.
         tracking_uri: address of MLflow; empty if the run is not logged.
         notes: further lines of text.
+        memory: memory of a worker at its peak; None: only weights, gradients and optimizer are shown.
     """
     run, workers = config.run, config.workers
     state = state_bytes_per_worker(num_trained, num_frozen, workers)
@@ -50,7 +53,9 @@ def describe_plan(
         "workers": f"{workers.num_workers} × {'1 GPU' if workers.use_gpu else 'CPU'}, ZeRO {workers.zero_stage}, "
         f"{workers.precision}{readers}",
         "parameters": parameters,
-        "memory": f"{state / 2**30:.2f} GiB a worker for weights, gradients and optimizer",
+        "memory": memory.describe()
+        if memory
+        else f"{state / 2**30:.2f} GiB a worker for weights, gradients and optimizer",
         "MLflow": masked(tracking_uri) or "off",
     }
     rows = [*lines.items(), *(("note", note) for note in notes)]

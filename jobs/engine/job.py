@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 
 from jobs.engine.task import CreateTask
 from jobs.engine.tracking import TrackedRun
 from jobs.engine.watch import Watch
+
+if TYPE_CHECKING:  # the driver does not need DeepSpeed
+    from jobs.engine.loop import TrainingLoop
 
 
 class FatalTrainingError(RuntimeError):
@@ -30,3 +36,23 @@ class WorkerJob:
     """Decides after every validation whether to end the run early; None: the run is never ended early."""
     shares_cores: bool = False
     """Whether other runs train at the same time on the same machine."""
+
+    def make_loop(self, directory: Path | None) -> TrainingLoop:
+        """Return the training loop of a worker, which continues from the checkpoint in a local directory, if any."""
+        from jobs.engine.loop import TrainingLoop
+
+        return TrainingLoop(self, directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembersJob(WorkerJob):
+    """The job of several runs that train side by side; its task is a `jobs.engine.side_by_side.MemberTask`."""
+
+    tracked_members: Mapping[str, TrackedRun] = field(default_factory=dict)
+    """Name of a member → its MLflow run."""
+
+    def make_loop(self, directory: Path | None) -> TrainingLoop:
+        """Return the loop of a worker that trains all members."""
+        from jobs.engine.side_by_side import SideBySideLoop
+
+        return SideBySideLoop(self, directory)

@@ -34,6 +34,7 @@ from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
+from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
@@ -105,7 +106,8 @@ def train(
         if so_far := describe_run(config.run.directory):
             print(so_far, flush=True)
         prepared.write_records(config.run.directory)
-        tracked = _open_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
+        write_task(config)
+        tracked = open_tracked_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
         with (
             mark_if_ended(tracked),
             _recorded_if_failed(plan, tracked, record_models),
@@ -119,15 +121,15 @@ def train(
                 watch=watch,
                 shares_cores=shares_cores,
             )
-            result = _fit(config, job)
-        outcome = _finish(plan, prepared, tracked, result)
+            result = fit(config, job)
+        outcome = finish(plan, prepared, tracked, result)
         if not keep_checkpoints:
-            _delete_checkpoints(config.run.directory)
+            delete_checkpoints(config.run.directory)
         record_end(config, outcome, record_models)
         return outcome
 
 
-def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
+def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
     """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
     config = plan.config
     unsent = result.pop("unsent_metrics", [])
@@ -152,7 +154,7 @@ def _finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resu
     return outcome
 
 
-def _fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
+def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
     """Train from the newest checkpoint that is whole, and return the result of rank 0.
 
     Raises:
@@ -247,7 +249,8 @@ def _recorded(config: Named) -> dict[str, Any]:
     return recorded
 
 
-def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
+def open_tracked_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
+    """Open the MLflow run of a plan, or find it again if the run is continued."""
     config = plan.config
     tags = {**origin, **run_tags(config, config.tracking)}
     return open_run(
@@ -261,7 +264,8 @@ def _open_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Ma
     )
 
 
-def _delete_checkpoints(directory: str) -> None:
+def delete_checkpoints(directory: str) -> None:
+    """Delete all checkpoints in the directory of a run."""
     filesystem, path = resolve(directory)
     for entry in filesystem.get_file_info(FileSelector(path)):
         if entry.base_name.startswith("checkpoint-"):

@@ -7,7 +7,6 @@ are read and checked every `run.log_every` steps, and before anything is validat
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +19,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from jobs.engine.checkpoint import (
-    FRESH_STATE,
-    RunState,
-    check_checkpoint,
-    load_checkpoint,
-    read_state,
-    save_checkpoint,
-)
+from jobs.engine.checkpoint import FRESH_STATE, RunState, check_checkpoint, load_checkpoint, read_state, save_checkpoint
 from jobs.engine.console import Progress
 from jobs.engine.deepspeed_engine import start_engine
 from jobs.engine.failures import naming_full_disk
@@ -35,6 +27,7 @@ from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, 
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
+from jobs.engine.seeds import seed_of
 from jobs.engine.stopping import StopRequests
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
@@ -51,9 +44,10 @@ class TrainingLoop:
         job: what to train.
         directory: local copy of the checkpoint to continue from, which is not needed after the construction; None: the
             run starts from the beginning.
+        reads_data: whether to begin to read the training data; not for an export.
     """
 
-    def __init__(self, job: WorkerJob, directory: Path | None) -> None:
+    def __init__(self, job: WorkerJob, directory: Path | None, *, reads_data: bool = True) -> None:
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.task: Task = job.create_task(self.rank, self.world_size)
@@ -79,10 +73,11 @@ class TrainingLoop:
         self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
-        self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
+        if reads_data:
+            self.batches = Ahead(self.task.stream.batches(self.step * size, config.run.num_steps * size))
         self.task.build(is_fresh=directory is None)
         self.flops_per_unit = self.task.flops_per_unit()
-        self.engine: DeepSpeedEngine = start_engine(self.task.module, self.task.parameter_groups(), config)
+        self.engine: DeepSpeedEngine = self._start_engine()
         if directory:
             load_checkpoint(self.engine, directory, self.task.load, num_writers=state.world_size)
         self.is_first = self.rank == 0
@@ -105,8 +100,7 @@ class TrainingLoop:
                     self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
-        self.total = Pace()
-        self.since_report = Pace()
+        self.total, self.since_report = Pace(), Pace()
 
     def run(self) -> dict[str, Any]:
         """Run the remaining steps, the final validation and the export; return the outcome on rank 0, else `{}`.
@@ -165,6 +159,9 @@ class TrainingLoop:
         self.metrics.close()
         return self.metrics.unsent()
 
+    def _start_engine(self) -> DeepSpeedEngine:
+        return start_engine(self.task.module, self.task.parameter_groups(), self.config)
+
     def _set_num_threads(self, state: RunState, *, shares_cores: bool) -> int:
         """Set the number of PyTorch threads to the minimum over all workers and return it; 0 if PyTorch decides."""
         workers = self.config.workers
@@ -192,7 +189,7 @@ class TrainingLoop:
         self.num_units += num_units
         self.digests.append(int(counts[1]) % _DIGEST_MODULUS)
         # This makes dropout different on every rank and in every step, but the same after a restart.
-        torch.manual_seed(_seed_of(self.config.run.seed, self.step, self.rank))
+        torch.manual_seed(seed_of(self.config.run.seed, self.step, self.rank))
         result = self.task.train_step(
             self.engine, batch, step=self.step, num_units=num_units, with_statistics=with_statistics
         )
@@ -280,6 +277,10 @@ class TrainingLoop:
         if self.reason_to_stop and self.progress:
             self.progress.say(f"stopped at step {self.step}: {self.reason_to_stop}")
 
+    def _save_more(self, directory: Path) -> None:
+        """Write this rank's state that the engine does not hold."""
+        self.task.save(directory)
+
     def _save(self) -> None:
         state = RunState(
             step=self.step,
@@ -292,9 +293,4 @@ class TrainingLoop:
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
         )
-        save_checkpoint(self.engine, state, self.task.save, rank=self.rank, metrics={"step": self.step})
-
-
-def _seed_of(*values: int) -> int:
-    """Return a 64-bit seed computed from the values, which may be of any size."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+        save_checkpoint(self.engine, state, self._save_more, rank=self.rank, metrics={"step": self.step})

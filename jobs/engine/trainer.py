@@ -35,15 +35,20 @@ class Trainer(TorchTrainer):
         return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
 
 
+def worker_environment(config: TrainingConfig) -> dict[str, str]:
+    """Return the environment variables of a training worker."""
+    # DeepSpeed compiles small extensions with ninja, which is installed beside the Python interpreter and may not be on
+    # the PATH.
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
+    if not config.workers.use_gpu:
+        environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
+    return environment
+
+
 def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
     """Create the trainer of a run: its workers and their environment, its storage and its restart policy."""
     # Ray's annotations are those of Train V1; what is ignored below exists in Train V2, which is used at run time.
     workers = config.workers
-    # DeepSpeed compiles small extensions with ninja, which is installed beside the Python interpreter and may not be on
-    # the PATH.
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
-    if not workers.use_gpu:
-        environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
     filesystem, path = resolve(f"{config.run.resolved_storage}")
     failure_config = FailureConfig(max_failures=config.run.max_restarts)
     trainer = Trainer(
@@ -61,7 +66,7 @@ def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
             storage_filesystem=filesystem,
             failure_config=failure_config,
             checkpoint_config=CheckpointConfig(num_to_keep=config.run.num_checkpoints_kept),
-            worker_runtime_env={"env_vars": environment},
+            worker_runtime_env={"env_vars": worker_environment(config)},
         ),
     )
     trainer.failure_policy = RestartPolicy(

@@ -30,13 +30,12 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
-    from jobs.engine.loop import TrainingLoop
     from pipelines.problems import TooManyProblemsError
 
     checkpoint = ray.train.get_checkpoint()
     try:
         with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
-            loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory) if directory else None)
+            loop = cloudpickle.loads(settings["job"]).make_loop(Path(directory) if directory else None)
         try:
             outcome = loop.run()
         finally:
@@ -47,3 +46,27 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     except DamagedCheckpointError as error:
         assert checkpoint is not None
         return {"damaged": {Path(checkpoint.path).name: str(error)}}
+
+
+def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    """Unpack the job, load the checkpoint at the URI `checkpoint` of the settings, and write the task's export.
+
+    Returns:
+        An empty dictionary, or `{"fatal": message}` if the checkpoint cannot be used.
+    """
+    from ray.train import Checkpoint
+
+    from jobs.engine.checkpoint import DamagedCheckpointError
+    from jobs.engine.job import FatalTrainingError
+    from jobs.engine.loop import TrainingLoop
+    from pipelines.storage import resolve
+
+    filesystem, path = resolve(settings["checkpoint"])
+    try:
+        with Checkpoint(path, filesystem).as_directory() as directory:
+            loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory), reads_data=False)
+        loop.task.export()
+        loop.close()
+    except (FatalTrainingError, DamagedCheckpointError) as error:
+        return {"fatal": str(error)}
+    return {}

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tempnet.models.output_head import find_output_head, output_weight
+from tempnet.models.output_head import OutputHead, find_output_head, output_weight
 from tempnet.models.packing import document_mask, takes_document_mask
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import linear_language_model_loss, supports
+from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.planning import supports
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
 
@@ -46,7 +48,8 @@ class TemperatureCausalLM(nn.Module):
     """Causal language model `base` with the loss of `loss_config`; `tempnet` predicts τ if the loss needs it.
 
     Args:
-        base: any Transformers causal LM in which packed documents can be kept apart (`tempnet.models.packing`).
+        base: any Transformers causal LM in which packed documents can be kept apart (`tempnet.models.packing`), or its
+            output layer, if the forward pass gets stored hidden states.
         tempnet: the temperature network; None for losses without one.
         loss_config: which loss, ρ, and the range of τ.
         vocab_size: the effective vocabulary V; logits of padding beyond it are removed.
@@ -60,12 +63,13 @@ class TemperatureCausalLM(nn.Module):
             clear it after every step.
 
     Raises:
-        ValueError: if the vocabularies of base, TempNet and tokenizer do not fit together, or a TempNet is missing.
+        ValueError: if the vocabularies of base, TempNet and tokenizer do not fit together, a TempNet is missing, or it
+            needs all logits although only hidden states are stored.
     """
 
     def __init__(
         self,
-        base: PreTrainedModel,
+        base: PreTrainedModel | StoredBase,
         tempnet: TempNet | None,
         loss_config: TemperatureLossConfig,
         *,
@@ -94,11 +98,20 @@ class TemperatureCausalLM(nn.Module):
         self.vocab_size = vocab_size
         self.freeze_base = freeze_base
         self.attend_across_documents = attend_across_documents
-        self.takes_mask = not attend_across_documents and takes_document_mask(base)
+        is_stored = isinstance(base, StoredBase)
+        self.takes_mask = not is_stored and not attend_across_documents and takes_document_mask(base)
         self.autocast_dtype = autocast_dtype
         self.fold_cache: FoldCache | None = None
         is_linear = tempnet is None or supports(tempnet)
-        self.head = find_output_head(base) if is_linear and not materialize else None
+        self.head: OutputHead | None = None
+        if isinstance(base, StoredBase):
+            if not is_linear or materialize:
+                raise ValueError(
+                    "stored hidden states (model.features) need a TempNet with a transform layer and a detached input"
+                )
+            self.head = base.head
+        elif is_linear and not materialize:
+            self.head = find_output_head(base)
         if freeze_base:
             base.requires_grad_(False)
         self.train()
@@ -119,10 +132,11 @@ class TemperatureCausalLM(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
         targets: Tensor,
         *,
+        hidden: Tensor | None = None,
         num_targets: Tensor | float | None = None,
         with_statistics: bool = False,
         num_oracle_tokens: int = 256,
@@ -130,9 +144,10 @@ class TemperatureCausalLM(nn.Module):
         """Compute the loss of one micro-batch.
 
         Args:
-            input_ids: (B, T) input tokens.
-            position_ids: (B, T) positions, which restart at 0 with every document.
+            input_ids: (B, T) input tokens; None with `hidden`.
+            position_ids: (B, T) positions, which restart at 0 with every document; None with `hidden`.
             targets: (B, T) targets, already shifted; IGNORE_INDEX for tokens without one.
+            hidden: (B, T, d) stored hidden states; None: the base computes them.
             num_targets: divisor of the sum over tokens, which should be the number of valid targets of the global
                 batch. By default it is the number of valid targets of this call.
             with_statistics: whether to return statistics.
@@ -141,6 +156,8 @@ class TemperatureCausalLM(nn.Module):
         flat_targets = targets.flatten()
         values: TokenValues | None
         if self.head is None:
+            assert input_ids is not None
+            assert position_ids is not None
             logits = self.logits(input_ids, position_ids).flatten(0, 1)
             loss, tau = language_model_loss(
                 logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
@@ -148,8 +165,14 @@ class TemperatureCausalLM(nn.Module):
             values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
             slopes = token_slopes(logits, flat_targets, tau, self.loss_config)
         else:
-            hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
             weight, bias = output_weight(self.base)
+            if hidden is None:
+                assert input_ids is not None
+                assert position_ids is not None
+                hidden = self._run(self.base.base_model, input_ids, position_ids)[0]
+            else:
+                hidden = hidden.to(weight.dtype)
+            hidden = hidden.flatten(0, 1)
             loss, tau, values, slopes = linear_language_model_loss(
                 self.head.scaled(hidden),
                 weight,
@@ -173,25 +196,40 @@ class TemperatureCausalLM(nn.Module):
             "logits": None,
         }
         if values is not None:
-            contexts = logits if self.head is None else hidden
-            oracle_rows = (flat_targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
-            with torch.no_grad():
-                output["logits"] = self.context_logits(contexts[oracle_rows])
-            output["statistics"] = self._sum_statistics(values, flat_targets, tau.detach(), output["logits"])
+            contexts = logits if hidden is None else hidden
+            output["statistics"], output["logits"] = self.statistics(
+                contexts, flat_targets, tau.detach(), values, num_oracle_tokens
+            )
             output["entropy"] = values.entropy.view_as(targets)
         return output
 
-    def _sum_statistics(self, values: TokenValues, targets: Tensor, tau: Tensor, oracle_logits: Tensor) -> Tensor:
-        return token_statistics(
+    @torch.no_grad()
+    def statistics(
+        self, contexts: Tensor, targets: Tensor, tau: Tensor, values: TokenValues, num_oracle_tokens: int = 256
+    ) -> tuple[Tensor, Tensor]:
+        """Return sums of `tempnet.statistics.TemperatureStatistics`, and the logits of the first valid tokens (n, V).
+
+        Args:
+            contexts: (N, d or V) representations of the contexts, see :meth:`contexts`.
+            targets: (N,) targets.
+            tau: (N,) temperatures.
+            values: values of the N tokens.
+            num_oracle_tokens: n, at most.
+        """
+        oracle_rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
+        oracle_logits = self.context_logits(contexts[oracle_rows])
+        config = self.loss_config
+        statistics = token_statistics(
             values,
             targets,
             tau,
             vocab_size=self.vocab_size,
-            rho=self.loss_config.rho,
-            tau_min=self.loss_config.tau_min,
-            tau_max=self.loss_config.tau_max,
+            rho=config.rho,
+            tau_min=config.tau_min,
+            tau_max=config.tau_max,
             oracle_logits=oracle_logits,
-        ).sums
+        )
+        return statistics.sums, oracle_logits
 
     def contexts(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return a representation of every context, from which :meth:`context_logits` computes its logits.

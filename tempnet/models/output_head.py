@@ -8,6 +8,7 @@ logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +31,11 @@ class OutputHead:
     soft_cap: float | None
     """Logits become soft_cap·tanh(logits/soft_cap) (Gemma's `final_logit_softcapping`); None for no cap."""
 
-    def logits(self, base: PreTrainedModel, hidden: Tensor, vocab_size: int) -> Tensor:
+    def logits(self, base: Any, hidden: Tensor, vocab_size: int) -> Tensor:
         """Return logits (…, V) of hidden states (…, d), in the dtype of the weight.
 
         Args:
-            base: the model that provides weight and bias.
+            base: the model that provides weight and bias, or a `tempnet.models.stored_base.StoredBase`.
             hidden: (…, d) hidden states.
             vocab_size: V; logits beyond it are not computed.
         """
@@ -52,7 +53,7 @@ class OutputHead:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-def output_weight(base: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output weight W (V or more, d) and the bias b, or None.
 
     They are read as attributes of their module, because under ZeRO-3 this makes DeepSpeed gather them.

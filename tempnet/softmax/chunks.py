@@ -56,7 +56,7 @@ def _add_chunk(
 ) -> None:
     """Process the tokens in `part`, whose targets (c,) and working memory (2, c, V) are given."""
     hidden, (logits, work) = inputs.hidden[part], buffers
-    _compute_logits(inputs, hidden, out=logits)
+    compute_logits(inputs, hidden, out=logits)
     cap_slope = None
     if plan.soft_cap is not None:
         logits.div_(plan.soft_cap).tanh_()
@@ -69,8 +69,8 @@ def _add_chunk(
     # The maximum is subtracted before the division, because L/τ would lose the digits of small differences at
     # small τ.
     shifted = logits.sub_(logits.amax(-1, keepdim=True))
-    at_one = _compute_softmax(shifted.clone(), safe_targets, work) if plan.with_values else None
-    at_tau = _compute_softmax(shifted.div_(tau.unsqueeze(-1)), safe_targets, work)
+    at_one = compute_softmax(shifted.clone(), safe_targets, work) if plan.with_values else None
+    at_tau = compute_softmax(shifted.div_(tau.unsqueeze(-1)), safe_targets, work)
     weights = None if row_weights is None else row_weights[part].to(plan.sum_dtype)
     terms = evaluate_objective(plan, targets, tau, at_tau, weights)
     results.write(part, targets, tau, terms, at_tau, at_one)
@@ -86,7 +86,7 @@ def _add_chunk(
         add_logits_gradient(sums, inputs, part, gradient)
 
 
-def _compute_logits(inputs: LossInputs, hidden: Tensor, out: Tensor) -> None:
+def compute_logits(inputs: LossInputs, hidden: Tensor, out: Tensor) -> None:
     """Write h Wᵀ + bias (c, V) of hidden states (c, d) to `out`."""
     if hidden.dtype == out.dtype and inputs.bias is None:
         torch.mm(hidden, inputs.weight.T, out=out)
@@ -94,7 +94,7 @@ def _compute_logits(inputs: LossInputs, hidden: Tensor, out: Tensor) -> None:
         out.copy_(F.linear(hidden, inputs.weight, inputs.bias))
 
 
-def _compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerms:
+def compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerms:
     """Write the probabilities p (c, V) to `out`, and return their cross-entropy and entropy.
 
     The largest p is 1/Σ exp(s), which gives the partition function without another pass. On CPUs, a product in place

@@ -21,20 +21,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.chunks import add_tokens_in_chunks
-from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
+from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
 from tempnet.softmax.gradients import allocate_gradients, finish_gradients
 from tempnet.softmax.objectives import TokenResults
 from tempnet.softmax.plan import LossInputs, LossPlan
+from tempnet.softmax.planning import plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
-
-# Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
-# often; with more, the logits do not stay in the cache.
-_NUM_LOGITS_PER_CHUNK = 1 << 23
 
 
 class LinearLoss(NamedTuple):
@@ -100,79 +96,31 @@ def linear_language_model_loss(
             ρ is infeasible, the TempNet is not supported (see :func:`supports`), or `fold` is True although a bias, a
             soft-cap or the input shift `max` makes it impossible.
     """
-    vocab_size = len(weight) if vocab_size is None else vocab_size
-    if not 1 <= vocab_size <= len(weight):
-        raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {len(weight)}, the rows of the output weight")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size = {chunk_size} must be at least 1 token, or None for about 8 million logits")
-    if config.kind.objective == "robust":
-        check_rho(config.rho, vocab_size)
-    if config.kind.temperature == "tempnet":
-        assert tempnet is not None, f"the loss {config.name!r} needs a TempNet"
-        _check_network(tempnet, vocab_size)
-    else:
-        tempnet = None
-    parameters = () if tempnet is None else network_parameters(tempnet)
-    breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not can_fold_network(tempnet))
-    if fold and breaks_fold:
-        raise ValueError(
-            "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
-            "then not linear in h"
-        )
-    if fold is None:
-        fold = not breaks_fold and fold_pays(
-            len(hidden),
-            hidden.shape[1],
-            vocab_size,
-            1 if tempnet is None else tempnet.config.hidden_size,
-            num_uses=1 if fold_cache is None else fold_cache.num_uses,
-            trains=any(parameter.requires_grad for parameter in parameters),
-        )
-    plan = LossPlan(
-        config=config,
+    plan, parameters = plan_loss(
+        hidden,
+        weight,
+        config,
+        tempnet,
         vocab_size=vocab_size,
-        tempnet=tempnet,
+        bias=bias,
         soft_cap=soft_cap,
-        fold=(fold_cache or FoldCache()) if fold and tempnet is not None else None,
-        chunk_size=chunk_size or max(1, _NUM_LOGITS_PER_CHUNK // vocab_size),
-        matmul_dtype=matmul_dtype or hidden.dtype,
-        sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         with_values=with_values,
-        with_gradients=torch.is_grad_enabled(),
+        matmul_dtype=matmul_dtype,
+        fold=fold,
+        fold_cache=fold_cache,
+        chunk_size=chunk_size,
     )
+    if num_targets is None:
+        num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
     function = _TokenLosses if reduction == "none" else _LossSum
     with torch.autocast(hidden.device.type, enabled=False):
         loss, tau, slopes, *values = function.apply(hidden, weight, bias, targets, plan, *parameters)
-    if reduction == "mean":
-        loss = loss / ((targets != IGNORE_INDEX).sum().clamp(min=1) if num_targets is None else num_targets)
-    return LinearLoss(loss=loss, tau=tau, values=TokenValues(*values) if with_values else None, slopes=slopes)
-
-
-def _check_network(tempnet: TempNet, vocab_size: int) -> None:
-    """Raise ValueError if the loss cannot be computed with this TempNet and vocabulary."""
-    if not supports(tempnet):
-        raise ValueError("this TempNet has no transform layer, or lets gradients through its input")
-    if tempnet.config.input_size != vocab_size:
-        raise ValueError(
-            f"vocab_size = {vocab_size}, but the TempNet was built for a vocabulary of {tempnet.config.input_size}"
-        )
-
-
-def supports(tempnet: TempNet) -> bool:
-    """Return whether a TempNet can be computed from W1 x alone: it must have a transform layer and detach its input."""
-    return tempnet.transform is not None and tempnet.config.stop_gradient
-
-
-def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
-    """Return the network's parameters, W1 first and the others in the order of `parameters()`.
-
-    Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
-    """
-    first = tempnet.first_layer.weight
-    parameters = (
-        getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
+    return LinearLoss(
+        loss=loss if reduction == "none" else loss / num_targets,
+        tau=tau,
+        values=TokenValues(*values) if with_values else None,
+        slopes=slopes,
     )
-    return first, *(parameter for parameter in parameters if parameter is not first)
 
 
 def compute_tokens(

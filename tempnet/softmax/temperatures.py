@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tempnet.network import TempNet
 from tempnet.oracle import optimal_temperature
 from tempnet.softmax.plan import LossInputs, LossPlan
 
@@ -48,11 +49,23 @@ def temperatures_from_logits(
         return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
     if tempnet is None:
         return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
+    inverse_norm = shift_logits(tempnet, logits)
+    return temperatures_from_shifted(plan, inputs, hidden, logits, inverse_norm, with_graph=with_graph)
+
+
+def shift_logits(tempnet: TempNet, logits: Tensor) -> Tensor:
+    """Shift logits (c, V) in place as a network reads them; return 1/‖L‖ (c,), or 1 if its input is not normalised."""
     if (offset := tempnet.input_offset(logits)) is not None:
         logits.sub_(offset)  # This does not change the softmax.
-    inverse_norm = torch.ones_like(logits[:, 0])
-    if tempnet.config.normalize_input:
-        inverse_norm = 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
+    if not tempnet.config.normalize_input:
+        return torch.ones_like(logits[:, 0])
+    return 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
+
+
+def temperatures_from_shifted(
+    plan: LossPlan, inputs: LossInputs, hidden: Tensor, logits: Tensor, inverse_norm: Tensor, *, with_graph: bool
+) -> tuple[Tensor, NetworkGraph]:
+    """Predict τ (c,) from logits (c, V) that :func:`shift_logits` has shifted, and what it returned."""
     unit: Tensor | None = None
     if inputs.folded is not None:
         product = (hidden.to(plan.sum_dtype) @ inputs.folded.T) * inverse_norm.unsqueeze(-1)

@@ -28,6 +28,8 @@ RUN_BY = {
         "test_train_lm.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
     ),
     "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
+    "jobs.export *": "test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
+    "jobs.prepare_features *": "test_frozen_grid.py::test_a_grid_trains_from_stored_features",
     "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
     "jobs.runs *": "test_train_lm.py::test_the_run_is_listed",
     "jobs.submit ray *": "test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
@@ -56,6 +58,7 @@ RUN_BY = {
         "test_train_classifier.py::test_killed_and_continued_with_two_workers_and_beside_trials_that_fail"
     ),
     "jobs.sweep * --sweep.search band": "test_sweep.py::test_a_band_search_is_watched_reported_and_found_again",
+    "jobs.sweep frozen-rho-lr-small *": "test_frozen_grid.py::test_a_grid_trains_from_stored_features",
     "jobs.sweep * --sweep.axes *": "test_readme_sentences.py::test_sweeping_some_values",
     "jobs.sweep * --dry-run": "test_readme_sentences.py::test_looking_before_sweeping",
 }

@@ -20,6 +20,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from readme_support import lines_like, run_line
+from safetensors.torch import load_file
 from support import BIN, LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of, run_until, training_worker_pids, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +36,8 @@ from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
 from pipelines.storage import write_json
 from tempnet import TempNet
-from tempnet.loading import load_tempnet
+from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
+from tempnet.loading import load_causal_lm, load_tempnet
 from tempnet.models.packing import document_mask
 
 pytestmark = pytest.mark.cluster
@@ -364,10 +366,31 @@ def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     write_json(f"{run}/calibration.json", calibration | {"rho": 1.25})
     config, _ = parse_preset(PRESETS, [*shlex.split(line)[3:], *options], job="train_lm", purpose="")
     assert make_plan(config).prepare().outcome["rho"] == 1.25
+    # Neither the checkpoint nor the export holds the base, which both name; the export loads it in one call.
+    reference_to_base = BaseReference(path=reference["export"], digest=base_digest(reference["export"]))
+    (checkpoint,) = run.glob("checkpoint-*")
+    assert read_reference(checkpoint) == read_reference(outcome["export"]) == reference_to_base
+    num_trained = sum(value.numel() for value in load_tempnet(outcome["export"]).parameters())
+    assert sum(file.stat().st_size for file in checkpoint.rglob("*")) < 24 * num_trained + 100_000
     before = AutoModelForCausalLM.from_pretrained(reference["export"], dtype=torch.bfloat16).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(outcome["export"], dtype=torch.bfloat16).state_dict()
+    after = load_causal_lm(outcome["export"], dtype=torch.bfloat16)[0].state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    write_json(f"{run}/{BASE_FILE}", {"path": reference["export"], "digest": "another"})
+    with pytest.raises(ValueError, match=r"run\.name = 'frozen-small' cannot continue: the base model"):
+        make_plan(config).prepare()
+
+
+def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]) -> None:
+    """The checkpoint of the last step gives the export that the run itself has made."""
+    (line,) = lines_like("jobs.export *")
+    output = home / "exports" / "last"
+    run_line(line, f"--output={output}")
+    for place in (Path(), Path("tempnet")):
+        made, own = (load_file(export / place / "model.safetensors") for export in (output, Path(reference["export"])))
+        assert made.keys() == own.keys()
+        assert all(torch.equal(made[name], own[name]) for name in own)
+    assert not list((home / "runs" / "gpt2-scratch-small").glob(".export*"))
 
 
 def test_finetuning_starts_from_the_saved_weights(

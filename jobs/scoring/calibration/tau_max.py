@@ -37,7 +37,7 @@ def calibrate_tau_max(job: TauMax) -> None:
             "tau_max_eval: add --dry-run to see the figure only"
         )
     prompts = _read_prompts(job, places["prompts"])
-    base, network = load_causal_lm(places["model"], places["tempnet"] or None)
+    base, network = load_causal_lm(places["model"], places["tempnet"] or None, fetch=local_copy)
     tokenizer = load_tokenizer(job.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.eos_token_id

@@ -18,10 +18,10 @@ import safetensors.numpy
 from pyarrow.fs import FileType
 
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import files_digest
 from jobs.scoring.models import ModelSpec
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join, resolve
+from tempnet.fingerprints import files_digest
 from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
 
 # Increase this whenever the same input would give other embeddings.

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -26,10 +24,10 @@ from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.processors import EffectiveVocabulary, EntropyRecorder, SeededDraw, StopStrings
 from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
+from tempnet.base_model import load_base
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
-from tempnet.weights import check_weight_files, check_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +88,12 @@ class Sampler:
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device = {device}: torch finds no CUDA device here; cpu is one")
-        check_weight_files(place := local_copy(config.model))
-        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        base = load_base(
+            local_copy(config.model),
+            fetch=local_copy,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
         )
-        check_weights(base, config.model)
         self.base = base.to(device).eval()  # type: ignore[arg-type]
         self.config, self.tokenizer, self.temperature, self.stop = config, tokenizer, temperature, stop
         self.fold: CachedFold | None = None

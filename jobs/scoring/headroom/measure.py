@@ -10,17 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from jobs.scoring.headroom.settings import HeadroomSettings
 from jobs.scoring.headroom.tables import measured_table
 from jobs.scoring.temperatures.texts.parts import Part, token_arrays
 from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
 from pipelines.local_copy import local_copy
+from tempnet.base_model import load_base
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import find_output_head
-from tempnet.weights import check_weights
 
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
@@ -35,8 +34,7 @@ class Measurer:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         self._settings = settings
         self._device = torch.device("cuda" if use_gpu else "cpu")
-        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(local_copy(settings.model), dtype=dtype).eval()
-        check_weights(base, settings.model)
+        base = load_base(local_copy(settings.model), fetch=local_copy, dtype=dtype).eval()
         base.to(self._device)  # type: ignore[arg-type]
         self._base = base
         self._head = find_output_head(base)

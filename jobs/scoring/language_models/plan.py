@@ -14,7 +14,7 @@ from lm_eval.models.utils import resolve_max_length
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fields import absolute_path
-from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
+from jobs.engine.fingerprints import model_digest, tempnet_digest
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.language_models.config import NO_TEMPNET, EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks
@@ -37,6 +37,7 @@ from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import checked_copy
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.fingerprints import files_digest
 from tempnet.loading import load_tempnet
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.weights import check_weight_files

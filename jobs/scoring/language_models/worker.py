@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
@@ -15,9 +15,9 @@ from jobs.scoring.language_models.units import Job, LanguageModelSpec
 from jobs.scoring.models import LoadedModel
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import load_base
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
-from tempnet.weights import check_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,11 @@ class Evaluator:
         network: TempNet | None = None
         place = local_copy(spec.path)
         if spec.tempnet:
-            base, network = load_causal_lm(place, local_copy(spec.tempnet), dtype=dtype, trust_remote_code=trust)
+            base, network = load_causal_lm(
+                place, local_copy(spec.tempnet), dtype=dtype, trust_remote_code=trust, fetch=local_copy
+            )
         else:
-            base = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=trust).eval()
-            check_weights(base, spec.path)
+            base = load_base(place, fetch=local_copy, dtype=dtype, trust_remote_code=trust).eval()
         device = "cuda" if self._config.workers.use_gpu else "cpu"
         base.to(device)  # type: ignore[arg-type]
         if network:

@@ -45,6 +45,9 @@ class SweepSection:
     """What ends trials of a grid or random search early. none: nothing. asha: Ray Tune's ASHAScheduler, which ends
     those whose loss is above the median when half of their steps are done; trials whose mean temperature cannot end in
     the band any more are ended before they are compared."""
+    num_side_by_side: int = dataclasses.field(default=16, metadata=FREE_TO_CHANGE)
+    """Maximum number of TempNets that a grid or random search on a frozen language model trains side by side, on the same
+    hidden states. 1: every trial is a run of its own."""
     num_concurrent: int = dataclasses.field(default=0, metadata=FREE_TO_CHANGE)
     """Maximum number of trials at a time. 0: as many as fit into the cluster."""
 
@@ -56,6 +59,8 @@ class SweepSection:
             raise ValueError(f"sweep.num_trials = {self.num_trials} must be at least 1")
         if not 1.0 <= self.budget < math.inf:
             raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
+        if self.num_side_by_side < 1:
+            raise ValueError(f"sweep.num_side_by_side = {self.num_side_by_side} must be at least 1")
         if self.num_concurrent < 0:
             raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
         if self.scheduler != "none" and self.search == "band":

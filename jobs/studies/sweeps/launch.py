@@ -18,6 +18,7 @@ from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
 from jobs.studies.trials.prepare import prepare_once
 from jobs.studies.trials.run import find_room, run_trials
+from jobs.studies.trials.side_by_side import run_side_by_side
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -43,15 +44,25 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         data_sets=data_sets,
     )
     record = RoundRecord(config.run.directory)
-    outcomes = run_trials(
-        make_rounds(sweep, record),
-        length=config.sweep.length,
-        directory=config.run.directory,
-        parent=parent,
-        num_concurrent=config.sweep.num_concurrent,
-        data_cpus=sweep.first.data_cpus,
-        describe=_describe_outcome,
-    )
+    rounds = make_rounds(sweep, record)
+    if sweep.shares_base:
+        outcomes = run_side_by_side(
+            next(rounds, ()),
+            num_at_once=config.sweep.num_side_by_side,
+            directory=config.run.directory,
+            parent=parent,
+            describe=_describe_outcome,
+        )
+    else:
+        outcomes = run_trials(
+            rounds,
+            length=config.sweep.length,
+            directory=config.run.directory,
+            parent=parent,
+            num_concurrent=config.sweep.num_concurrent,
+            data_cpus=sweep.first.data_cpus,
+            describe=_describe_outcome,
+        )
     failed = {**record.final_failures, **outcomes.failed}
     record.save(failed)
     rows = [

@@ -18,7 +18,9 @@ from jobs.studies.sweeps.schedulers import make_asha
 from jobs.studies.sweeps.search import list_corners
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
+from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from jobs.tasks.language_model.shared_base import can_share_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,15 @@ class Sweep:
     `jobs.studies.sweeps.schedulers` describes, with `time_attr="step"` and a score of the validation as its metric."""
 
     @property
+    def shares_base(self) -> bool:
+        """Whether the trials train side by side on one frozen base."""
+        sweep = self.config.sweep
+        if not isinstance(self.config.base, LanguageModelConfig) or self.scheduler or sweep.search == "band":
+            return False
+        trials = [self.config.trial(point) for point in next(self.config.start())]
+        return sweep.num_side_by_side > 1 < len(trials) and can_share_base(trials)
+
+    @property
     def first(self) -> Plan:
         """Plan of the first trial."""
         return self.plans[0]
@@ -44,9 +55,10 @@ class Sweep:
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
         limit = "at most " if config.sweep.search == "band" else ""
         early = f", ended early by {type(self.scheduler).__name__}" if self.scheduler else ""
+        side_by_side = "side by side on one frozen base, " if self.shares_base else ""
         return (
             f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"
-            f"trials       {limit}{config.sweep.max_num_trials} ({config.sweep.search}{early}): {axes}\n"
+            f"trials       {side_by_side}{limit}{config.sweep.max_num_trials} ({config.sweep.search}{early}): {axes}\n"
             f"goal         a mean τ from {config.sweep.band[0]:g} to {config.sweep.band[1]:g}, then the lowest "
             f"{TITLE}\n\nThe first trial:\n{self.first.describe()}"
         )

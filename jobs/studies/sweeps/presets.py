@@ -59,6 +59,15 @@ def gpt2_rho_lr_small() -> LanguageModelSweep:
     )
 
 
+def frozen_rho_lr_small() -> LanguageModelSweep:
+    """For two cores: 4 values of ρ × 4 learning rates on the frozen model of gpt2-scratch-small, all side by side."""
+    base = language_models.frozen_small()
+    axes = ("temperature.rho=2.5,3,3.5,4", "optimizer.learning_rate_tempnet=3e-3,6e-3,1e-2,2e-2")
+    return LanguageModelSweep(
+        base=replace(base, run=replace(base.run, name="frozen-rho-lr-small")), sweep=SweepSection(axes=axes)
+    )
+
+
 def clip_rho_lr_small() -> ClipSweep:
     """For two cores and the sample images: 4 values of ρ (4 to 7) × 4 learning rates; band 0.01 to 0.02."""
     base = clip.PRESETS["clip-cc3m-tempnet-small"]()
@@ -82,7 +91,7 @@ def clip_rho_lr_small() -> ClipSweep:
 PRESETS: dict[str, Preset] = named(
     {
         function.__name__.replace("_", "-"): function
-        for function in (gpt2_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
+        for function in (gpt2_rho_lr_small, frozen_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
     }
 )
 """Preset name → function that returns its configuration."""

@@ -205,6 +205,11 @@ class ClipConfig(ContrastiveTrainingConfig):
 
     def __post_init__(self) -> None:
         ContrastiveTrainingConfig.__post_init__(self)
+        if self.model.freeze and self.workers.activation_checkpointing:
+            raise ValueError(
+                "workers.activation_checkpointing = True saves the memory of the encoder's backward pass, which a frozen one "
+                "(model.freeze) does not have: choose False"
+            )
         if self.model.freeze and not self.temperature.needs_tempnets:
             raise ValueError(
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "

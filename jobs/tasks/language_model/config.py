@@ -13,7 +13,7 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import PATH, alternative, values_of
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, alternative, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
@@ -63,6 +63,12 @@ class ModelSection:
     """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
+    features: bool | None = None
+    """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base.
+    None: False."""
+    whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
+    """Write a frozen base model into the export too, so that the export needs nothing else. False: the export of a frozen
+    base holds the TempNet, the tokenizer, and path and digest of the base. The export of a trained base is always whole."""
 
     def __post_init__(self) -> None:
         check_positive("model", self, "hidden_size", "num_layers", "num_heads")
@@ -200,10 +206,31 @@ class LanguageModelConfig(TrainingConfig):
                 f"temperature.target_tau = {self.temperature.target_tau:g} steers the ρ of joint training; on a frozen base "
                 "the calibrated ρ is final: set temperature.calibrated_tau, with rho and target_entropy None"
             )
+        if self.model.features:
+            self._check_features()
+        if self.model.is_frozen and self.workers.activation_checkpointing:
+            raise ValueError(
+                "workers.activation_checkpointing = True saves the memory of a base model's backward pass, which a frozen "
+                "base does not have (model.freeze, the default with a model.path): choose False"
+            )
         if self.model.is_frozen and not self.temperature.needs_tempnet:
             raise ValueError(
                 "model.freeze = True (the default with a model.path) leaves nothing to train with "
                 f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
+            )
+
+    def _check_features(self) -> None:
+        if not self.model.is_frozen:
+            raise ValueError("model.features = True needs a frozen base: the hidden states of a trained one change")
+        if self.data.is_streaming:
+            raise ValueError(
+                "model.features = True: data.prepare must be ahead, as the features are those of whole text"
+            )
+        if self.model.whole_export:
+            raise ValueError("model.features = True does not load the base, so model.whole_export must be False")
+        if not (self.temperature.transform and self.temperature.stop_gradient):
+            raise ValueError(
+                "model.features = True needs a TempNet with temperature.transform and temperature.stop_gradient True"
             )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.stored_base import StoredBase
 
 
 def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:
@@ -11,10 +12,13 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
 
     Every parameter of a matrix product takes 2 FLOPs in the forward and 4 in the backward pass, and attention takes
     12·layers·width·T for a context of T tokens (PaLM, arXiv 2204.02311, Appendix B). A frozen base model has only the
-    forward pass, a third of this. TempNet takes 4 FLOPs per parameter: its input has no gradient, and nearly all its
-    parameters are in its first layer.
+    forward pass, a third of this; of one whose hidden states are stored only the output layer is run. TempNet takes 4
+    FLOPs per parameter: its input has no gradient, and nearly all its parameters are in its first layer.
     """
     base = module.base
+    num_tempnet = sum(parameter.numel() for parameter in module.tempnet.parameters()) if module.tempnet else 0
+    if isinstance(base, StoredBase):
+        return 2 * base.output.weight.numel() + 4 * num_tempnet
     position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
     num_base = sum(parameter.numel() for parameter in base.parameters())
     embedding = next(base.get_input_embeddings().parameters())
@@ -22,5 +26,4 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)
     attention = 12 * base.config.num_hidden_layers * base.config.hidden_size * config.data.context_length
     whole = 6 * num_multiplying + attention
-    num_tempnet = sum(parameter.numel() for parameter in module.tempnet.parameters()) if module.tempnet else 0
     return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet

@@ -15,12 +15,14 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id
+from tempnet.base_model import load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.packing import takes_document_mask
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weight_files, check_weights
+from tempnet.weights import check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
@@ -123,15 +125,13 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     base: PreTrainedModel
     if config.model.path:
         is_half = config.workers.precision == "bf16" and config.model.is_frozen
-        place = local_copy(config.model.path)
-        check_weight_files(place)
-        base = AutoModelForCausalLM.from_pretrained(
-            place,
+        base = load_base(
+            local_copy(config.model.path),
+            fetch=local_copy,
             dtype=torch.bfloat16 if is_half else torch.float32,
             trust_remote_code=config.model.trust_remote_code,
             attn_implementation=config.model.attention,
         )
-        check_weights(base, config.model.path)
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention
@@ -139,10 +139,31 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     return base
 
 
-def build_model(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> TemperatureCausalLM:
-    """Build the module to train; its weights are the same on every rank, because they depend only on the seed."""
-    base = build_base(config, tokenizer)
-    if config.workers.activation_checkpointing and not config.model.is_frozen:
+def build_model(
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, stored: StoredBase | None = None
+) -> TemperatureCausalLM:
+    """Build the module to train; its weights are the same on every rank, because they depend only on the seed.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        stored: output layer of the base, if its hidden states are read; None: the base is built.
+    """
+    base: PreTrainedModel | StoredBase
+    if stored is not None:
+        torch.manual_seed(config.run.seed)
+        base = stored
+    else:
+        base = build_base(config, tokenizer)
+    return add_tempnet(base, config, tokenizer)
+
+
+def add_tempnet(
+    base: PreTrainedModel | StoredBase, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast
+) -> TemperatureCausalLM:
+    """Build the module from its base: add a TempNet, whose initial weights follow from the state of the generator."""
+    if config.workers.activation_checkpointing:
+        assert isinstance(base, PreTrainedModel)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,28 @@ from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
+from jobs.engine.memory import Memory, check_fits
 from jobs.engine.task import PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
+from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
+from jobs.tasks.language_model.features import find_features
+from jobs.tasks.language_model.memory import estimate_memory
 from jobs.tasks.language_model.models import base_shapes, resolve_rho
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
+from pipelines.text.features import Features
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
+from tempnet.base_model import BASE_FILE, BaseReference
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
@@ -37,7 +43,13 @@ logger = logging.getLogger(__name__)
 
 
 def create_task(
-    config: LanguageModelConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
+    config: LanguageModelConfig,
+    train: str | GrowingManifest,
+    validation: str,
+    base: BaseReference | None,
+    features: tuple[str, str] | None,
+    rank: int,
+    world_size: int,
 ) -> Task:
     """Create the task on a worker.
 
@@ -45,12 +57,26 @@ def create_task(
         config: configuration of the run.
         train: directory of the prepared training data, or what is known of them while they still grow.
         validation: directory of the prepared validation data.
+        base: reference to the frozen base model; None if the base is trained.
+        features: directories of the stored hidden states of both data sets; None if the base computes them.
         rank: rank of this worker.
         world_size: number of workers.
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
-    return LanguageModelTask(config, find(train), Manifest.load(validation), rank, world_size)
+    return LanguageModelTask(config, *load_data(train, validation, base, features), rank, world_size)
+
+
+def load_data(
+    train: str | GrowingManifest, validation: str, base: BaseReference | None, features: tuple[str, str] | None
+) -> tuple[Manifest | GrowingManifest, Manifest, BaseReference | None, tuple[Features, Features] | None]:
+    """Return the data of a task on a worker; the arguments are those of :func:`create_task`."""
+    train_data, validation_data = find(train), Manifest.load(validation)
+    stored = None
+    if features is not None:
+        assert isinstance(train_data, Manifest)  # the configuration refuses the other case
+        stored = Features.load(features[0], train_data), Features.load(features[1], validation_data)
+    return train_data, validation_data, base, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +91,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
+    memory: Memory
+    """Memory of a worker at its peak."""
 
     summary_table = staticmethod(report.summary_table)
 
@@ -89,12 +117,18 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
             },
             num_units=tokens,
             unit="tokens",
-            parameters=f"base {self.num_base_parameters:,}{' (frozen)' if config.model.is_frozen else ''}, "
+            parameters=f"base {self.num_base_parameters:,}{self._describe_base()}, "
             f"TempNet {self.num_tempnet_parameters:,}",
             num_trained=self.num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
+            memory=self.memory,
         )
+
+    def _describe_base(self) -> str:
+        if self.config.model.features:
+            return " (frozen, its hidden states are read)"
+        return " (frozen)" if self.config.model.is_frozen else ""
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
@@ -112,22 +146,39 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         )
 
     def prepare(self) -> PreparedTask:
-        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given."""
+        """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given.
+
+        Raises:
+            ValueError: also if the run began with another frozen base than the one that is now at model.path.
+        """
         config = resolve_paths(self.config)
         layout = blocks_layout(config)
         train_data = prepare_training_text(config, layout)
         validation_data = prepare_split(config, layout, "validation")
         rho = self.rho
-        records = {}
+        records: dict[str, Mapping[str, Any]] = {}
         if rho is None:
             assert isinstance(train_data, Manifest)  # the configuration refuses the other case
-            calibration = records[CALIBRATION_FILE] = read_or_calibrate(config, train_data)
+            calibration = read_or_calibrate(config, train_data)
+            records[CALIBRATION_FILE] = calibration
             rho = float(calibration["rho"])
             print(f"{'ρ':<12} {describe_calibration(calibration)}", flush=True)
         config = with_rho(config, rho)
+        base = None
+        if config.model.is_frozen:
+            base = refer_to_base(config)
+            records[BASE_FILE] = asdict(base)
+        features = None
+        if config.model.features:
+            assert base is not None
+            assert isinstance(train_data, Manifest)
+            features = (
+                find_features(config, train_data, base, "train").directory,
+                find_features(config, validation_data, base, "validation").directory,
+            )
         target_entropy = math.log(self.vocab_size) - rho
         return PreparedTask(
-            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory),
+            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory, base, features),
             num_samples=None,
             read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
             parameters={
@@ -181,12 +232,23 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
                 TempNet.from_pretrained(local_copy(config.temperature.path))
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
+    num_base = count_parameters(base)
+    num_tempnet = count_parameters(network)
+    memory = estimate_memory(
+        config,
+        base,
+        num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
+        num_tempnet=num_tempnet,
+        vocab_size=vocab_size,
+    )
+    check_fits(memory, config.workers)
     return LanguageModelPlan(
         config=config,
         vocab_size=vocab_size,
         rho=rho,
-        num_base_parameters=count_parameters(base),
-        num_tempnet_parameters=count_parameters(network),
+        num_base_parameters=num_base,
+        num_tempnet_parameters=num_tempnet,
+        memory=memory,
         tracking_uri=uri,
     )
 

@@ -12,6 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from jobs.engine.job import FatalTrainingError
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
@@ -20,19 +21,23 @@ from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
+from jobs.tasks.node_cache import GIB
 from jobs.tasks.text.data import cache_for
+from pipelines.local_copy import local_copy
+from pipelines.object_store import is_local
+from pipelines.storage import resolve
 from pipelines.stream import Batch
 from pipelines.text.blocks import BlockSource
+from pipelines.text.features import Features, FeatureSource
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import BaseReference, read_reference
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.stored_base import HEAD_FILE, StoredBase
 from tempnet.softmax.fold import FoldCache
 from tempnet.statistics import TemperatureStatistics
-
-# Number of tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle).
-_NUM_ORACLE_TOKENS = 256
 
 
 class LanguageModelTask(BaseTask[LanguageModelConfig]):
@@ -42,6 +47,8 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
     """
 
     unit = "tokens"
+    num_oracle_tokens = 256
+    """Tokens of a rank's part on which intermediate validations compute the optimal temperature (the oracle)."""
     module: TemperatureCausalLM
 
     def __init__(
@@ -49,22 +56,33 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         config: LanguageModelConfig,
         train: Manifest | GrowingManifest,
         validation: Manifest,
+        base: BaseReference | None,
+        features: tuple[Features, Features] | None,
         rank: int,
         world_size: int,
     ) -> None:
+        source: BlockSource | FeatureSource = BlockSource(manifest=train, cache_bytes=cache_for(config, train))
+        reading: dict[str, Any] = {}
+        if features is not None:
+            source = FeatureSource(features=features[0], cache_bytes=round(config.data.cache_gib * GIB))
+            # Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
+            reading["num_readers"] = 0 if is_local(resolve(features[0].directory)[0]) else 1
         super().__init__(
             config,
-            BlockSource(manifest=train, cache_bytes=cache_for(config, train)),
+            source,
             plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
             reader_resources=config.data.resources,
+            **reading,
         )
+        self.features = features
         self.validation_manifest = validation
+        self.base = base
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
-        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer))
+        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer), self._stored_base())
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
             self.config.temperature,
@@ -73,12 +91,22 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             tau_range=self.config.temperature.tau_range,
             apply=self._set_rho,
         )
+        self._read_validation()
+
+    def _read_validation(self) -> None:
+        """Read this rank's part of the validation blocks, or of their features."""
         self.validation = ValidationPart.read(
-            self.validation_manifest,
+            self.features[1] if self.features else self.validation_manifest,
             self.config.validation.num_blocks,
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def _stored_base(self) -> StoredBase | None:
+        """Return the output layer of a base whose hidden states are stored; None if the base computes them."""
+        if self.features is None:
+            return None
+        return StoredBase.load(Path(local_copy(f"{self.features[0].directory}/{HEAD_FILE}")))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: the base model and the TempNet."""
@@ -132,7 +160,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             self.validation,
             loss_config=self.module.loss_config,
             micro_batch_size=self.config.micro_batch_size,
-            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else _NUM_ORACLE_TOKENS,
+            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,
         )
         return summary | self.steering.scores(), asdict(details) if details else None
@@ -145,16 +173,37 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         )
 
     def export(self) -> None:
-        """Write base model, tokenizer and TempNet."""
-        export_model(self.module, self.config, is_first=self.rank == 0)
+        """Write tokenizer, TempNet and the base model, or the reference to a frozen base."""
+        base = None if self.config.model.whole_export else self.base
+        export_model(self.module, self.config, is_first=self.rank == 0, base=base)
 
     def save(self, directory: Path) -> None:
-        """Save ρ if it is adjusted during training; DeepSpeed saves everything else."""
+        """Save ρ if it is adjusted during training, and the name of a frozen base; DeepSpeed saves everything else."""
         self.steering.save(directory)
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Load ρ if it is adjusted during training."""
+        """Load ρ if it is adjusted during training, and check that the checkpoint belongs to this base.
+
+        Raises:
+            FatalTrainingError: if the checkpoint was written on another frozen base.
+        """
         self.steering.load(directory)
+        self.check_base(directory)
+
+    def check_base(self, directory: Path) -> None:
+        """Check that a checkpoint was written on the frozen base of this run, if it has one.
+
+        Raises:
+            FatalTrainingError: if it was written on another one.
+        """
+        written_on = read_reference(directory)
+        if self.base is not None and written_on is not None:
+            try:
+                written_on.check(self.base.digest)
+            except ValueError as error:
+                raise FatalTrainingError(str(error)) from error
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from pipelines.stream import Batch
 from pipelines.text.blocks import read_range
+from pipelines.text.features import Features, read_feature_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet.dro import robust_loss
+from tempnet.models.stored_base import to_bfloat16
 from tempnet.oracle import optimal_temperature
 from tempnet.rivals import compare_with_constants
 from tempnet.softmax.reference import TemperatureLossConfig
@@ -46,12 +48,19 @@ class ValidationPart:
     """Number of blocks of all ranks together."""
 
     @classmethod
-    def read(cls, manifest: Manifest, num_blocks: int, *, rank: int, world_size: int) -> ValidationPart:
-        """Read the rank's part of the first `num_blocks` blocks (0: all)."""
+    def read(cls, data: Manifest | Features, num_blocks: int, *, rank: int, world_size: int) -> ValidationPart:
+        """Read the rank's part of the first `num_blocks` blocks (0: all) of a text or of its stored features."""
+        manifest = data.text if isinstance(data, Features) else data
+
+        def read_blocks(start: int, stop: int) -> Batch:
+            if isinstance(data, Features):
+                return read_feature_range(data, start, stop)
+            return read_range(data, start, stop)
+
         total = min(num_blocks or manifest.num_rows, manifest.num_rows)
         size = -(-total // world_size)
         start, stop = min(rank * size, total), min((rank + 1) * size, total)
-        arrays = read_range(manifest, start, stop) if start < stop else _ignored(read_range(manifest, 0, 1))
+        arrays = read_blocks(start, stop) if start < stop else _ignored(read_blocks(0, 1))
         missing = size - len(arrays["targets"])
         if missing:
             filler = {name: np.repeat(value[:1], missing, axis=0) for name, value in arrays.items()}
@@ -63,9 +72,16 @@ def _ignored(arrays: Batch) -> Batch:
     return arrays | {"targets": np.full_like(arrays["targets"], IGNORE_INDEX)}
 
 
-def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Convert the fields of blocks that the model reads into tensors."""
-    return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS}
+def to_tensors(arrays: Batch, device: torch.device) -> dict[str, Any]:
+    """Convert the fields of blocks that the model reads into tensors; those of tokens are None with stored features."""
+    tensors: dict[str, Any] = dict.fromkeys(_FIELDS)
+    tensors |= {
+        name: torch.from_numpy(np.ascontiguousarray(arrays[name])).to(device) for name in _FIELDS if name in arrays
+    }
+    if "hidden" in arrays:
+        hidden = torch.from_numpy(np.ascontiguousarray(arrays["hidden"])).to(device)
+        tensors["hidden"] = to_bfloat16(hidden) if hidden.dtype == torch.int16 else hidden
+    return tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.engine.fingerprints import files_digest, model_digest, tempnet_digest
+from jobs.engine.fingerprints import model_digest, tempnet_digest
 from tempnet import TempNet, TempNetConfig
+from tempnet.fingerprints import files_digest
 
 
 @pytest.mark.parametrize("size", [10, 5 << 20])

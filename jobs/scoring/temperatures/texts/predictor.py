@@ -48,7 +48,9 @@ class Predictor:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
-        base, network = load_causal_lm(local_copy(settings.model), local_copy(settings.tempnet), dtype=dtype)
+        base, network = load_causal_lm(
+            local_copy(settings.model), local_copy(settings.tempnet), dtype=dtype, fetch=local_copy
+        )
         self._settings = settings
         self._device = torch.device("cuda" if use_gpu else "cpu")
         self._base: Any = base.to(self._device)  # type: ignore[arg-type]

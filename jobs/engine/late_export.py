@@ -1,0 +1,122 @@
+"""Makes an export from a checkpoint of a run that may have ended long ago, with the workers of Ray Train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pyarrow.fs import FileType
+from ray.train import RunConfig, ScalingConfig
+
+from jobs.engine.checkpoint_files import find_damage
+from jobs.engine.cluster import check_resources, start_ray
+from jobs.engine.config import TrainingConfig
+from jobs.engine.job import FatalTrainingError, WorkerJob
+from jobs.engine.resumption import whole_checkpoints
+from jobs.engine.task import Plan
+from jobs.engine.trainer import Trainer, worker_environment
+from jobs.engine.worker import export_worker, pack_job
+from pipelines.storage import exists, read_json, resolve
+
+_DIRECTORY = ".export"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateExport:
+    """What is exported, and where to."""
+
+    checkpoint: str
+    """Path or URI of the checkpoint."""
+    step: int
+    """Step of the checkpoint."""
+    output: str
+    """Directory or URI of the export."""
+    num_writers: int
+    """Number of workers that wrote the checkpoint."""
+
+
+def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport:
+    """Choose the checkpoint of a run's directory: that of a step, or the newest.
+
+    Args:
+        directory: path or URI of the run.
+        step: step of the checkpoint; None: the newest that is whole.
+        output: where to write the export; if empty, `export-<step>` in the directory of the run.
+
+    Raises:
+        ValueError: if the run has no such checkpoint, or something is at the output already.
+    """
+    kept = whole_checkpoints(directory)
+    if not kept:
+        raise ValueError(f"{directory} has no checkpoint that is whole")
+    names = {number: name for name, number in kept.items()}
+    chosen = max(names) if step is None else step
+    if chosen not in names:
+        damage = find_damage(f"{directory}/checkpoint-{chosen:08d}")
+        steps = ", ".join(map(str, sorted(names)))
+        raise ValueError(
+            f"step = {chosen}: {damage or 'it was not kept'}; {directory} has the checkpoints of steps {steps}"
+        )
+    output = output.rstrip("/") or f"{directory}/export-{chosen}"
+    if exists(output):
+        raise ValueError(f"output = {output!r} exists: delete it, or choose another directory")
+    checkpoint = f"{directory}/{names[chosen]}"
+    state = read_json(f"{checkpoint}/state.json") or {}
+    return LateExport(checkpoint=checkpoint, step=chosen, output=output, num_writers=state["world_size"])
+
+
+def configure(config: TrainingConfig, late: LateExport) -> TrainingConfig:
+    """Return the configuration of the run for its export: its output, no tracking, and as few workers as can be.
+
+    Only under ZeRO 3, which divides the weights, as many workers must read a checkpoint as wrote it.
+    """
+    workers = replace(config.workers, num_workers=late.num_writers if config.workers.zero_stage == 3 else 1)
+    return replace(
+        config,
+        run=replace(config.run, export=late.output),
+        workers=workers,
+        tracking=replace(config.tracking, uri="", enabled=False),
+    )
+
+
+def make_late_export(plan: Plan, late: LateExport) -> None:
+    """Load the checkpoint on workers and write the export. Ray is started if needed.
+
+    Raises:
+        ValueError: if the cluster is too small, or the plan refuses its data.
+        FatalTrainingError: if the checkpoint cannot be used.
+    """
+    config = plan.config
+    workers = config.workers
+    start_ray()
+    check_resources(
+        num_workers=workers.num_workers,
+        cpus_per_worker=workers.cpus_per_worker,
+        use_gpu=workers.use_gpu,
+        data_cpus=plan.data_cpus,
+    )
+    prepared = plan.prepare()
+    job = WorkerJob(create_task=prepared.create_task, tracked_run=None, mailbox=None, with_bar=False)
+    filesystem, path = resolve(config.run.directory)
+    trainer = Trainer(
+        export_worker,  # type: ignore[arg-type]  # Ray's annotations are those of Train V1
+        train_loop_config=pack_job(job) | {"checkpoint": late.checkpoint},
+        scaling_config=ScalingConfig(
+            num_workers=workers.num_workers,
+            use_gpu=workers.use_gpu,
+            resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
+        ),
+        run_config=RunConfig(  # type: ignore[call-arg]
+            name=_DIRECTORY,
+            storage_path=path,
+            storage_filesystem=filesystem,
+            worker_runtime_env={"env_vars": worker_environment(config)},
+        ),
+    )
+    try:
+        result: dict[str, Any] = trainer.fit().return_value  # type: ignore[attr-defined]
+    finally:
+        if filesystem.get_file_info(f"{path}/{_DIRECTORY}").type == FileType.Directory:
+            filesystem.delete_dir(f"{path}/{_DIRECTORY}")
+    if "fatal" in result:
+        raise FatalTrainingError(result["fatal"])

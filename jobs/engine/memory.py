@@ -1,0 +1,102 @@
+"""The arithmetic of a worker's memory: what a training run holds at its peak, item by item, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from jobs.engine.config import WorkersSection
+
+GIB = 2**30
+# Python, PyTorch, Ray and DeepSpeed of a worker on CPUs; the context and the libraries of a CUDA device.
+_PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
+# DeepSpeed's buckets, in numbers: `reduce_bucket_size` and `allgather_bucket_size` have this default.
+_BUCKET_SIZE = 500_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one worker at the peak of a step."""
+
+    weights: float
+    """Weights, trained and frozen; ZeRO 3 divides them."""
+    gradients: float
+    """Gradients in float32; ZeRO 2 and 3 divide them, beside a bucket in which they are reduced."""
+    optimizer: float
+    """AdamW's moments, and under ZeRO a copy of the weights; ZeRO 1, 2 and 3 divide them. 0 if they are offloaded."""
+    activations: float
+    """What the backward pass of the base needs of its forward pass, or the largest layer of a frozen one."""
+    loss: float
+    """Logits of a chunk of tokens, and the gradients that the loss computes in the forward pass."""
+    state: float = 0.0
+    """State per sample of losses that are normalised over all data."""
+    process: float
+    """The process itself, without data."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all items."""
+        return sum(value for _, value in self._items())
+
+    def _items(self) -> Iterator[tuple[str, float]]:
+        for item in fields(self):
+            yield item.name, getattr(self, item.name)
+
+    def describe(self) -> str:
+        """Return the sum and its items in GiB."""
+        items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in self._items() if value)
+        return f"{self.total / GIB:.2f} GiB a worker: {items}"
+
+
+def training_memory(
+    workers: WorkersSection, *, num_trained: int, num_frozen: int, activations: float, loss: float, state: float = 0.0
+) -> Memory:
+    """Return the memory of a worker.
+
+    Args:
+        workers: the workers of the run.
+        num_trained: number of trained parameters, in float32.
+        num_frozen: number of frozen parameters, in bfloat16 with the precision bf16, else in float32.
+        activations, loss, state: bytes of these items.
+    """
+    stage, count = workers.zero_stage, workers.num_workers
+    share = [1.0 if stage < least else 1.0 / count for least in (1, 2, 3)]
+    optimizer = 0.0 if workers.offload_optimizer else (12 if stage else 8) * num_trained * share[0]
+    gradients = 4 * num_trained * share[1]
+    if stage in (1, 2):
+        # Gradients are collected in a bucket until they are reduced; with ZeRO 2 a second one is filled meanwhile.
+        gradients += 4 * min(_BUCKET_SIZE, num_trained) * (1 if stage == 1 else 2)
+    frozen = 2 if workers.precision == "bf16" else 4
+    return Memory(
+        weights=(4 * num_trained + frozen * num_frozen) * share[2],
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        loss=loss,
+        state=state,
+        process=_PROCESS_BYTES[workers.use_gpu],
+    )
+
+
+def check_fits(memory: Memory, workers: WorkersSection) -> None:
+    """Refuse a run that needs more memory than `workers.memory_gib` says that a worker has.
+
+    Raises:
+        ValueError: the message gives the items, and what would make the largest of them smaller.
+    """
+    limit = workers.memory_gib
+    if limit is None or memory.total <= limit * GIB:
+        return
+    remedies = {
+        "weights": "workers.zero_stage 3 and more workers, or a frozen base with stored features (model.features)",
+        "gradients": "workers.zero_stage 2 or 3 and more workers",
+        "optimizer": "workers.offload_optimizer, or workers.zero_stage 1 or more and more workers",
+        "activations": "a smaller optimizer.micro_batch_size, or workers.activation_checkpointing",
+        "loss": "a smaller optimizer.micro_batch_size",
+        "state": "more workers",
+    }
+    largest = max(remedies, key=lambda name: float(getattr(memory, name)))
+    raise ValueError(
+        f"the run needs {memory.describe()}, more than workers.memory_gib = {limit:g}. What would help most: "
+        f"{remedies[largest]}"
+    )

@@ -1,0 +1,171 @@
+"""The training loop of several members side by side: runs that share data and base, each with its own network.
+
+Steps, data, checkpoints and restarts are those of the ordinary loop (`jobs.engine.loop`). Losses, statistics,
+validations, exports and MLflow runs are one per member. A member whose loss is not finite fails alone: it is not
+validated or exported any more, and the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from jobs.engine.failures import naming_full_disk
+from jobs.engine.job import MembersJob
+from jobs.engine.loop import TrainingLoop
+from jobs.engine.metrics import MetricLogger
+from jobs.engine.networks_engine import NetworksEngine
+from jobs.engine.pace import Pace
+from jobs.engine.task import Statistics
+
+_FILE = "members.json"
+
+
+class MemberTask(Protocol):
+    """What a task of several members has beside `jobs.engine.task.Task`; its losses have one entry for each member."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the members."""
+        ...
+
+    def start_engine(self) -> NetworksEngine:
+        """Return the engine that trains all members."""
+        ...
+
+    def take_statistics(self) -> list[Statistics] | None:
+        """Return the statistics of every member's last step, if they were requested, and forget them."""
+        ...
+
+    def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Validate one member as `Task.validate` does."""
+        ...
+
+    def export_member(self, number: int) -> None:
+        """Write the export of one member."""
+        ...
+
+
+class SideBySideLoop(TrainingLoop):
+    """The loop of one worker; see :class:`jobs.engine.loop.TrainingLoop` for the arguments."""
+
+    members: MemberTask
+
+    def __init__(self, job: MembersJob, directory: Path | None) -> None:
+        super().__init__(job, directory)
+        self.histories: dict[str, list[dict[str, Any]]] = {name: [] for name in self.members.names}
+        self.failed: dict[str, str] = {}
+        self.loggers: dict[str, MetricLogger] = {}
+        unsent: dict[str, list[list[Any]]] = {}
+        if directory and (directory / _FILE).is_file():
+            kept = json.loads((directory / _FILE).read_text())
+            self.histories, self.failed, unsent = kept["validations"], kept["failed"], kept["unsent"]
+        if self.is_first:
+            assert self.progress is not None
+            for name, run in job.tracked_members.items():
+                self.loggers[name] = MetricLogger(run, warn=self.progress.say)
+                self.loggers[name].resend(unsent.get(name, []))
+
+    def _start_engine(self) -> Any:
+        self.members = self.task  # type: ignore[assignment]  # the job creates such a task
+        return self.members.start_engine()
+
+    def run(self) -> dict[str, Any]:
+        """Run the remaining steps; return `members` (name → outcome) and `failed` (name → reason) on rank 0, else `{}`."""
+        outcome = super().run()
+        if not self.is_first:
+            return {}
+        members = outcome.pop("members")
+        return {
+            "members": {name: {**outcome, **members[name], "validations": self.histories[name]} for name in members},
+            "failed": self.failed,
+        }
+
+    def close(self) -> Any:
+        """Send the remaining metrics, and return name → those that could not be sent."""
+        super().close()
+        for logger in self.loggers.values():
+            logger.close()
+        return {name: logger.unsent() for name, logger in self.loggers.items()}
+
+    def _report_steps(self, statistics: Statistics | None) -> None:
+        losses = torch.stack(self.losses).double()  # (steps, members)
+        dist.all_reduce(losses)
+        first = self.step - len(losses) + 1
+        values, digests = losses.cpu().numpy(), self.digests
+        self.losses, self.digests = [], []
+        summaries: list[dict[str, float]] = [{} for _ in self.members.names]
+        for number, found in enumerate(self.members.take_statistics() or []):
+            dist.all_reduce(found.sums)
+            summaries[number] = found.summary()
+        bad = ~np.isfinite(values)
+        for number, name in enumerate(self.members.names):
+            if bad[:, number].any() and name not in self.failed:
+                step = first + int(bad[:, number].argmax())
+                self.failed[name] = (
+                    f"the loss of step {step} is {values[step - first, number]}: lower optimizer.learning_rate_tempnet"
+                )
+                if self.progress:
+                    self.progress.say(f"{name}: {self.failed[name]}; the others go on")
+        if not self.is_first:
+            return
+        units = self.task.unit
+        speed = {
+            f"{units}_per_second": self.since_report.units_per_second,
+            "data_wait_share": self.since_report.data_wait_share,
+            units: float(self.num_units),
+        }
+        engine: Any = self.engine
+        for number, logger in enumerate(self.loggers.values()):
+            for step, (value, digest) in enumerate(zip(values[:, number], digests, strict=True), start=first):
+                logger.log({"train/loss": float(value), "train/batch_digest": float(digest)}, step)
+            figures = summaries[number] | speed
+            figures["learning_rate/tempnet"] = engine.optimizers[number].param_groups[0]["lr"]
+            figures["gradient_norm"] = float(engine.gradient_norms[number])
+            logger.log({f"train/{key}": value for key, value in figures.items()}, self.step)
+        if self.progress:
+            tau = [summary["tau_mean"] for summary in summaries if summary]
+            self.progress.show(
+                self.step,
+                float(np.nanmean(values[-1])),
+                float(np.mean(tau)) if tau else None,
+                self.since_report.units_per_second,
+            )
+        self.since_report = Pace()
+
+    def _validate(self, *, with_details: bool) -> dict[str, Any]:
+        """Validate every member and log its scores; at the end, export it."""
+        results: dict[str, dict[str, Any]] = {}
+        self.engine.eval()
+        for number, name in enumerate(self.members.names):
+            if name in self.failed:
+                continue
+            with torch.no_grad():
+                scores, details = self.members.validate_member(number, with_details=with_details)
+            self.histories[name].append({"step": self.step, "scores": scores})
+            if name in self.loggers:
+                self.loggers[name].log({f"validation/{key}": value for key, value in scores.items()}, self.step)
+            if self.progress:
+                self.progress.say(f"validation of {name} at step {self.step}: {self.task.describe(scores)}")
+            if with_details:
+                with naming_full_disk(self.config.run.directory):
+                    self.members.export_member(number)
+            results[name] = {"validation": scores, "best_rating": None, **(details or {})}
+        self.engine.train()
+        return {"members": results}
+
+    def _save_more(self, directory: Path) -> None:
+        super()._save_more(directory)
+        if self.is_first:
+            kept = {
+                "validations": self.histories,
+                "failed": self.failed,
+                "unsent": {name: logger.unsent() for name, logger in self.loggers.items()},
+            }
+            (directory / _FILE).write_text(json.dumps(kept))

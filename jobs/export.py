@@ -1,0 +1,77 @@
+"""Make an export of a run from any checkpoint that was kept: of its last step, or of an earlier one.
+
+python -m jobs.export runs/gpt2-scratch-small
+python -m jobs.export runs/gpt2-scratch-small --step 400 --output exports/step-400
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+
+_TASKS = {
+    "LanguageModelConfig": "jobs.tasks.language_model",
+    "ClipConfig": "jobs.tasks.dual_encoder",
+    "SentenceConfig": "jobs.tasks.sentence_encoder",
+    "ClassifierConfig": "jobs.tasks.classifier",
+}
+"""Maps the class of a run's configuration to the package of its task, which has the modules `config` and `plan`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """Which checkpoint to export, and where to."""
+
+    run: tyro.conf.Positional[str]
+    """Directory or URI of the run, such as runs/gpt2-scratch-small."""
+    step: int | None = None
+    """Step of the checkpoint. None: the newest that is whole."""
+    output: str = ""
+    """Directory or URI of the export, which must not exist yet. If empty: export-STEP in the directory of the run."""
+    use_gpu: bool | None = None
+    """Whether a worker uses a GPU. None: as in the run."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    with refusals_on_one_line():
+        job = tyro.cli(ExportJob, args=arguments, prog="python -m jobs.export", description=__doc__)
+    from dataclasses import replace
+
+    from ray.train import TrainingFailedError
+
+    from jobs.engine.fields import absolute_path
+    from jobs.engine.job import FatalTrainingError
+    from jobs.engine.late_export import configure, find_checkpoint, make_late_export
+    from jobs.engine.task_record import configuration_from, read_task
+
+    try:
+        directory = absolute_path(job.run).rstrip("/")
+        kind, values = read_task(directory)
+        if kind not in _TASKS:
+            raise ValueError(f"{directory} is a run of {kind}, which is none of {', '.join(_TASKS)}")
+        late = find_checkpoint(directory, job.step, job.output)
+        package = _TASKS[kind]
+        config = configuration_from(getattr(importlib.import_module(f"{package}.config"), kind), values)
+        # The directory may have been moved since the run.
+        storage, _, name = directory.rpartition("/")
+        config = replace(config, run=replace(config.run, storage=storage, name=name))
+        if job.use_gpu is not None:
+            config = replace(config, workers=replace(config.workers, use_gpu=job.use_gpu))
+        plan = importlib.import_module(f"{package}.plan").make_plan(configure(config, late))
+        make_late_export(plan, late)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except (FatalTrainingError, TrainingFailedError) as error:
+        fail(str(error), FAILED)
+    print(f"step {late.step} of {job.run} is exported to {late.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,1 @@
+"""Storing the hidden states of a frozen language model."""

@@ -1,0 +1,52 @@
+"""The frozen base model of a run: which one it is, so that a run never continues on another one of the same name."""
+
+from __future__ import annotations
+
+import ray
+
+from jobs.engine.cluster import start_ray
+from jobs.tasks.language_model.config import LanguageModelConfig
+from pipelines.local_copy import local_copy
+from pipelines.storage import read_json
+from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
+
+
+def refer_to_base(config: LanguageModelConfig) -> BaseReference:
+    """Return the reference to the frozen base model of a run.
+
+    If model.path is an export that itself refers to a base, it is that base. The digest of a model at a URI is computed
+    by a Ray task, because the driver may have no room for its weights.
+
+    Args:
+        config: configuration of the run, with absolute paths.
+
+    Raises:
+        ValueError: if the run's directory names another base than the one that is there now, or if the base that an
+            export refers to was replaced.
+    """
+    path = config.model.path
+    reference = read_reference(local_copy(path, with_weights=False))
+    found = BaseReference(path=reference.path, digest=_digest(reference.path)) if reference else None
+    if reference is not None and found is not None:
+        reference.check(found.digest)
+    found = found or BaseReference(path=path, digest=_digest(path))
+    if (held := read_json(f"{config.run.directory}/{BASE_FILE}")) is not None:
+        try:
+            BaseReference(path=found.path, digest=held["digest"]).check(found.digest)
+        except ValueError as error:
+            raise ValueError(
+                f"model.path = {path!r}: run.name = {config.run.name!r} cannot continue: {error}; or choose another run.name"
+            ) from error
+    return found
+
+
+def _digest(path: str) -> str:
+    if "://" not in path:
+        return base_digest(path)
+    start_ray()
+    digest: str = ray.get(ray.remote(_digest_of_copy).options(num_cpus=0).remote(path))
+    return digest
+
+
+def _digest_of_copy(uri: str) -> str:
+    return base_digest(local_copy(uri))

@@ -1,0 +1,90 @@
+"""The memory that training a language model takes, from its shapes alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jobs.engine.memory import Memory, training_memory
+from jobs.tasks.language_model.config import LanguageModelConfig
+from tempnet.models.packing import document_mask
+from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
+
+
+def estimate_memory(
+    config: LanguageModelConfig, base: PreTrainedModel, *, num_base: int, num_tempnet: int, vocab_size: int
+) -> Memory:
+    """Return the memory of a worker at its peak.
+
+    Args:
+        config: configuration of the run.
+        base: the base model on the device meta.
+        num_base: number of parameters of the base that a worker holds.
+        num_tempnet: number of parameters of the TempNet.
+        vocab_size: V, the effective vocabulary.
+    """
+    model = config.model
+    num_tokens = config.micro_batch_size * config.data.context_length
+    hidden_size = base.config.get_text_config().hidden_size
+    is_frozen = model.is_frozen
+    bytes_per_value = 2 if config.workers.precision == "bf16" else 4
+    activations = 2.0 * num_tokens * hidden_size if model.features else activation_bytes(config, base)
+    # Two buffers of a chunk's logits, those of a softmax at τ = 1 for statistics, and hidden states with gradients.
+    chunk = min(num_tokens, max(1, NUM_LOGITS_PER_CHUNK // vocab_size)) * vocab_size
+    loss = 4.0 * 4 * chunk + 4.0 * num_tokens * hidden_size
+    if not is_frozen:
+        loss += 4.0 * vocab_size * hidden_size  # gradient of the output weight
+    if bytes_per_value == 2:
+        loss += 2.0 * vocab_size * hidden_size  # the output weight in the dtype of the products
+    return training_memory(
+        config.workers,
+        num_trained=num_tempnet + (0 if is_frozen else num_base),
+        num_frozen=num_base if is_frozen else 0,
+        activations=activations,
+        loss=loss,
+    )
+
+
+def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> float:
+    """Return the bytes that the base holds for a micro-batch between its forward and its backward pass.
+
+    The forward pass is run on the device meta, which has shapes but no data, and what autograd would save is counted. With
+    activation checkpointing it is the input of every layer, and everything within one layer. A frozen base saves nothing;
+    its largest layer is counted. Under autocast, matrix products save bfloat16.
+    """
+    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length, config.workers.precision == "bf16")
+    num_layers = max(1, base.config.get_text_config().num_hidden_layers)
+    if config.model.is_frozen:
+        return saved / num_layers
+    if config.workers.activation_checkpointing:
+        hidden = 4.0 * config.micro_batch_size * config.data.context_length * base.config.get_text_config().hidden_size
+        return num_layers * hidden + saved / num_layers
+    return saved
+
+
+def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int, is_half: bool) -> float:
+    """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters."""
+    seen: dict[int, Tensor] = {}
+    total = 0
+    parameters = {id(parameter.untyped_storage()) for parameter in base.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if tensor.is_meta and id(storage) not in parameters and storage._cdata not in seen:
+            seen[storage._cdata] = tensor  # kept, so that no other storage gets the same address
+            total += storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(num_blocks, num_tokens, dtype=torch.long, device="meta")
+    positions = torch.arange(num_tokens, device="meta").expand(num_blocks, -1)
+    # Packed documents are trained with such a mask; without one, the model would look at positions that have no data.
+    mask = document_mask(positions, base.config._attn_implementation)
+    body: nn.Module = base.base_model  # type: ignore[assignment]  # a module of Transformers
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half),
+    ):
+        body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    return float(total)

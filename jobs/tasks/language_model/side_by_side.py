@@ -1,0 +1,202 @@
+"""The task of training several TempNets on the contexts of one frozen base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jobs.engine.networks_engine import NetworksEngine
+from jobs.engine.task import Statistics, StepResult
+from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.export import export_model
+from jobs.tasks.language_model.models import add_tempnet, build_base
+from jobs.tasks.language_model.task import LanguageModelTask
+from jobs.tasks.language_model.validation import to_tensors, validate
+from pipelines.stream import Batch
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.output_head import output_weight
+from tempnet.softmax.fold import FoldCache
+from tempnet.softmax.side_by_side import Member, side_by_side_losses
+from tempnet.statistics import TemperatureStatistics
+
+
+class SideBySideTask(LanguageModelTask):
+    """The task of training several TempNets on the contexts of one frozen base (`jobs.engine.side_by_side.MemberTask`).
+
+    Args:
+        arguments: those of `LanguageModelTask`, with the configuration of the group.
+        names: names of the members.
+        configs: configurations of the members, with ρ as a number.
+    """
+
+    module: Any  # holds the base once, and the network of every member
+
+    def __init__(self, *arguments: Any, names: Sequence[str], configs: Sequence[LanguageModelConfig]) -> None:
+        super().__init__(*arguments)
+        self.names, self.configs = names, configs
+        self._statistics: list[Statistics] | None = None
+
+    def build(self, *, is_fresh: bool) -> None:
+        """Build the base once, and every network as in a run of its own; read this rank's validation blocks."""
+        tokenizer = load_tokenizer(self.config.tokenizer)
+        stored = self._stored_base()
+        torch.manual_seed(self.config.run.seed)
+        base = build_base(self.config, tokenizer) if stored is None else stored
+        state = torch.get_rng_state()
+        self.modules: list[TemperatureCausalLM] = []
+        for config in self.configs:
+            torch.set_rng_state(state)
+            self.modules.append(add_tempnet(base, config, tokenizer))
+        self.module = nn.ModuleList(self.modules)
+        self.members = [
+            Member(
+                config=module.loss_config,
+                tempnet=_network(module),
+                fold_cache=FoldCache(self.config.num_accumulation_steps),
+            )
+            for module in self.modules
+        ]
+        self._read_validation()
+
+    def start_engine(self) -> NetworksEngine:
+        """Return the engine that trains all networks."""
+        device = torch.device("cpu")
+        if self.config.workers.use_gpu:
+            import ray.train.torch
+
+            device = ray.train.torch.get_device()  # type: ignore[assignment]  # one device
+        return NetworksEngine(
+            self.module,
+            [member.tempnet for member in self.members],
+            self.configs,
+            device=device,
+            world_size=self.world_size,
+        )
+
+    def flops_per_unit(self) -> float | None:
+        """Return None: the share of the peak is not logged for several members."""
+        return None
+
+    def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
+        """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
+        micro, first = self.config.micro_batch_size, self.modules[0]
+        losses = torch.zeros(len(self.members), device=engine.device)
+        sums: list[Tensor] | None = None
+        for at in range(0, len(batch["targets"]), micro):
+            tensors = to_tensors({name: value[at : at + micro] for name, value in batch.items()}, engine.device)
+            targets = tensors["targets"].flatten()
+            hidden = self._hidden(tensors).flatten(0, 1)
+            weight, bias = output_weight(first.base)
+            assert first.head is not None
+            found = side_by_side_losses(
+                first.head.scaled(hidden),
+                weight,
+                targets,
+                self.members,
+                num_targets=max(num_units, 1),
+                vocab_size=first.vocab_size,
+                bias=bias if bias is None or first.head.scale == 1.0 else bias * first.head.scale,
+                soft_cap=first.head.soft_cap,
+                with_values=with_statistics,
+                matmul_dtype=first.autocast_dtype,
+            )
+            losses += torch.stack([part.loss for part in found])
+            if with_statistics:
+                new = []
+                for module, part in zip(self.modules, found, strict=True):
+                    assert part.values is not None
+                    new.append(module.statistics(hidden, targets, part.tau, part.values)[0])
+                sums = new if sums is None else [total + part for total, part in zip(sums, new, strict=True)]
+        engine.step()
+        for member in self.members:
+            assert member.fold_cache is not None
+            member.fold_cache.clear(keep_gram=True)
+        if sums is not None:
+            self._statistics = [
+                TemperatureStatistics(total, module.loss_config.tau_min, module.loss_config.tau_max)
+                for total, module in zip(sums, self.modules, strict=True)
+            ]
+        return StepResult(losses, None)
+
+    def take_statistics(self) -> list[Statistics] | None:
+        """Return the statistics of every member's last step, if they were requested, and forget them."""
+        statistics, self._statistics = self._statistics, None
+        return statistics
+
+    def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Validate one member; the hidden states of the validation blocks are computed once, for all members."""
+        if "hidden" not in self.validation.arrays:
+            self.validation = dataclasses.replace(self.validation, arrays=self._with_hidden(self.validation.arrays))
+        module = self.modules[number]
+        stand_in: Any = ModuleAsEngine(module)
+        summary, details = validate(
+            stand_in,
+            self.validation,
+            loss_config=module.loss_config,
+            micro_batch_size=self.config.micro_batch_size,
+            num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
+            with_details=with_details,
+        )
+        return summary, dataclasses.asdict(details) if details else None
+
+    def export_member(self, number: int) -> None:
+        """Write the export of one member into its own directory."""
+        config = dataclasses.replace(
+            self.configs[number], workers=dataclasses.replace(self.configs[number].workers, zero_stage=0)
+        )
+        base = None if config.model.whole_export else self.base
+        export_model(self.modules[number], config, is_first=self.rank == 0, base=base)
+
+    def save(self, directory: Any) -> None:
+        """Save the name of the base; the engine saves the networks."""
+        if self.base is not None and self.rank == 0:
+            self.base.save(directory)
+
+    def load(self, directory: Any, num_writers: int) -> None:
+        """Check that the checkpoint belongs to this base."""
+        self.check_base(directory)
+
+    def _hidden(self, tensors: Mapping[str, Any]) -> Tensor:
+        """Return the hidden states (B, T, d) of a micro-batch, stored or computed by the base."""
+        module = self.modules[0]
+        if "hidden" in tensors:
+            stored: Tensor = tensors["hidden"]
+            return stored.to(output_weight(module.base)[0].dtype)
+        with torch.no_grad():
+            return module.contexts(tensors["input_ids"], tensors["position_ids"])
+
+    @torch.no_grad()
+    def _with_hidden(self, arrays: Batch) -> Batch:
+        """Return the arrays of blocks with their hidden states in the place of their tokens."""
+        device = next(self.module.parameters()).device
+        parts = [self._hidden(to_tensors(part, device)).cpu() for part in self._micro_batches(arrays)]
+        hidden = torch.cat(parts)
+        values = hidden.view(torch.int16) if hidden.dtype == torch.bfloat16 else hidden
+        return {"targets": arrays["targets"], "hidden": values.numpy()}
+
+    def _micro_batches(self, arrays: Batch) -> Iterator[Batch]:
+        size = self.config.micro_batch_size
+        for at in range(0, len(arrays["targets"]), size):
+            yield {name: np.asarray(value[at : at + size]) for name, value in arrays.items()}
+
+
+class ModuleAsEngine(SimpleNamespace):
+    """Stands for the engine in `validate`, which only calls it and asks for its device."""
+
+    def __init__(self, module: TemperatureCausalLM) -> None:
+        super().__init__(module=module, device=next(module.parameters()).device)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.module(**arguments)
+
+
+def _network(module: TemperatureCausalLM) -> Any:
+    assert module.tempnet is not None
+    return module.tempnet

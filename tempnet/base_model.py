@@ -1,0 +1,127 @@
+"""The base model of a TempNet: loaded from its own files, or from where an export that holds only the TempNet says it is.
+
+An export of a frozen run need not repeat the base, which may be a thousand times as large as the TempNet. It then has
+the configuration and the tokenizer of the base and, instead of weights, a file `base_model.json` with the path, URI or
+hub name of the base and a digest of its weights, so that another model at the same place is recognised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tempnet.fingerprints import files_digest
+from tempnet.weights import check_weight_files, check_weights
+
+BASE_FILE = "base_model.json"
+"""Name of the file in an export, or in a run's directory, that says which base model belongs to it."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_COMMIT = "commit "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseReference:
+    """Where a base model is, and how to recognise it."""
+
+    path: str
+    """Absolute path, URI or hub name."""
+    digest: str
+    """Digest of the files of its weights and of their configuration; of a model on the hub "commit " and its commit."""
+
+    def save(self, directory: Path) -> None:
+        """Write the reference as `base_model.json` into a local directory."""
+        (directory / BASE_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def check(self, digest: str) -> None:
+        """Check that the model which is now at the path has the digest of the reference.
+
+        Raises:
+            ValueError: if it is another one; the message names the path and both digests.
+        """
+        if digest != self.digest:
+            raise ValueError(
+                f"the base model {self.path} is not the one that its TempNet was trained on: its digest is {digest!r}, that "
+                f"of the TempNet's base is {self.digest!r}. Put that model back, or train a new TempNet for this one"
+            )
+
+
+def read_reference(model: str | Path) -> BaseReference | None:
+    """Return the reference that an export at a local path holds; None if there is none.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    file = Path(model) / BASE_FILE
+    if not file.is_file():
+        return None
+    try:
+        return BaseReference(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: it must hold path and digest of a base model: {error}") from error
+
+
+def base_digest(place: str) -> str:
+    """Return the digest of a base model at a local path or under a hub name, for :class:`BaseReference`.
+
+    The digest of a local directory is that of its configuration and its files of weights
+    (`tempnet.fingerprints.files_digest`), so it does not depend on the tokenizer or on the path.
+    """
+    if Path(place).is_dir():
+        files = [
+            file for file in Path(place).iterdir() if file.suffix in _WEIGHT_SUFFIXES or file.name == "config.json"
+        ]
+        return files_digest(sorted(files))
+    return f"{_COMMIT}{getattr(AutoConfig.from_pretrained(place), '_commit_hash', None)}"
+
+
+def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[str, str | None]:
+    """Return where the weights of a model are, a local path or a hub name, and the commit on the hub if it is fixed.
+
+    Args:
+        model: local path or hub name of a model or an export; an export may only refer to its base model.
+        fetch: returns a local path for the URI of a base model; by default URIs are refused.
+
+    Raises:
+        FileNotFoundError: if the base model that an export refers to is missing.
+        ValueError: if another model is there now.
+    """
+    reference = read_reference(model)
+    if reference is None:
+        return str(model), None
+    if reference.digest.startswith(_COMMIT):
+        return reference.path, reference.digest.removeprefix(_COMMIT)
+    place = fetch(reference.path)
+    if not Path(place).is_dir():
+        raise FileNotFoundError(
+            f"{model} holds only a TempNet, and its base model {reference.path} is missing here: put it there, or write its "
+            f"new place into {Path(model) / BASE_FILE}"
+        )
+    reference.check(base_digest(place))
+    return place, None
+
+
+def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options: Any) -> PreTrainedModel:
+    """Load a base model, or that of an export, and check its weights.
+
+    Args:
+        model: local path or hub name.
+        fetch: see :func:`find_base`.
+        options: options of `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
+
+    Raises:
+        FileNotFoundError: see :func:`find_base`.
+        ValueError: also if weights are truncated or contain NaN.
+    """
+    place, revision = find_base(model, fetch=fetch)
+    check_weight_files(place)
+    if revision is not None:
+        options["revision"] = revision
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, **options)
+    check_weights(base, place)
+    return base

@@ -1,0 +1,181 @@
+"""Tests that stored features are those of the base, take the predicted room, and train a TempNet as the base does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from jobs.engine.config import RunSection, WorkersSection
+from jobs.scoring.features.job import HiddenStates, Unit, read_unit, write_result
+from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
+from jobs.tasks.language_model.features import features_of, find_features
+from jobs.tasks.language_model.flops import flops_per_token
+from jobs.tasks.language_model.models import build_model
+from jobs.tasks.language_model.validation import ValidationPart, to_tensors
+from pipelines.text import features as features_module
+from pipelines.text.blocks import BlockSource, read_range
+from pipelines.text.features import Features, FeatureSource, features_directory, read_feature_range
+from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
+from pipelines.text.packing import PackingConfig, pack_documents
+from pipelines.text.tokenization import load_tokenizer, train_bpe
+from tempnet.models.stored_base import HEAD_FILE, StoredBase
+
+LENGTH, WIDTH = 16, 8
+CPU = torch.device("cpu")
+
+
+def write_text(directory: Path, layout: PackingConfig, sizes: tuple[int, ...] = (5, 3)) -> Manifest:
+    """Write a prepared text with shards of the given numbers of blocks."""
+    generator = np.random.default_rng(0)
+    shards = []
+    directory.mkdir()
+    for number, size in enumerate(sizes):
+        # A document of 11 tokens and its end take 12, so documents end within blocks.
+        documents = [generator.integers(1, 250, 11) for _ in range(size * LENGTH // 12)]
+        batches = list(pack_documents(documents, layout))
+        with (
+            pa.OSFile(str(directory / f"{number}.arrow"), "wb") as sink,
+            pa.ipc.new_file(sink, layout.schema) as writer,
+        ):
+            for batch in batches:
+                writer.write_batch(batch)
+        num_rows = sum(batch.num_rows for batch in batches)
+        shards.append(
+            ShardEntry(file=f"{number}.arrow", archive="a", num_rows=num_rows, num_tokens=0, digest=str(number))
+        )
+    archive = ArchiveEntry(path="a", num_bytes=0, num_documents=9, problems={}, examples=[], shards=shards)
+    manifest = Manifest(directory=str(directory), tokenizer_digest="", layout=layout, archives=[archive])
+    manifest.save()
+    return manifest
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> LanguageModelConfig:
+    tokenizer = train_bpe(["some words to make a vocabulary of"] * 20, 280)
+    torch.manual_seed(0)
+    model = GPT2Config(vocab_size=300, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(model).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return LanguageModelConfig(
+        run=RunSection(name="own", storage=str(tmp_path)),
+        data=DataSection(train="unused", validation="unused", context_length=LENGTH),
+        model=ModelSection(path=str(tmp_path / "model")),
+        temperature=TemperatureSection(rho=1.0, hidden_size=4, num_prototypes=3),
+        workers=WorkersSection(precision="fp32"),
+    )
+
+
+@pytest.fixture
+def features(config: LanguageModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Features:
+    """Store the features of a small text in files of two blocks."""
+    monkeypatch.setattr(features_module, "_FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
+    layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), LENGTH)
+    features = features_of(config, write_text(tmp_path / "text", layout), refer_to_base(config))
+    Path(features.directory).mkdir(parents=True)
+    model = HiddenStates(config)
+    for part in (None, *features.parts()):
+        for item in read_unit(features, Unit(part=part)):
+            assert write_result(features, model(item)) > 0
+    features.save("digest")
+    return features
+
+
+def test_the_features_of_any_blocks_are_those_of_the_base(config: LanguageModelConfig, features: Features) -> None:
+    module = build_model(config, load_tokenizer(config.tokenizer))
+    order = np.random.default_rng(1).permutation(features.text.num_rows)
+    sizes = np.cumsum([0, *features.text.shard_sizes])
+    shards = np.searchsorted(sizes, order, side="right") - 1
+    rows = order - sizes[shards]
+    stored = FeatureSource(features=features).read(shards, rows, epoch=0)
+    blocks = BlockSource(manifest=features.text).read(shards, rows, epoch=0)
+    assert np.array_equal(stored["targets"], blocks["targets"])
+    assert np.array_equal(stored["digest"], blocks["digest"])
+    tensors = to_tensors(blocks, CPU)
+    with torch.no_grad():
+        hidden = module.contexts(tensors["input_ids"], tensors["position_ids"])
+    assert torch.equal(to_tensors(stored, CPU)["hidden"], hidden.to(torch.bfloat16))
+
+
+def test_the_room_is_as_predicted(features: Features) -> None:
+    files = list(Path(features.directory).glob("features-*.arrow"))
+    assert len(files) == len(list(features.parts())) > len(features.text.shards)
+    arrays = sum(len(pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)["hidden"]) for file in files)
+    assert arrays == features.text.num_rows
+    assert features.bytes_per_token == 2 * WIDTH + 4 + 8 / LENGTH
+    # In real files, of 64 MiB, the headers do not count.
+    headers = sum(file.stat().st_size for file in files) - features.num_bytes
+    assert 0 < headers < 1_500 * len(files)
+
+
+@pytest.mark.parametrize("num_rows", [3, 0])
+def test_a_tempnet_trains_on_them_as_on_the_base(
+    config: LanguageModelConfig, features: Features, num_rows: int
+) -> None:
+    """The base is given the same rounding: its hidden states are rounded to bfloat16 by a hook."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    stored = StoredBase.load(Path(features.directory) / HEAD_FILE)
+    with_features = replace(config, model=replace(config.model, features=True))
+    module, base = build_model(with_features, tokenizer, stored), build_model(config, tokenizer)
+    assert module.tempnet is not None
+    assert base.tempnet is not None
+    for ours, theirs in zip(module.tempnet.parameters(), base.tempnet.parameters(), strict=True):
+        assert torch.equal(ours, theirs)  # the same seed gives the same network
+    base.base.base_model.register_forward_hook(
+        lambda _, __, output: (output[0].to(torch.bfloat16).float(), *output.to_tuple()[1:])
+    )
+    part = ValidationPart.read(features, num_rows, rank=0, world_size=1)
+    of_features = module(**to_tensors(part.arrays, CPU), with_statistics=True)
+    blocks = read_range(features.text, 0, part.num_blocks)
+    of_base = base(**to_tensors(blocks, CPU), with_statistics=True)
+    of_features["loss"].backward()
+    of_base["loss"].backward()
+    torch.testing.assert_close(of_features["loss"], of_base["loss"])
+    torch.testing.assert_close(of_features["tau"], of_base["tau"])
+    torch.testing.assert_close(of_features["statistics"], of_base["statistics"])
+    for ours, theirs in zip(module.tempnet.parameters(), base.tempnet.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert flops_per_token(module, config) < flops_per_token(base, config)
+
+
+def test_features_of_another_base_text_or_precision_are_not_found(
+    config: LanguageModelConfig, features: Features
+) -> None:
+    base = refer_to_base(config)
+    assert find_features(config, features.text, base, "train").directory == features.directory
+    for other in (
+        replace(config, workers=replace(config.workers, precision="bf16")),
+        replace(config, data=replace(config.data, attend_across_documents=True)),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"jobs\.prepare_features in the place of jobs\.train_lm"):
+            find_features(other, features.text, base, "train")
+    with pytest.raises(FileNotFoundError, match=r"hidden states of data\.train"):
+        find_features(config, features.text, replace(base, digest="other"), "train")
+    root = str(Path(features.directory).parent)
+    assert features_directory(root, features.text, base="a") != features_directory(root, features.text, base="b")
+
+
+def test_a_damaged_file_is_named(features: Features) -> None:
+    first = next(features.parts())
+    file = Path(features.directory) / first.file
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises((OSError, pa.ArrowInvalid)):
+        read_feature_range(features, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        ({"freeze": False}, "needs a frozen base"),
+        ({"whole_export": True}, r"model\.whole_export must be False"),
+    ],
+)
+def test_what_needs_the_base_is_refused(config: LanguageModelConfig, model: dict[str, bool], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        replace(config, model=replace(config.model, features=True, **model))
