@@ -206,11 +206,13 @@ def load_or_grow(
         manifest = Manifest.load(target.directory)
     except FileNotFoundError:
         task = target.make_task()
+        preparer = PartPreparer.remote(task, settings)  # type: ignore[attr-defined]  # Ray's decorator adds it
+        preparer.begin.remote()
         return GrowingManifest(
             directory=task.directory,
             layout=task.layout,
             part_names=tuple(part.name for part in task.parts),
-            preparer=PartPreparer.remote(task, settings),  # type: ignore[attr-defined]  # Ray's decorator adds it
+            preparer=preparer,
             check_num_rows=check_num_rows,
         )
     if check_num_rows is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,18 @@ class PartPreparer:
         self._num_wanted = 0
         self._shared_task = ray.put(task)
 
+    async def begin(self) -> None:
+        """Prepare the part that the first epoch begins with, while the workers that will ask for it are being started.
+
+        It is one part, because CPUs for one preparing task are free beside the workers; more could keep the workers from
+        their place. An error is left to whoever asks for the part.
+        """
+        part = self._order[0]
+        if part not in self._entries:
+            self._start(part)
+            with suppress(Exception):
+                await asyncio.shield(self._running[part])
+
     async def wait_for(self, part: int) -> list[int]:
         """Return the number of rows of every shard of a part, as soon as it is prepared.
 
@@ -77,8 +90,12 @@ class PartPreparer:
     def _start_parts(self) -> None:
         """Start to prepare every part that is wanted, or will be soon, unless this was done."""
         for part in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
-            if part not in self._entries and part not in self._running:
-                self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
+            self._start(part)
+
+    def _start(self, part: int) -> None:
+        """Start to prepare a part, unless this was done."""
+        if part not in self._entries and part not in self._running:
+            self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
 
     async def _prepare(self, part: int) -> None:
         settings = self._settings

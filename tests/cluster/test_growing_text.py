@@ -124,12 +124,13 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
     growing = grow(source, corpus, tmp_path, num_parts_ahead=2)
     order = StreamPlan(shard_sizes=(1,) * len(growing.part_names), seed=SEED).order_parts(0)
     plan = growing.plan(seed=SEED, window_size=WINDOW)
-    ray.get([growing.preparer.wait_for.remote(part) for part in order[:3]])
-    assert plan.num_items_per_epoch is None
 
     def records() -> set[str]:
         return {path.stem for path in Path(growing.directory).glob("part-*.json")}
 
+    wait_for(lambda: records() == {growing.part_names[order[0]]})  # the first part, before anybody asks for one
+    ray.get([growing.preparer.wait_for.remote(part) for part in order[:3]])
+    assert plan.num_items_per_epoch is None
     expected = {growing.part_names[part] for part in order[:5]}
     wait_for(lambda: len(records()) >= len(expected))
     time.sleep(1)  # time in which more parts would be prepared
