@@ -66,7 +66,7 @@ format: setup  ## Format the code
 	$(BIN)/ruff format .
 
 mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
-	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --workers 2 --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
 
 mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/serve.sh says how
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint requirements.lock \

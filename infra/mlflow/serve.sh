@@ -25,6 +25,8 @@ if [[ "$MLFLOW_DATABASE" == *://*:*@* ]]; then
   echo "error: MLFLOW_DATABASE holds a password: put it into PGPASSWORD or ~/.pgpass" >&2
   exit 2
 fi
+# MLflow's own background jobs, which would be further processes, serve nothing that is used here.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION="${MLFLOW_SERVER_ENABLE_JOB_EXECUTION:-false}"
 exec mlflow server \
   --host "${MLFLOW_HOST:-127.0.0.1}" --port "${MLFLOW_PORT:-5000}" --workers "${MLFLOW_WORKERS:-2}" \
   --backend-store-uri "$MLFLOW_DATABASE" \

@@ -61,12 +61,10 @@ class RunSection:
     max_restarts: int = field(default=3, metadata=FREE_TO_CHANGE)
     """How many times a failed group of workers is restarted from the last checkpoint before the run fails."""
     max_wait_minutes: float = field(default=60.0, metadata=FREE_TO_CHANGE)
-    """Minutes to wait for enough free machines for all workers, at the start or after a machine is lost, before the run
-    fails."""
+    """Minutes to wait for room for all workers, at the start or after a machine is lost, before the run fails."""
 
     grace_seconds: float = field(default=30.0, metadata=FREE_TO_CHANGE)
-    """Seconds that a job told to end by SIGTERM may take to finish the current step and save a checkpoint. 0: it ends at
-    once and loses the steps since the last checkpoint."""
+    """Seconds that a job told to end by SIGTERM has to save the step that it is at. 0: it ends at once."""
 
     def __post_init__(self) -> None:
         check_positive(

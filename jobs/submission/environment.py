@@ -32,7 +32,11 @@ def runtime_environment(request: RaySubmission) -> dict[str, Any]:
     variables = sent_variables(request.variables, is_checked=request.environment != "unchecked")
     variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(request.stop_seconds)
     directory = str(Path(request.working_dir).resolve())
-    runtime: dict[str, Any] = {"working_dir": directory, "excludes": ["/.git", "/tests"], "env_vars": variables}
+    runtime: dict[str, Any] = {
+        "working_dir": directory,
+        "excludes": ["/.git", "/.venv", "/tests"],
+        "env_vars": variables,
+    }
     if request.environment == "pip":
         lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
         # DeepSpeed is built from source, with the torch that is there already and without its own extensions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,13 @@ from jobs.submission.environment import runtime_environment, sent_revision
 _SECONDS_BETWEEN_TRIES = 2.0
 _SECONDS_TO_ANSWER = 10.0  # for a cluster that was not reached before
 _SIGKILL = 9
+# Modules of Ray that log every file that is not uploaded and every connection that ends.
+_TALKATIVE = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+    "ray._private.runtime_env.working_dir",
+)
 # What Ray reports when a job ended without its own doing. Errors of the runtime environment and of the command are not
 # among them: a further submission would fail in the same way.
 _LOST = {
@@ -56,6 +64,8 @@ class Submitter:
         self._name = request.name or entrypoint.name
         self.submission_id = ""
         self._num_printed = 0
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
     def run(self) -> int:
         """Submit the job, or find it running; follow it and return the status to exit with, which is that of the job.
@@ -157,7 +167,7 @@ class Submitter:
                 details = client.get_job_info(self.submission_id)
                 if details.status.is_terminal():
                     self._print_rest(client)
-                    return _status_of(details)
+                    return status_of(details)
                 asyncio.run(self._print_log(client))
             except (OSError, RuntimeError, requests.RequestException) as error:
                 if "status code 404" in str(error):
@@ -196,7 +206,7 @@ class Submitter:
             _say(f"the job could not be stopped ({_first_line(error)}): ray job stop {self.submission_id}")
 
 
-def _status_of(details: JobDetails) -> int:
+def status_of(details: JobDetails) -> int:
     """Return the exit status of a job that has ended.
 
     Raises:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from ray.dashboard.modules.job.pydantic_models import JobDetails
 from ray.runtime_env import RuntimeEnv
 
 from jobs import submit
@@ -147,3 +148,30 @@ def test_a_cluster_that_is_not_there_is_named(
         submit.main(["ray", "--address", "http://127.0.0.1:1", "--", "train_lm", "gpt2-scratch"])
     assert ended.value.code == 1
     assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"status": "SUCCEEDED", "driver_exit_code": 0}, 0),
+        ({"status": "STOPPED"}, 130),
+        ({"status": "FAILED", "driver_exit_code": 1, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 1),
+        ({"status": "FAILED", "driver_exit_code": 2, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 2),
+        ({"status": "FAILED", "driver_exit_code": -15, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 143),
+        ({"status": "FAILED", "error_type": "RUNTIME_ENV_SETUP_FAILURE"}, 1),
+        # What a further submission may cure:
+        ({"status": "FAILED", "driver_exit_code": -9, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, None),
+        ({"status": "FAILED", "driver_exit_code": 137, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, None),
+        ({"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED"}, None),
+        ({"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"}, None),
+    ],
+)
+def test_the_status_is_that_of_the_job_unless_the_cluster_lost_it(
+    fields: dict[str, object], expected: int | None
+) -> None:
+    details = JobDetails(type="SUBMISSION", entrypoint="python", message="it ended", **fields)
+    if expected is None:
+        with pytest.raises(ray_jobs.JobLostError):
+            ray_jobs.status_of(details)
+    else:
+        assert ray_jobs.status_of(details) == expected
