@@ -50,29 +50,32 @@ def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> floa
     """Return the bytes that the base holds for a micro-batch between its forward and its backward pass.
 
     The forward pass is run on the device meta, which has shapes but no data, and what autograd would save is counted. With
-    activation checkpointing it is the input of every layer, and everything within one layer. A frozen base saves nothing;
-    its largest layer is counted. Under autocast, matrix products save bfloat16.
+    activation checkpointing it is the input of every layer, and everything within one layer. Under autocast, the copies
+    of trained weights in bfloat16 stay until the backward pass, too. A frozen base saves nothing; one layer is counted.
     """
-    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length, config.workers.precision == "bf16")
+    num_weights = sum(parameter.numel() for parameter in base.parameters())
+    is_half = config.workers.precision == "bf16"
+    copies = 2.0 * num_weights if is_half and not config.model.is_frozen else 0.0
+    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length, is_half)
     num_layers = max(1, base.config.get_text_config().num_hidden_layers)
     if config.model.is_frozen:
         return saved / num_layers
     if config.workers.activation_checkpointing:
         hidden = 4.0 * config.micro_batch_size * config.data.context_length * base.config.get_text_config().hidden_size
-        return num_layers * hidden + saved / num_layers
-    return saved
+        return num_layers * hidden + (saved + copies) / num_layers
+    return saved + copies
 
 
 def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int, is_half: bool) -> float:
     """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters."""
     seen: dict[int, Tensor] = {}
     total = 0
-    parameters = {id(parameter.untyped_storage()) for parameter in base.parameters()}
+    parameters = {parameter.untyped_storage()._cdata for parameter in base.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal total
         storage = tensor.untyped_storage()
-        if tensor.is_meta and id(storage) not in parameters and storage._cdata not in seen:
+        if tensor.is_meta and storage._cdata not in parameters and storage._cdata not in seen:
             seen[storage._cdata] = tensor  # kept, so that no other storage gets the same address
             total += storage.nbytes()
         return tensor
