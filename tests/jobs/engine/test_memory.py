@@ -55,7 +55,7 @@ def test_activations_are_what_autograd_saves(architecture: str, attention: str) 
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     # Some attention kernels save less than the one that is counted.
-    assert total <= _saved_bytes(shapes, 2, 16, is_half=False) <= 1.1 * total
+    assert total <= _saved_bytes(shapes, 2, 16) <= 1.1 * total
 
 
 def test_checkpointing_and_a_frozen_base_save_activations() -> None:
