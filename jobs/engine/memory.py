@@ -12,6 +12,9 @@ GIB = 2**30
 _PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
 # DeepSpeed's buckets, in numbers: `reduce_bucket_size` and `allgather_bucket_size` have this default.
 _BUCKET_SIZE = 500_000_000
+# ZeRO 3 gathers the weights of the layers that are run, and of the next ones, up to this number of them (DeepSpeed's
+# `stage3_max_live_parameters`).
+_MOST_GATHERED = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,7 @@ class Memory:
     """Bytes of one worker at the peak of a step."""
 
     weights: float
-    """Weights, trained and frozen; ZeRO 3 divides them."""
+    """Weights, trained and frozen; ZeRO 3 divides them, and gathers those of a few layers at a time."""
     gradients: float
     """Gradients in float32; ZeRO 2 and 3 divide them, beside a bucket in which they are reduced."""
     optimizer: float
@@ -67,8 +70,12 @@ def training_memory(
         # Gradients are collected in a bucket until they are reduced; with ZeRO 2 a second one is filled meanwhile.
         gradients += 4 * min(_BUCKET_SIZE, num_trained) * (1 if stage == 1 else 2)
     frozen = 2 if workers.precision == "bf16" else 4
+    held = 4 * num_trained + frozen * num_frozen
+    gathered = 0.0
+    if stage == 3:
+        gathered = held * min(1.0, _MOST_GATHERED / max(1, num_trained + num_frozen))
     return Memory(
-        weights=(4 * num_trained + frozen * num_frozen) * share[2],
+        weights=held * share[2] + gathered,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,

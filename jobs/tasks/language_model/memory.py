@@ -11,6 +11,10 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.packing import document_mask
 from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
 
+# Numbers per token, layer and unit of the hidden size that a transformer saves, apart from its attention scores
+# (Korthikanti et al., arXiv 2205.05198, §4.1). Used for models whose forward pass cannot be counted.
+_NUMBERS_PER_LAYER = 34
+
 
 def estimate_memory(
     config: LanguageModelConfig, base: PreTrainedModel, *, num_base: int, num_tempnet: int, vocab_size: int
@@ -50,29 +54,32 @@ def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> floa
     """Return the bytes that the base holds for a micro-batch between its forward and its backward pass.
 
     The forward pass is run on the device meta, which has shapes but no data, and what autograd would save is counted. With
-    activation checkpointing it is the input of every layer, and everything within one layer. A frozen base saves nothing;
-    its largest layer is counted. Under autocast, matrix products save bfloat16.
+    activation checkpointing it is the input of every layer, and everything within one layer. Under autocast, the copies
+    of trained weights in bfloat16 stay until the backward pass, too. A frozen base saves nothing; one layer is counted.
     """
-    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length, config.workers.precision == "bf16")
+    num_weights = sum(parameter.numel() for parameter in base.parameters())
+    is_half = config.workers.precision == "bf16"
+    copies = 2.0 * num_weights if is_half and not config.model.is_frozen else 0.0
+    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length)
     num_layers = max(1, base.config.get_text_config().num_hidden_layers)
     if config.model.is_frozen:
         return saved / num_layers
     if config.workers.activation_checkpointing:
         hidden = 4.0 * config.micro_batch_size * config.data.context_length * base.config.get_text_config().hidden_size
-        return num_layers * hidden + saved / num_layers
-    return saved
+        return num_layers * hidden + (saved + copies) / num_layers
+    return saved + copies
 
 
-def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int, is_half: bool) -> float:
+def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int) -> float:
     """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters."""
     seen: dict[int, Tensor] = {}
     total = 0
-    parameters = {id(parameter.untyped_storage()) for parameter in base.parameters()}
+    parameters = {parameter.untyped_storage()._cdata for parameter in base.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal total
         storage = tensor.untyped_storage()
-        if tensor.is_meta and id(storage) not in parameters and storage._cdata not in seen:
+        if tensor.is_meta and storage._cdata not in parameters and storage._cdata not in seen:
             seen[storage._cdata] = tensor  # kept, so that no other storage gets the same address
             total += storage.nbytes()
         return tensor
@@ -82,9 +89,10 @@ def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int, is_hal
     # Packed documents are trained with such a mask; without one, the model would look at positions that have no data.
     mask = document_mask(positions, base.config._attn_implementation)
     body: nn.Module = base.base_model  # type: ignore[assignment]  # a module of Transformers
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half),
-    ):
-        body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    except Exception:  # A model of another kind may need values, or take no such mask; it can raise anything.
+        config = base.config.get_text_config()
+        return float(_NUMBERS_PER_LAYER * 4 * num_blocks * num_tokens * config.hidden_size * config.num_hidden_layers)
     return float(total)

@@ -1,0 +1,81 @@
+"""Tests the arithmetic of a worker's memory: the parts of ZeRO, a forward pass that is counted, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jobs.engine.config import WorkersSection
+from jobs.engine.memory import check_fits, training_memory
+from jobs.tasks.language_model.memory import _saved_bytes, activation_bytes
+from jobs.tasks.presets.language_models import PRESETS
+from tempnet.models.packing import document_mask
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
+    found = []
+    for stage in (0, 1, 2, 3):
+        workers = WorkersSection(num_workers=4, zero_stage=stage, precision="fp32")  # type: ignore[arg-type]
+        memory = training_memory(workers, num_trained=1000, num_frozen=400, activations=0, loss=0)
+        found.append((memory.weights, memory.gradients, memory.optimizer))
+    assert found == [(5600, 4000, 8000), (5600, 8000, 3000), (5600, 9000, 3000), (7000, 1000, 3000)]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_activations_are_what_autograd_saves(architecture: str, attention: str) -> None:
+    """The count on the device meta is that of a real forward pass, or a little more."""
+    extra = {"intermediate_size": 48} if architecture == "llama" else {}
+    config = AutoConfig.for_model(architecture, max_position_embeddings=16, **SIZES, **extra)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in parameters:
+            saved[address] = tensor
+        return tensor
+
+    positions = torch.arange(16).expand(2, -1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = model.base_model(
+            input_ids=torch.zeros(2, 16, dtype=torch.long),
+            position_ids=positions,
+            attention_mask=document_mask(positions, attention),
+            use_cache=False,
+        )
+    total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert kept is not None
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    # Some attention kernels save less than the one that is counted.
+    assert total <= _saved_bytes(shapes, 2, 16) <= 1.1 * total
+
+
+def test_checkpointing_and_a_frozen_base_save_activations() -> None:
+    preset = PRESETS["gpt2-scratch-small"]()
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_positions=128, **SIZES))
+    whole = activation_bytes(preset, base)
+    checkpointed = activation_bytes(
+        replace(preset, workers=replace(preset.workers, activation_checkpointing=True)), base
+    )
+    frozen = activation_bytes(PRESETS["frozen-small"](), base)
+    assert frozen < checkpointed < whole
+
+
+def test_what_does_not_fit_is_refused_with_a_remedy() -> None:
+    workers = WorkersSection(num_workers=2, zero_stage=0, memory_gib=1.0)
+    memory = training_memory(workers, num_trained=10**8, num_frozen=0, activations=0, loss=0)
+    with pytest.raises(ValueError, match=r"more than workers\.memory_gib = 1.*workers\.offload_optimizer"):
+        check_fits(memory, workers)
+    check_fits(memory, replace(workers, memory_gib=None))
+    check_fits(memory, replace(workers, memory_gib=3.0))
+    with pytest.raises(ValueError, match=r"workers\.memory_gib = -1\.0 must be positive"):
+        replace(workers, memory_gib=-1.0)
