@@ -174,24 +174,30 @@ class CachedFold:
                 "TemperatureLogitsProcessor"
             )
         self.tempnet = tempnet.eval()
+        self.num_first = tempnet.config.hidden_size
+        if not tempnet.config.reads_logits:
+            return
         cache, weight = FoldCache(), weight[: tempnet.config.input_size]
         centred = tempnet.config.input_shift == "mean"
         first = cache.first(tempnet.first_layer.weight, weight, centred=centred)
         # The two matrices are concatenated, so that each step needs only one matrix product.
         normalizes = tempnet.config.normalize_input
         self.weight = torch.cat([first, cache.gram(weight, centred=centred)]) if normalizes else first
-        self.num_first = len(first)
 
     @torch.no_grad()
     def temperatures(self, hidden: Tensor) -> Tensor:
         """Return τ (…,) of hidden states (…, d), which are the inputs of the output layer."""
-        hidden = hidden.float()
+        hidden, config = hidden.float(), self.tempnet.config
+        state = self.tempnet.state_product(self.tempnet.normalize_state(hidden)) if config.reads_state else None
+        if not config.reads_logits:
+            assert state is not None
+            return self.tempnet.from_first_product(state)
         product = hidden @ self.weight.T
-        if self.tempnet.config.normalize_input:
+        if config.normalize_input:
             product, gram = product.tensor_split([self.num_first], dim=-1)
             square = torch.linalg.vecdot(gram, hidden).unsqueeze(-1)
             product = product / square.clamp(min=1e-24).sqrt()
-        return self.tempnet.from_first_product(product)
+        return self.tempnet.from_first_product(product if state is None else product + state)
 
     @classmethod
     def of(cls, base: PreTrainedModel, tempnet: TempNet) -> CachedFold:

@@ -186,8 +186,14 @@ def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
         ValueError: if the TempNet reads embeddings, or the base model has fewer logits than the TempNet reads; the
             message names both numbers.
     """
-    if tempnet.config.kind != "logits":
-        raise ValueError(f"the TempNet reads {tempnet.config.kind}, not the logits of a language model")
+    if tempnet.config.kind == "embeddings":
+        raise ValueError("the TempNet reads embeddings, not the logits of a language model")
+    if tempnet.config.reads_state and tempnet.config.state_size != (
+        size := base.get_output_embeddings().weight.shape[1]
+    ):
+        raise ValueError(
+            f"the TempNet reads hidden states of {tempnet.config.state_size} numbers, those of the base model have {size}"
+        )
     num_logits = base.get_output_embeddings().weight.shape[0]
     if num_logits < tempnet.config.input_size:
         raise ValueError(

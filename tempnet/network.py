@@ -1,9 +1,11 @@
 """TempNet: a small network that predicts a temperature from logits or an embedding (arXiv 2404.04575 §5, Appendix D.1).
 
     shift       x ← x, x − mean x or x − max x      (logits only; the shift does not change the softmax)
-    normalise   x ← x/‖x‖₂
+    normalise   x ← x/‖x‖₂                                       (and h ← h/‖h‖₂ of a hidden state h)
     transform   v = sigmoid(W1 x + b1)                                W1 (d1, d0)
-    project     u = W2 v                (logits)                      W2 (d2, d1)
+                v = sigmoid(W1 h + b1)              (hidden state)    W1 (d1, d)
+                v = sigmoid(W1 x + S h + b1)        (both)            S (d1, d)
+    project     u = W2 v                (language models)             W2 (d2, d1)
                 u = columns(W2)ᵀ v      (embeddings, unit columns)    W2 (d1, d2): the columns are prototypes
     pool        s = (1/ρ)·[Σ_k (softmax(u/φ)_k − 1/d2)·w3_k·u_k − b]
     output      τ = (τ_max − τ₀)·sigmoid(s) + τ₀
@@ -12,7 +14,7 @@ The pooling has the form of the optimality condition of the robust loss (Lemma 5
 (stop-gradient), so that TempNet influences the base model only through τ in the loss. Everything is computed in
 float32, whatever dtype the base model uses.
 
-Shapes: N rows, d0 input size, d1 hidden size, d2 prototypes.
+Shapes: N rows, d0 input size, d hidden state of a language model, d1 hidden size, d2 prototypes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class TempNet(nn.Module):
     def __init__(self, config: TempNetConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.input_size
+        width = config.state_size if config.kind == "hidden" else config.input_size
         self.transform: nn.Sequential | None = None
         if config.transform:
             widths = [width] + [config.hidden_size] * (config.depth - 2)
@@ -59,11 +61,15 @@ class TempNet(nn.Module):
             if config.dropout:
                 self.transform.append(nn.Dropout(config.dropout))
             width = config.hidden_size
+        self.state_layer: nn.Linear | None = None
+        if config.kind == "both":
+            self.state_layer = nn.Linear(config.state_size, config.hidden_size, bias=False)
+            nn.init.kaiming_uniform_(self.state_layer.weight)
         self.projection: nn.Parameter | None = None
         if config.projection:
-            shape = (config.num_prototypes, width) if config.kind == "logits" else (width, config.num_prototypes)
+            shape = (width, config.num_prototypes) if config.kind == "embeddings" else (config.num_prototypes, width)
             self.projection = nn.Parameter(torch.empty(shape))
-            nn.init.kaiming_uniform_(self.projection, mode="fan_in" if config.kind == "logits" else "fan_out")
+            nn.init.kaiming_uniform_(self.projection, mode="fan_out" if config.kind == "embeddings" else "fan_in")
             width = config.num_prototypes
         self.projection_bias = nn.Parameter(torch.zeros(width)) if config.projection_bias else None
         if config.pooling == "parametric":
@@ -74,14 +80,23 @@ class TempNet(nn.Module):
         else:
             self.final = nn.Linear(width, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, state: Tensor | None = None) -> Tensor:
         """Return temperatures (...,) in float32 for logits or embeddings (..., d0).
 
         They lie between τ₀ and τ_max, or τ_max_eval in eval mode.
 
+        Args:
+            inputs: logits or embeddings; a network on hidden states alone reads nothing of them.
+            state: (..., d) hidden states, for the kinds `hidden` and `both`.
+
         Raises:
-            ValueError: if the input has another size than d0.
+            ValueError: if the input has another size than d0, or the hidden states are missing.
         """
+        if self.config.reads_state and state is None:
+            raise ValueError(
+                f"this TempNet reads hidden states (kind = {self.config.kind!r}), and only logits are known here: sample "
+                "with tempnet.inference.generate or attach, which listen to the model's output layer"
+            )
         if inputs.shape[-1] != self.config.input_size:
             raise ValueError(
                 f"TempNet reads {self.config.input_size} {self.config.kind}, the input has {inputs.shape[-1]}: "
@@ -93,6 +108,11 @@ class TempNet(nn.Module):
                 x = x - offset
             if self.config.normalize_input:
                 x = F.normalize(x, dim=-1)
+            if state is not None and self.config.reads_state:
+                product = self.state_product(self.normalize_state(state))
+                if self.config.reads_logits:
+                    product = product + F.linear(x, self.first_layer.weight)
+                return self.from_first_product(product)
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
 
     def input_offset(self, logits: Tensor) -> Tensor | None:
@@ -109,8 +129,25 @@ class TempNet(nn.Module):
         assert isinstance(layer, nn.Linear)
         return layer
 
+    @property
+    def state_weight(self) -> Tensor:
+        """Weight (d1, d) that reads hidden states: W1 of a network on hidden states alone, else S."""
+        return self.first_layer.weight if self.state_layer is None else self.state_layer.weight
+
+    def normalize_state(self, state: Tensor) -> Tensor:
+        """Return hidden states (..., d) as the network reads them: detached, in its dtype, and normalised."""
+        state = state.detach().to(self._dtype)
+        return F.normalize(state, dim=-1) if self.config.normalize_input else state
+
+    def state_product(self, state: Tensor) -> Tensor:
+        """Return what normalised hidden states (..., d) add to the first layer's product: (..., d1)."""
+        return F.linear(state, self.state_weight)
+
     def from_first_product(self, product: Tensor) -> Tensor:
-        """Return τ for W1 x (..., d1), which other code may have computed without x (`tempnet.softmax.linear`)."""
+        """Return τ for the product W1 x, W1 h or W1 x + S h, (..., d1), of the first layer.
+
+        Other code may have computed it without x (`tempnet.softmax.linear`).
+        """
         assert self.transform is not None
         v = self.transform[1:](product + self.first_layer.bias)
         return self.temperature(self._pool(self.prototype_scores(v)))
@@ -128,9 +165,9 @@ class TempNet(nn.Module):
         """Return the prototypical logits u (..., d2)."""
         if self.projection is None:
             return v
-        if self.config.kind == "logits":
-            return F.linear(v, self.projection, self.projection_bias)
-        return v @ F.normalize(self.projection, dim=0)
+        if self.config.kind == "embeddings":
+            return v @ F.normalize(self.projection, dim=0)
+        return F.linear(v, self.projection, self.projection_bias)
 
     def temperature(self, score: Tensor) -> Tensor:
         """Return τ = (τ_max − τ₀)·sigmoid(s) + τ₀ for scores s; in eval mode τ_max_eval takes the place of τ_max."""

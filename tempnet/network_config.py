@@ -63,10 +63,14 @@ class TempNetConfig(TempNetOptions):
         ValueError: if a field is outside its range, or fields contradict each other.
     """
 
-    kind: Literal["logits", "embeddings"]
-    """Input of the network: the logits of a language model, or the embedding of an image or a text."""
+    kind: Literal["logits", "embeddings", "hidden", "both"]
+    """Input of the network: the logits of a language model, the embedding of an image or a text, the hidden state that a
+    language model computes its logits from, or both logits and hidden state."""
     input_size: int
-    """Input size d0: the effective vocabulary, or the dimension of the embedding."""
+    """Input size d0: the effective vocabulary of a language model, whatever is read of it, or the dimension of the
+    embedding."""
+    state_size: int = 0
+    """Dimension d of the hidden state, for kinds that read it; 0 for others."""
     rho: float
     """ρ of the robust loss, in nats; it also scales the pooling (with ρ = 0 the pooling is not scaled)."""
     tau_min: float = 0.001
@@ -86,13 +90,23 @@ class TempNetConfig(TempNetOptions):
         for name in ("input_size", "hidden_size", "num_prototypes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TempNetConfig.{name} = {getattr(self, name)} must be at least 1")
-        if self.kind not in ("logits", "embeddings"):
-            raise ValueError(f"TempNetConfig.kind = {self.kind!r} is neither 'logits' nor 'embeddings'")
+        if self.kind not in ("logits", "embeddings", "hidden", "both"):
+            raise ValueError(f"TempNetConfig.kind = {self.kind!r} is none of 'logits', 'embeddings', 'hidden', 'both'")
+        if self.reads_state != (self.state_size > 0):
+            raise ValueError(
+                f"TempNetConfig.state_size = {self.state_size} must be the dimension of the hidden state if kind is hidden "
+                f"or both, and 0 for kind = {self.kind!r}"
+            )
+        if self.reads_state and not (self.transform and self.stop_gradient):
+            raise ValueError(
+                f"TempNetConfig.kind = {self.kind!r} needs transform = True and stop_gradient = True: a hidden state is read "
+                "by the first layer only, without a gradient"
+            )
         if self.input_shift not in ("none", "mean", "max"):
             raise ValueError(f"TempNetConfig.input_shift = {self.input_shift!r} is none of 'none', 'mean', 'max'")
-        if self.input_shift != "none" and self.kind == "embeddings":
+        if self.input_shift != "none" and not self.reads_logits:
             raise ValueError(
-                f"TempNetConfig.input_shift = {self.input_shift!r} shifts logits; a network on embeddings takes 'none' only"
+                f"TempNetConfig.input_shift = {self.input_shift!r} shifts logits; a network on {self.kind} takes 'none' only"
             )
         if self.pooling not in ("parametric", "linear"):
             raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
@@ -110,12 +124,22 @@ class TempNetConfig(TempNetOptions):
             raise ValueError(f"TempNetConfig.phi_init = {self.phi_init:g} must be positive")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"TempNetConfig.dropout = {self.dropout:g} must lie in [0, 1)")
-        if self.projection_bias and not (self.projection and self.kind == "logits"):
-            raise ValueError("TempNetConfig.projection_bias = True needs the projection of a network on logits")
+        if self.projection_bias and not (self.projection and self.kind != "embeddings"):
+            raise ValueError("TempNetConfig.projection_bias = True needs the projection of a language model's network")
         if not (self.rho >= 0.0 and math.isfinite(self.rho)):
             raise ValueError(f"TempNetConfig.rho = {self.rho:g} must be finite and not negative")
-        if self.kind == "logits" and self.pool_by_rho:
+        if self.kind != "embeddings" and self.pool_by_rho:
             check_rho(self.rho, self.input_size)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the network reads the logits of a language model."""
+        return self.kind in ("logits", "both")
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the network reads the hidden state of a language model."""
+        return self.kind in ("hidden", "both")
 
     @classmethod
     def for_logits(cls, vocab_size: int, *, rho: float = 10.0, tau_max: float = 2.0, **changes: Any) -> TempNetConfig:
@@ -128,6 +152,31 @@ class TempNetConfig(TempNetOptions):
             changes: values of other fields.
         """
         return cls(kind="logits", input_size=vocab_size, **{"rho": rho, "tau_max": tau_max, **changes})
+
+    @classmethod
+    def for_hidden(
+        cls,
+        vocab_size: int,
+        state_size: int,
+        *,
+        with_logits: bool,
+        rho: float = 10.0,
+        tau_max: float = 2.0,
+        **changes: Any,
+    ) -> TempNetConfig:
+        """Return the configuration of a TempNet on the hidden state of a language model, with its logits or without.
+
+        Args:
+            vocab_size: *effective* vocabulary of the model, without padding.
+            state_size: dimension d of the hidden state.
+            with_logits: whether the network reads the logits too.
+            rho: ρ of the robust loss, in nats.
+            tau_max: upper end τ_max of the output range.
+            changes: values of other fields.
+        """
+        kind: Literal["both", "hidden"] = "both" if with_logits else "hidden"
+        fields = {"rho": rho, "tau_max": tau_max, **changes}
+        return cls(kind=kind, input_size=vocab_size, state_size=state_size, **fields)
 
     @classmethod
     def released(

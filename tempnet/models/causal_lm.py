@@ -112,6 +112,11 @@ class TemperatureCausalLM(nn.Module):
             self.head = base.head
         elif is_linear and not materialize:
             self.head = find_output_head(base)
+        if tempnet is not None and tempnet.config.reads_state and self.head is None:
+            raise ValueError(
+                f"this TempNet reads hidden states (kind = {tempnet.config.kind!r}), which needs a base model whose logits "
+                "are computed from its last hidden state, and no materialised logits: let it read the logits"
+            )
         if freeze_base:
             base.requires_grad_(False)
         self.train()

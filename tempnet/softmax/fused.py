@@ -17,7 +17,8 @@ from tempnet.softmax.temperatures import temperatures_from_hidden
 
 def can_fuse(plan: LossPlan, hidden: Tensor) -> bool:
     """Return whether the kernels can process a call: they must run on the device, and τ must not need the logits."""
-    is_known = plan.fold is not None if plan.tempnet is not None else plan.config.kind.temperature != "oracle"
+    reads_logits = plan.tempnet is not None and plan.tempnet.config.reads_logits
+    is_known = plan.fold is not None if reads_logits else plan.config.kind.temperature != "oracle"
     return is_known and is_available(hidden.new_empty(0, dtype=plan.matmul_dtype))
 
 

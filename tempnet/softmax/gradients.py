@@ -104,11 +104,12 @@ def add_network_gradient(
     for total, gradient in zip(sums.parameters[1:], gradients, strict=True):
         if gradient is not None:
             total += gradient
+    if graph.state is not None:
+        sums.parameters[inputs.state_place].add_(product_grad.T @ graph.state.to(product_grad.dtype))
     if sums.folded is not None:
         scaled = product_grad.to(sums.folded.dtype) * graph.inverse_norm.unsqueeze(-1)
         sums.folded.addmm_(scaled.T, hidden.to(sums.folded.dtype))
-    else:
-        assert graph.unit is not None
+    elif graph.unit is not None:
         sums.parameters[0].add_(product_grad.T @ graph.unit.to(product_grad.dtype))
 
 

@@ -58,6 +58,8 @@ class LossInputs:
     """Output bias without padding, (V,), or None."""
     parameters: tuple[Tensor, ...]
     """Parameters of the TempNet, W1 first; empty without a TempNet."""
+    state_place: int
+    """Place among the parameters of the weight that reads hidden states; 0 if there is none, or if it is W1."""
     folded: Tensor | None
     """W1·W, (d1, d) in the dtype of sums; None if the fold is not used."""
 
@@ -77,5 +79,26 @@ class LossInputs:
             weight=weight,
             bias=None if bias is None else bias[: plan.vocab_size].to(plan.matmul_dtype),
             parameters=parameters,
+            state_place=0 if plan.tempnet is None else state_place(plan.tempnet),
             folded=folded,
         )
+
+
+def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
+    """Return the network's parameters, W1 first and the others in the order of `parameters()`.
+
+    Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
+    """
+    first = tempnet.first_layer.weight
+    parameters = (
+        getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
+    )
+    return first, *(parameter for parameter in parameters if parameter is not first)
+
+
+def state_place(tempnet: TempNet) -> int:
+    """Return the place among :func:`network_parameters` of the weight that reads hidden states beside W1, or else 0."""
+    if tempnet.state_layer is None:
+        return 0
+    wanted = tempnet.state_layer.weight
+    return next(place for place, parameter in enumerate(network_parameters(tempnet)) if parameter is wanted)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
-from tempnet.softmax.plan import LossPlan
+from tempnet.softmax.plan import LossPlan, network_parameters
 from tempnet.softmax.reference import TemperatureLossConfig
 
 # Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
@@ -49,6 +49,8 @@ def plan_loss(
     else:
         tempnet = None
     parameters = () if tempnet is None else network_parameters(tempnet)
+    if tempnet is not None and not tempnet.config.reads_logits:
+        fold = False
     breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not can_fold_network(tempnet))
     if fold and breaks_fold:
         raise ValueError(
@@ -92,15 +94,3 @@ def _check_network(tempnet: TempNet, vocab_size: int) -> None:
 def supports(tempnet: TempNet) -> bool:
     """Return whether a TempNet can be computed from W1 x alone: it must have a transform layer and detach its input."""
     return tempnet.transform is not None and tempnet.config.stop_gradient
-
-
-def network_parameters(tempnet: TempNet) -> tuple[Tensor, ...]:
-    """Return the network's parameters, W1 first and the others in the order of `parameters()`.
-
-    Each is read as an attribute of its module, because under ZeRO-3 this makes DeepSpeed gather it.
-    """
-    first = tempnet.first_layer.weight
-    parameters = (
-        getattr(module, name) for module in tempnet.modules() for name, _ in module.named_parameters(recurse=False)
-    )
-    return first, *(parameter for parameter in parameters if parameter is not first)

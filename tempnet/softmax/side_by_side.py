@@ -153,7 +153,7 @@ def _add_chunk(works: Sequence[_Work], part: slice, targets: Tensor, logits: Ten
 def _predict_all(works: Sequence[_Work], part: slice, logits: Tensor) -> list[tuple[Tensor, NetworkGraph]]:
     """Return τ (c,) and its graph for every network; the logits (c, V) may be shifted in place."""
     found: dict[int, tuple[Tensor, NetworkGraph]] = {}
-    norms: dict[tuple[str, bool], Tensor] = {}
+    norms: dict[tuple[str, bool, bool], Tensor] = {}
 
     def shift_of(number: int) -> int:
         tempnet = works[number].plan.tempnet
@@ -164,7 +164,7 @@ def _predict_all(works: Sequence[_Work], part: slice, logits: Tensor) -> list[tu
         work = works[number]
         assert work.plan.tempnet is not None
         config = work.plan.tempnet.config
-        kind = config.input_shift, config.normalize_input
+        kind = config.input_shift, config.normalize_input, config.reads_logits
         if kind not in norms:
             norms[kind] = shift_logits(work.plan.tempnet, logits)
         found[number] = temperatures_from_shifted(

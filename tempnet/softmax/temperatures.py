@@ -26,7 +26,9 @@ class NetworkGraph:
     inverse_norm: Tensor
     """1/‖L‖, or 1 if the input is not normalised: (c,)."""
     unit: Tensor | None
-    """L/‖L‖ if the fold is not used, else None: (c, V)."""
+    """L/‖L‖ if W1 is applied to the logits, else None: (c, V)."""
+    state: Tensor | None
+    """The normalised hidden states if the network reads them, else None: (c, d)."""
 
 
 def temperatures_from_logits(
@@ -55,6 +57,8 @@ def temperatures_from_logits(
 
 def shift_logits(tempnet: TempNet, logits: Tensor) -> Tensor:
     """Shift logits (c, V) in place as a network reads them; return 1/‖L‖ (c,), or 1 if its input is not normalised."""
+    if not tempnet.config.reads_logits:
+        return torch.ones_like(logits[:, 0])
     if (offset := tempnet.input_offset(logits)) is not None:
         logits.sub_(offset)  # This does not change the softmax.
     if not tempnet.config.normalize_input:
@@ -66,13 +70,16 @@ def temperatures_from_shifted(
     plan: LossPlan, inputs: LossInputs, hidden: Tensor, logits: Tensor, inverse_norm: Tensor, *, with_graph: bool
 ) -> tuple[Tensor, NetworkGraph]:
     """Predict τ (c,) from logits (c, V) that :func:`shift_logits` has shifted, and what it returned."""
+    assert plan.tempnet is not None
+    if not plan.tempnet.config.reads_logits:
+        return _predict(plan, hidden, None, inverse_norm, None, with_graph=with_graph)
     unit: Tensor | None = None
     if inputs.folded is not None:
         product = (hidden.to(plan.sum_dtype) @ inputs.folded.T) * inverse_norm.unsqueeze(-1)
     else:
         unit = logits * inverse_norm.unsqueeze(-1)
         product = unit @ inputs.parameters[0].to(plan.sum_dtype).T
-    return _predict(plan, product, inverse_norm, unit, with_graph=with_graph)
+    return _predict(plan, hidden, product, inverse_norm, unit, with_graph=with_graph)
 
 
 def temperatures_from_hidden(
@@ -87,23 +94,42 @@ def temperatures_from_hidden(
         return hidden.new_full(
             hidden.shape[:1], plan.config.tau if plan.config.kind.temperature == "given" else 1.0
         ), None
+    inverse_norm = torch.ones_like(hidden[:, 0])
+    if not plan.tempnet.config.reads_logits:
+        return _predict(plan, hidden, None, inverse_norm, None, with_graph=with_graph)
     assert plan.fold is not None
     assert inputs.folded is not None
-    inverse_norm = torch.ones_like(hidden[:, 0])
     if plan.tempnet.config.normalize_input:
         gram = plan.fold.gram(inputs.weight, centred=plan.is_centred)
         squared_norm = torch.linalg.vecdot(hidden @ gram, hidden).clamp(min=0.0)
         inverse_norm = squared_norm.sqrt().clamp(min=1e-12).reciprocal()
     product = (hidden @ inputs.folded.T) * inverse_norm.unsqueeze(-1)
-    return _predict(plan, product, inverse_norm, None, with_graph=with_graph)
+    return _predict(plan, hidden, product, inverse_norm, None, with_graph=with_graph)
 
 
 def _predict(
-    plan: LossPlan, product: Tensor, inverse_norm: Tensor, unit: Tensor | None, *, with_graph: bool
+    plan: LossPlan,
+    hidden: Tensor,
+    product: Tensor | None,
+    inverse_norm: Tensor,
+    unit: Tensor | None,
+    *,
+    with_graph: bool,
 ) -> tuple[Tensor, NetworkGraph]:
-    """Return τ (c,) for W1 x (`product`), with the autograd graph from W1 x to τ."""
-    assert plan.tempnet is not None
-    with torch.set_grad_enabled(with_graph), torch.autocast(product.device.type, enabled=False):
-        product = product.to(plan.tempnet.first_layer.weight.dtype).detach().requires_grad_()
-        tau = plan.tempnet.from_first_product(product)
-    return tau.detach().to(plan.sum_dtype), NetworkGraph(product, tau, inverse_norm, unit)
+    """Return τ (c,) for W1 x (`product`; None if logits are not read), with the autograd graph from there to τ.
+
+    What the network reads of the hidden states (c, d) is added to the product.
+    """
+    tempnet = plan.tempnet
+    assert tempnet is not None
+    with torch.set_grad_enabled(with_graph), torch.autocast(hidden.device.type, enabled=False):
+        state: Tensor | None = None
+        if tempnet.config.reads_state:
+            with torch.no_grad():
+                state = tempnet.normalize_state(hidden)
+                part = tempnet.state_product(state)
+                product = part if product is None else product.to(part.dtype) + part
+        assert product is not None
+        product = product.to(tempnet.first_layer.weight.dtype).detach().requires_grad_()
+        tau = tempnet.from_first_product(product)
+    return tau.detach().to(plan.sum_dtype), NetworkGraph(product, tau, inverse_norm, unit, state)

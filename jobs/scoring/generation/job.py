@@ -132,7 +132,7 @@ def choose_temperature(config: GenerateConfig, tokenizer: PreTrainedTokenizerFas
         if config.temperature == "auto" and not config.tempnet and config.tau_max_eval is None:
             return 1.0
         raise FileNotFoundError(f"temperature = {config.temperature}: {error}") from error
-    if network.config.kind != "logits" or network.config.input_size != len(tokenizer):
+    if network.config.kind == "embeddings" or network.config.input_size != len(tokenizer):
         raise ValueError(
             f"the tokenizer of {config.model} has {len(tokenizer)} tokens, the TempNet was built for "
             f"{network.config.input_size} {network.config.kind}"

@@ -78,7 +78,7 @@ def _rows(matrix: np.ndarray) -> pa.Array:
 
 def _matrix(column: pa.Array, dtype: type) -> np.ndarray:
     size = column.type.byte_width // np.dtype(dtype).itemsize
-    flat = np.frombuffer(column.buffers()[1], dtype=dtype)
+    flat: np.ndarray = np.frombuffer(column.buffers()[1], dtype=dtype)
     return flat[column.offset * size : (column.offset + len(column)) * size].reshape(len(column), size).copy()
 
 

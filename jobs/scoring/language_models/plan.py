@@ -173,6 +173,11 @@ def _model_spec(
     if tempnet:
         with naming_field("tempnets: "):
             network = load_tempnet(local_copy(tempnet))
+        if network.config.reads_state:
+            raise ValueError(
+                f"tempnets: the TempNet {tempnet} reads hidden states, and an evaluation knows logits only: its training run "
+                "reports cross-entropies at its temperatures"
+            )
         if network.config.input_size != len(tokenizer):
             raise ValueError(
                 f"the TempNet {tempnet} was built for a vocabulary of {network.config.input_size}, the tokenizer of "

@@ -115,4 +115,4 @@ def predictor_kind(export: Path) -> type[TextPredictor] | None:
         return CaptionTemperatures
     if find_tempnet(export) is None:
         return None
-    return TokenTemperatures if load_tempnet(export).config.kind == "logits" else SentenceTemperatures
+    return SentenceTemperatures if load_tempnet(export).config.kind == "embeddings" else TokenTemperatures

@@ -135,7 +135,7 @@ def _make_training_steps(config: LanguageModelConfig) -> dict[str, Callable[[], 
 
 def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None]]:
     """Returns the functions that sample tokens for a batch of prompts, by form."""
-    from jobs.tasks.language_model.models import build_base, build_tempnet, resolve_rho
+    from jobs.tasks.language_model.models import build_base, build_tempnet, resolve_rho, state_size
     from pipelines.text.tokenization import load_tokenizer
     from tempnet.inference import CachedFold, attach
 
@@ -144,7 +144,7 @@ def _make_generators(config: LanguageModelConfig) -> dict[str, Callable[[], None
     base.to(device)
     rho = resolve_rho(config, len(tokenizer))
     assert rho is not None
-    network = build_tempnet(config, len(tokenizer), rho).eval().to(device)
+    network = build_tempnet(config, len(tokenizer), rho, state_size=state_size(base)).eval().to(device)
     fold = CachedFold.of(base, network)
     prompts = torch.randint(len(tokenizer), (config.optimizer.batch_size, _NUM_PROMPT_TOKENS), device=device)
     options = {

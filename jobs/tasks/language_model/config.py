@@ -108,6 +108,8 @@ class TemperatureSection(TempNetSection):
     """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
     """τ_max, the upper bound of the temperature."""
+    input: Literal["logits", "hidden", "both"] = "logits"
+    """What the TempNet reads: the logits, as in the papers, the hidden state that they are computed from, or both."""
     path: str = field(default="", metadata=PATH)
     """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""
 
@@ -120,6 +122,11 @@ class TemperatureSection(TempNetSection):
                 "or none to have ρ calibrated"
             )
         check_positive("temperature", self, "tau", "num_calibration_tokens")
+        if self.input != "logits" and not (self.transform and self.stop_gradient):
+            raise ValueError(
+                f"temperature.input = {self.input} needs temperature.transform and temperature.stop_gradient: hidden states "
+                "are read by the first layer, without a gradient"
+            )
         kind = LOSS_KINDS[self.loss]
         self.check_steering(
             has_learned_rho=kind.temperature == "tempnet" and kind.objective == "robust",
@@ -157,10 +164,14 @@ class TemperatureSection(TempNetSection):
         """The bounds τ₀ and τ_max of the temperature."""
         return self.tau_min, self.tau_max
 
-    def network_config(self, vocab_size: int, rho: float) -> TempNetConfig:
-        """Return the configuration of a TempNet that reads the logits of the given vocabulary (the tokenizer's)."""
-        bounds = {"tau_min": self.tau_min, "tau_max": self.tau_max}
-        return TempNetConfig.for_logits(vocab_size, rho=rho, **bounds, **values_of(self, TempNetOptions))
+    def network_config(self, vocab_size: int, rho: float, state_size: int) -> TempNetConfig:
+        """Return the configuration of a TempNet for a vocabulary (the tokenizer's) and hidden states of a given size."""
+        fields = {"tau_min": self.tau_min, "tau_max": self.tau_max, **values_of(self, TempNetOptions)}
+        if self.input == "logits":
+            return TempNetConfig.for_logits(vocab_size, rho=rho, **fields)
+        if self.input == "hidden":
+            fields["input_shift"] = "none"  # It is a shift of logits, which this network does not read.
+        return TempNetConfig.for_hidden(vocab_size, state_size, with_logits=self.input == "both", rho=rho, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,9 @@ def add_tempnet(
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)
-    network = build_tempnet(config, vocab_size, loss.rho) if config.temperature.needs_tempnet else None
+    network = None
+    if config.temperature.needs_tempnet:
+        network = build_tempnet(config, vocab_size, loss.rho, state_size=state_size(base))
     return TemperatureCausalLM(
         base,
         network,
@@ -184,13 +186,18 @@ def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.workers.precision == "bf16" else None
 
 
-def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float) -> TempNet:
+def state_size(base: PreTrainedModel | StoredBase) -> int:
+    """Return the dimension of the hidden state that a base model computes its logits from."""
+    return int(base.get_output_embeddings().weight.shape[1])
+
+
+def build_tempnet(config: LanguageModelConfig, vocab_size: int, rho: float, *, state_size: int) -> TempNet:
     """Build a new TempNet, or load the saved one from `temperature.path`.
 
     Raises:
         ValueError: if the configuration of the saved TempNet differs from the temperature section.
     """
-    wanted = config.temperature.network_config(vocab_size, rho)
+    wanted = config.temperature.network_config(vocab_size, rho, state_size)
     if not config.temperature.path:
         return TempNet(wanted)
     network = TempNet.from_pretrained(local_copy(config.temperature.path)).train()

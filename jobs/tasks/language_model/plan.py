@@ -25,7 +25,7 @@ from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.features import find_features
 from jobs.tasks.language_model.memory import estimate_memory
-from jobs.tasks.language_model.models import base_shapes, resolve_rho
+from jobs.tasks.language_model.models import base_shapes, resolve_rho, state_size
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
@@ -226,7 +226,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         check_rho(rho or 0.0, vocab_size)
     network = None
     if config.temperature.needs_tempnet:
-        network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0))
+        network = TempNet(config.temperature.network_config(vocab_size, rho or 0.0, state_size(base)))
         if config.temperature.path:
             with naming_field("temperature.path = "):
                 TempNet.from_pretrained(local_copy(config.temperature.path))

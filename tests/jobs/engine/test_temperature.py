@@ -22,7 +22,7 @@ def test_every_option_of_the_section_reaches_the_network() -> None:
         "tau_min": 0.2,
         "tau_max": 0.9,
     }
-    network = dataclasses.asdict(TemperatureSection(rho=2.0, **changed).network_config(100, 3.0))
+    network = dataclasses.asdict(TemperatureSection(rho=2.0, **changed).network_config(100, 3.0, 8))
     assert {name: network[name] for name in changed} == changed
     assert (network["rho"], network["input_size"]) == (3.0, 100)
     section = ContrastiveSection(loss="tempnet", rho=2.0, **changed)

@@ -34,7 +34,7 @@ def test_every_preset_is_consistent_and_its_rho_feasible(name: str) -> None:
         return
     assert rho is not None
     check_rho(rho, vocabulary)
-    assert config.temperature.network_config(vocabulary, rho).input_size == vocabulary
+    assert config.temperature.network_config(vocabulary, rho, 8).input_size == vocabulary
     assert (config.temperature.tau_min, config.temperature.tau_max) == (0.001, 2.0)
     if small:
         assert math.log(vocabulary) - rho == pytest.approx(config.temperature.target_entropy)
@@ -133,7 +133,7 @@ def test_the_proper_score_needs_no_rho() -> None:
     config, _ = parse_preset(PRESETS, [*arguments, "proper"], job="train_lm", purpose="")
     assert not config.temperature.needs_calibration
     assert loss_config(config, 100).rho == 0.0
-    assert 0.5 < build_tempnet(config, 100, 0.0)(torch.zeros(1, 100)).item() < 1.5
+    assert 0.5 < build_tempnet(config, 100, 0.0, state_size=8)(torch.zeros(1, 100)).item() < 1.5
     config, _ = parse_preset(PRESETS, [*arguments, "dro"], job="train_lm", purpose="")
     assert config.temperature.needs_calibration
 

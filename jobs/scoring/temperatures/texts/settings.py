@@ -164,8 +164,8 @@ def record_digest(record: dict[str, Any]) -> str:
 
 
 def _check_vocabulary(model: str, network: TempNet, *, num_tokens: int, num_logits: int) -> None:
-    if network.config.kind != "logits":
-        raise ValueError(f"the TempNet of {model} reads {network.config.kind}, not the logits of a language model")
+    if network.config.kind == "embeddings":
+        raise ValueError(f"the TempNet of {model} reads embeddings, not the logits of a language model")
     if num_tokens != network.config.input_size:
         raise ValueError(
             f"the tokenizer of {model} has {num_tokens} tokens, its TempNet was built for a vocabulary of "
