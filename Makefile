@@ -80,6 +80,8 @@ bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps
 	$(BIN)/python -m benchmarks.train_step
 	$(BIN)/python -m benchmarks.validation
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.contrastive_loss
 	$(BIN)/python -m benchmarks.image_pipeline
 	$(BIN)/python -m benchmarks.object_store

@@ -29,6 +29,7 @@ REFUSED = {
     "predict_temperatures": ["--model", "nowhere", "--text", "nowhere"],
     "predict_temperatures --images": ["--images", "nowhere", "--model", "nowhere", "--output", "tables"],
     "generate": ["--model", "nowhere", "--prompts", "nowhere", "--output", "texts.jsonl"],
+    "playground": ["--model", "nowhere"],
     "calibrate rho": ["rho", "--model", "nowhere", "--text", "nowhere"],
     "calibrate tau-max": ["tau-max", "--model", "nowhere", "--prompts", "nowhere"],
     "prepare_text": ["--source", "nowhere", "--tokenizer", "nowhere", "--context-length", "64"],

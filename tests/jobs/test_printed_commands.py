@@ -31,6 +31,7 @@ from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
@@ -70,6 +71,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "evaluate_lm": of(EvaluateConfig),
     "evaluate_sentences": of(EvaluateSentencesConfig),
     "generate": of(GenerateConfig),
+    "playground": of(PlaygroundConfig),
     "predict_temperatures": parse_prediction,
     "prepare_images": of(prepare_images.PrepareImagesJob),
     "prepare_text": of(prepare_text.PrepareTextJob),

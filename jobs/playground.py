@@ -1,0 +1,35 @@
+"""Try a model and its TempNet in a browser: type a prompt, and see every token coloured by its τ while it is generated.
+
+python -m jobs.playground --model runs/gpt2-scratch-small/export
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.scoring.playground.config import PlaygroundConfig
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job until Ctrl-C; returns the exit status."""
+    with refusals_on_one_line():
+        config = tyro.cli(PlaygroundConfig, args=arguments, prog="python -m jobs.playground", description=__doc__)
+    from jobs.scoring.playground.server import HOST, make_server
+    from jobs.scoring.playground.streams import Playground
+
+    try:
+        playground = Playground.load(config)
+        server = make_server(config, playground)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
+    with server:
+        server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,176 @@
+"""Tests of the playground over HTTP: what it streams is what the model and the TempNet say, and nothing leaves loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import torch
+from readme_support import PYTHON, lines_like
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from jobs.scoring.playground.config import PlaygroundConfig, Settings
+from jobs.scoring.playground.server import make_server
+from jobs.scoring.playground.streams import Playground
+from pipelines.text.tokenization import train_bpe
+from tempnet import TempNet, TempNetConfig
+
+ROOT = Path(__file__).parents[3]
+QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a random model with its tokenizer and TempNet where the README's command looks for one."""
+    home = tmp_path_factory.mktemp("home")
+    place = home / "runs" / "gpt2-scratch-small" / "export"
+    tokenizer = train_bpe(["the cat sat on the mat, ünd öthers"] * 3, 280)
+    tokenizer.save_pretrained(place)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.6,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(place)
+    network = TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.5, hidden_size=16, num_prototypes=8))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    network.save_pretrained(place / "tempnet")
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ThreadingHTTPServer]:
+    config = PlaygroundConfig(model=str(model), port=0, max_new_tokens=20, device="cpu")
+    with make_server(config, Playground.load(config)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: ThreadingHTTPServer, path: str, **headers: str) -> tuple[int, str, str]:
+    """Return status, content policy and body of a page."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.headers.get("Content-Security-Policy", ""), answer.read().decode()
+
+
+def events(server: ThreadingHTTPServer, **changes: Any) -> list[tuple[str, Any]]:
+    """Return the events of a generation, as (name, data)."""
+    _, _, body = get(server, "/generate?" + urlencode(QUERY | changes))
+    parts = [dict(line.split(": ", 1) for line in block.splitlines()) for block in body.split("\n\n") if block]
+    return [(part["event"], json.loads(part["data"])) for part in parts]
+
+
+def reference(model: Path, name: str) -> list[dict[str, Any]]:
+    """Return id, τ and probabilities of the tokens of one text, from forward passes over the whole text so far."""
+    base = GPT2LMHeadModel.from_pretrained(model).eval()
+    network = TempNet.from_pretrained(model / "tempnet")
+    network.set_tau_max_eval(QUERY["tau_max"])
+    ids = PreTrainedTokenizerFast.from_pretrained(model)(QUERY["prompt"]).input_ids
+    generator = torch.Generator().manual_seed(QUERY["seed"])
+    made = []
+    with torch.no_grad():
+        for _ in range(QUERY["num_tokens"]):
+            logits = base(torch.tensor([ids])).logits[0, -1]
+            tau = {"tempnet": float(network(logits)), "constant": 0.6, "min_p": 1.0}[name]
+            probabilities = torch.softmax(logits / tau, -1)
+            if name == "min_p":
+                probabilities = probabilities * (probabilities >= 0.3 * probabilities.max())
+                probabilities /= probabilities.sum()
+            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            if ids[-1] == base.config.eos_token_id:
+                break
+            made.append({"id": ids[-1], "tau": tau, "probabilities": probabilities})
+    return made
+
+
+@pytest.mark.parametrize("name", ["tempnet", "constant", "min_p"])
+def test_the_streamed_tokens_are_those_of_the_model(server: ThreadingHTTPServer, model: Path, name: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    *steps, last = events(server)
+    assert last == ("end", {})
+    assert all(event == "tokens" for event, _ in steps)
+    tokens = [data[name] for _, data in steps if name in data]
+    expected = reference(model, name)
+    assert len(tokens) == len(expected) >= 4
+    text = tokenizer.decode([one["id"] for one in expected])
+    assert "".join(token["text"] for token in tokens) == text.rstrip("\ufffd")
+    for token, one in zip(tokens, expected, strict=True):
+        assert token["tau"] == pytest.approx(one["tau"], abs=1e-5)
+        assert token["entropy"] == pytest.approx(float(torch.special.entr(one["probabilities"]).sum()), abs=1e-4)
+        top = one["probabilities"].topk(8)
+        for (shown, probability), value, index in zip(token["alternatives"], *top, strict=False):
+            assert probability == pytest.approx(float(value), abs=1e-5)
+            assert shown == tokenizer.decode([int(index)])
+        assert len(token["alternatives"]) == min(8, int((one["probabilities"] > 0).sum()))
+
+
+def test_tau_max_moves_the_temperatures(server: ThreadingHTTPServer) -> None:
+    first = [events(server, tau_max=tau_max)[0][1]["tempnet"]["tau"] for tau_max in (1.0, 2.0)]
+    assert (first[1] - 0.001) / (first[0] - 0.001) == pytest.approx(1.999 / 0.999, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens = 0 must be at least 1"),
+        ({"num_tokens": 21}, "num_tokens = 21 is more than the 20"),
+        ({"tau_max": "wide"}, "tau_max = 'wide' is no number"),
+        ({"tau_max": "nan"}, "tau_max = nan must lie in"),
+        ({"min_p": 1}, "min_p = 1 must lie in"),
+        ({"prompt": "the cat " * 20}, "do not fit into the context of 32 tokens"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_generated_is_said(server: ThreadingHTTPServer, changes: dict[str, Any], message: str) -> None:
+    ((event, said),) = events(server, **changes)
+    assert event == "refused"
+    assert message in said
+
+
+def test_an_empty_prompt_begins_a_document(server: ThreadingHTTPServer) -> None:
+    assert events(server, prompt="")[-1] == ("end", {})
+
+
+def test_the_page_asks_nobody_else(server: ThreadingHTTPServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    status, policy, page = get(server, "/")
+    assert status == 200
+    assert "default-src 'none'" in policy
+    assert "//" not in page.replace("<!doctype", "")
+    assert all(f'"{name}"' in page for name in Settings.__dataclass_fields__)
+    assert json.loads(get(server, "/about")[2])["tau_max"] == 2.0
+    assert get(server, "/else")[0] == 404
+    assert get(server, "/about", Host="example.org")[0] == 403
+
+
+def test_the_command_serves_until_ctrl_c(model: Path) -> None:
+    (line,) = lines_like("jobs.playground *")
+    command = [sys.executable, "-m", *shlex.split(line.removeprefix(PYTHON)), "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=model.parents[2], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
+        connection.request("GET", "/")
+        assert b"playground" in connection.getresponse().read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
