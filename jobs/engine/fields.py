@@ -17,6 +17,15 @@ PATH = {"is_path": True}
 """Metadata of a field that can hold a local path, which :func:`with_absolute_paths` makes absolute for the workers."""
 
 
+def added_later(value: Any) -> dict[str, Any]:
+    """Return the metadata of a field that earlier versions did not have, and that identifies a run.
+
+    Earlier runs behaved as if it had `value`. A run with this value therefore has the same hash as they have, and
+    continues them.
+    """
+    return {"value_before": value}
+
+
 def alternative(name: str) -> dict[str, str]:
     """Return the metadata of an optional field that stands for the same as another one of its section.
 

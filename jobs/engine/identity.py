@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 Config = TypeVar("Config")
 
+_NO_VALUE = object()
+
 
 def flatten(config: Any) -> dict[str, Any]:
     """Convert a nested dataclass into a dictionary `section.field` → value."""
@@ -78,9 +80,15 @@ def check_fields(names: Iterable[str], configs: Iterable[Any]) -> None:
 
 
 def fixed_values(config: Any) -> dict[str, Any]:
-    """Return the fields that identify a run, or a group of runs: all that are not marked with `FREE_TO_CHANGE`."""
+    """Return the fields that identify a run, or a group of runs.
+
+    These are all that are not marked with `FREE_TO_CHANGE`, without those that are marked with `added_later` and have the
+    value that earlier runs stand for.
+    """
     return {
-        name: value for name, value, metadata in flat_fields(config) if not metadata.get("is_free_to_change", False)
+        name: value
+        for name, value, metadata in flat_fields(config)
+        if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
     }
 
 

@@ -13,7 +13,7 @@ from jobs.engine.config import (
     check_positive,
     check_share,
 )
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, alternative, values_of
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, alternative, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
@@ -63,7 +63,7 @@ class ModelSection:
     """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
-    features: bool | None = None
+    features: bool | None = field(default=None, metadata=added_later(None))
     """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base.
     None: False."""
     whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
@@ -108,7 +108,7 @@ class TemperatureSection(TempNetSection):
     """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
     """τ_max, the upper bound of the temperature."""
-    input: Literal["logits", "hidden", "both"] = "logits"
+    input: Literal["logits", "hidden", "both"] = field(default="logits", metadata=added_later("logits"))
     """What the TempNet reads: the logits, as in the papers, the hidden state that they are computed from, or both."""
     path: str = field(default="", metadata=PATH)
     """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""

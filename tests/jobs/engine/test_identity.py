@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.engine.fields import absolute_path, with_absolute_paths
-from jobs.engine.identity import configuration_hash, fixed_values, flatten
+from jobs.engine.identity import configuration_hash, fixed_values, flat_fields, flatten, with_fields
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
@@ -22,6 +22,8 @@ PRESETS: dict[str, Any] = {
 FREE_IN_EVERY_RUN = {
     "run.storage",
     "run.prepared",
+    "run.export",
+    "run.grace_seconds",
     "run.checkpoint_every",
     "run.num_checkpoints_kept",
     "run.log_every",
@@ -29,6 +31,8 @@ FREE_IN_EVERY_RUN = {
     "run.max_wait_minutes",
     "workers.num_workers",
     "workers.cpus_per_worker",
+    "workers.placement",
+    "workers.memory_gib",
     "tracking.uri",
     "tracking.enabled",
     "tracking.optional",
@@ -64,14 +68,28 @@ def test_runs_made_before_are_recognised(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     config = PRESETS[name]()
-    free = {field.removeprefix("base.") for field in flatten(config).keys() - fixed_values(config).keys()}
+    free = {
+        field.removeprefix("base.")
+        for field, _, metadata in flat_fields(config)
+        if metadata.get("is_free_to_change", False)
+    }
     has_text = any(field.endswith("data.prepare") for field in flatten(config))
     has_cache = any(field.endswith("data.cache_gib") for field in flatten(config))
     expected = FREE_IN_EVERY_RUN | (FREE_WITH_TEXT if has_text else set()) | (FREE_WITH_SHARDS if has_cache else set())
+    if any(field.endswith("model.whole_export") for field in flatten(config)):
+        expected = expected | {"model.whole_export"}
     assert has_cache == hasattr(getattr(config, "base", config).data, "cache_gib")
     assert {field for field in free if not field.startswith(("grid.", "sweep."))} == expected
     assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
     assert ("sweep.num_concurrent" in free) == hasattr(config, "sweep")
+
+
+def test_a_field_that_was_added_later_identifies_a_run_only_where_it_differs_from_what_runs_did_before() -> None:
+    config = PRESETS["gpt2-scratch-small"]()
+    assert "temperature.input" not in fixed_values(config)
+    changed = with_fields(config, {"temperature.input": "hidden"})
+    assert fixed_values(changed)["temperature.input"] == "hidden"
+    assert configuration_hash(changed) != configuration_hash(config)
 
 
 def test_presets_that_differ_only_by_name_say_so() -> None:
