@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -55,11 +56,12 @@ def table(machine: str, workers: WorkersSection) -> str:
     for name in MODELS:
         base = shapes_of(name)
         num_base = count_parameters(base)
-        for title, model, changes in (
+        kinds: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
             ("all weights", {"freeze": False}, {"activation_checkpointing": True}),
             ("TempNet, frozen base", {"freeze": True}, {}),
             ("TempNet, stored features", {"freeze": True, "features": True}, {}),
-        ):
+        )
+        for title, model, changes in kinds:
             config = gpt2_scratch()
             config = dataclasses.replace(
                 config,

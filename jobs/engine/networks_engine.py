@@ -113,10 +113,11 @@ class NetworksEngine:
     def load_checkpoint(self, directory: str, *, tag: str, **_: Any) -> None:
         """Load what :meth:`save_checkpoint` wrote, whatever number of workers wrote it."""
         state = self.checkpoint_engine.load(str(Path(directory) / tag / _FILE), map_location="cpu")
-        for part, values in (
-            (self.networks, state["networks"]),
-            (self.optimizers, state["optimizers"]),
-            (self.schedulers, state["schedulers"]),
-        ):
-            for item, value in zip(part, values, strict=True):  # type: ignore[call-overload]  # of three types
+        parts: dict[str, Sequence[Any]] = {
+            "networks": self.networks,
+            "optimizers": self.optimizers,
+            "schedulers": self.schedulers,
+        }
+        for name, part in parts.items():
+            for item, value in zip(part, state[name], strict=True):
                 item.load_state_dict(value)

@@ -151,7 +151,7 @@ def write_part(features: Features, part: FeaturePart, hidden: np.ndarray, blocks
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = sink.getvalue()
-    write_bytes(f"{features.directory}/{part.file}", content)  # type: ignore[arg-type]  # a buffer
+    write_bytes(f"{features.directory}/{part.file}", content)
     return int(content.size)
 
 
@@ -171,7 +171,7 @@ class FeatureSource:
         """
         size = self.features.blocks_per_file
         count, length = len(rows), self.features.context_length
-        batch = {
+        batch: Batch = {
             "hidden": np.empty((count, length, self.features.hidden_size), np.int16),
             "targets": np.empty((count, length), np.int64),
             "digest": np.empty(count, np.int64),

@@ -92,14 +92,13 @@ class TemperatureCausalLM(nn.Module):
             )
         if loss_config.kind.temperature == "tempnet" and tempnet is None:
             raise ValueError(f"the loss {loss_config.name!r} needs a TempNet")
-        self.base = base
+        self.base: Any = base  # a model or its output layer
         self.tempnet = tempnet
         self.loss_config = loss_config
         self.vocab_size = vocab_size
         self.freeze_base = freeze_base
         self.attend_across_documents = attend_across_documents
-        is_stored = isinstance(base, StoredBase)
-        self.takes_mask = not is_stored and not attend_across_documents and takes_document_mask(base)
+        self.takes_mask = not isinstance(base, StoredBase) and not attend_across_documents and takes_document_mask(base)
         self.autocast_dtype = autocast_dtype
         self.fold_cache: FoldCache | None = None
         is_linear = tempnet is None or supports(tempnet)

@@ -126,7 +126,7 @@ class HiddenStates:
         assert self._module.head is not None
         with tempfile.TemporaryDirectory(prefix="tempnet-head-") as name:
             file = Path(name) / HEAD_FILE
-            save_head(self._module.base, self._module.head, self._module.vocab_size, file)  # type: ignore[arg-type]
+            save_head(self._module.base, self._module.head, self._module.vocab_size, file)
             return file.read_bytes()
 
 

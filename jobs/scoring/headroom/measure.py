@@ -35,7 +35,7 @@ class Measurer:
         self._settings = settings
         self._device = torch.device("cuda" if use_gpu else "cpu")
         base = load_base(local_copy(settings.model), fetch=local_copy, dtype=dtype).eval()
-        base.to(self._device)  # type: ignore[arg-type]
+        base.to(self._device)
         self._base = base
         self._head = find_output_head(base)
 

@@ -88,7 +88,7 @@ def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int) -> flo
     positions = torch.arange(num_tokens, device="meta").expand(num_blocks, -1)
     # Packed documents are trained with such a mask; without one, the model would look at positions that have no data.
     mask = document_mask(positions, base.config._attn_implementation)
-    body: nn.Module = base.base_model  # type: ignore[assignment]  # a module of Transformers
+    body: nn.Module = base.base_model
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)

@@ -71,7 +71,7 @@ class SideBySideTask(LanguageModelTask):
         if self.config.workers.use_gpu:
             import ray.train.torch
 
-            device = ray.train.torch.get_device()  # type: ignore[assignment]  # one device
+            device = ray.train.torch.get_device()
         return NetworksEngine(
             self.module,
             [member.tempnet for member in self.members],
@@ -80,9 +80,9 @@ class SideBySideTask(LanguageModelTask):
             world_size=self.world_size,
         )
 
-    def flops_per_unit(self) -> float | None:
-        """Return None: the share of the peak is not logged for several members."""
-        return None
+    def flops_per_unit(self) -> float:
+        """Return 0: the share of the peak is not logged for several members."""
+        return 0.0
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
         """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
