@@ -169,9 +169,8 @@ class _Processor:
             return logits
         if self.row_tensors is None:
             self.temperatures.check_logits(logits.shape[-1])
-            rows, tau_max = zip(*sorted(self.rows.items()), strict=True)
-            to_device = self.temperatures.to_device
-            self.row_tensors = to_device(rows, torch.int64), to_device(tau_max)
+            on, to_device = sorted(self.rows), self.temperatures.to_device
+            self.row_tensors = to_device(on, torch.int64), to_device([self.rows[row] for row in on])
         rows, tau_max = self.row_tensors
         return self.temperatures.divide(logits, tau_max, rows=None if len(rows) == len(logits) else rows)
 
