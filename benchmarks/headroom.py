@@ -137,9 +137,10 @@ def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Calla
     moments.add(world.part(rows), torch.zeros(len(rows), dtype=torch.long))
     design, level = moments.design(), moments.totals[0].best_constant()
     size = len(design.columns("both"))
-    network = nn.Sequential(nn.Linear(size, 64), nn.GELU(), nn.Linear(64, 1)).double()
-    nn.init.zeros_(network[2].weight)
-    nn.init.constant_(network[2].bias, level)
+    last = nn.Linear(64, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.constant_(last.bias, level)
+    network = nn.Sequential(nn.Linear(size, 64), nn.GELU(), last).double()
 
     def step(chosen: Tensor) -> Tensor:
         tokens = world.part(chosen)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ def sample_texts(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, num
     torch.manual_seed(seed)
     start = torch.full((number, 1), document_start_id(tokenizer))
     mask = torch.ones_like(start)
-    out = model.generate(
+    generate: Any = model.generate
+    out = generate(
         start,
         attention_mask=mask,
         eos_token_id=None,
@@ -101,7 +103,8 @@ def sample_texts(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, num
         max_new_tokens=CONTEXT_LENGTH - 1,
         pad_token_id=0,
     )
-    return out[:, 1:].tolist()
+    texts: list[list[int]] = out[:, 1:].tolist()
+    return texts
 
 
 @torch.no_grad()
@@ -146,7 +149,7 @@ def make_worlds(job: Arguments) -> None:
         flush=True,
     )
     texts = sample_texts(base, tokenizer, 4 * job.num_held_out, job.seed)
-    sampled = [tokenizer.decode(ids) for ids in texts]
+    sampled = [str(tokenizer.decode(ids)) for ids in texts]
     assert tokenizer(sampled[:20], add_special_tokens=False)["input_ids"] == texts[:20]
     save(job, "calibrated", base, tokenizer, sampled)
     save(job, "shift", base, tokenizer, pages)

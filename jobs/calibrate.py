@@ -7,7 +7,8 @@ python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
@@ -34,7 +35,7 @@ def calibrate(job: Headroom | Rho | TauMax) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    jobs = {"headroom": Headroom, "rho": Rho, "tau-max": TauMax}
+    jobs: dict[str, Callable[..., Any]] = {"headroom": Headroom, "rho": Rho, "tau-max": TauMax}
     with refusals_on_one_line():
         job = tyro.extras.subcommand_cli_from_dict(
             jobs, args=arguments, prog="python -m jobs.calibrate", description=__doc__
