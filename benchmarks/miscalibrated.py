@@ -93,8 +93,8 @@ def sample_texts(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, num
     torch.manual_seed(seed)
     start = torch.full((number, 1), document_start_id(tokenizer))
     mask = torch.ones_like(start)
-    generate: Any = model.generate
-    out = generate(
+    generator: Any = model
+    out = generator.generate(
         start,
         attention_mask=mask,
         eos_token_id=None,

@@ -232,7 +232,7 @@ class Attached:
         self.tempnet = tempnet
         self.last: Tensor | None = None
         self.handle: RemovableHandle | None = None
-        self._generate = base.generate
+        self._generate: Callable[..., Any] = base.generate
         self._replaced = vars(base).get("generate")
 
     def processor(self) -> TemperatureLogitsProcessor:
@@ -251,7 +251,7 @@ class Attached:
         return self._generate(inputs, *others, **options)
 
     def __enter__(self) -> Attached:
-        self.base.generate = self._checked_generate  # type: ignore[method-assign, assignment]
+        self.base.generate = self._checked_generate  # type: ignore[assignment]
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -122,8 +122,8 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
 
 def _keep_private() -> None:
     """Close this Ray's session directory, which holds logs and sockets, and the file with the user's token to others."""
-    session = Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
-    session.chmod(0o700)
+    if (node := ray._private.worker._global_node) is not None:
+        Path(node.get_session_dir_path()).chmod(0o700)
     token = Path.home() / ".ray" / "auth_token"
     if token.is_file() and token.stat().st_uid == os.getuid():
         token.chmod(0o600)

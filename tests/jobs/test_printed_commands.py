@@ -15,6 +15,8 @@ import tyro
 
 from jobs import (
     calibrate,
+    export,
+    prepare_features,
     prepare_images,
     prepare_text,
     reproduce,
@@ -65,14 +67,16 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
     "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
-        {"rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
+        {"headroom": calibrate.Headroom, "rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
     ),
     "evaluate_clip": of(EvaluateClipConfig),
     "evaluate_lm": of(EvaluateConfig),
     "evaluate_sentences": of(EvaluateSentencesConfig),
+    "export": of(export.ExportJob),
     "generate": of(GenerateConfig),
     "playground": of(PlaygroundConfig),
     "predict_temperatures": parse_prediction,
+    "prepare_features": of_presets(prepare_features.PRESETS, "prepare_features"),
     "prepare_images": of(prepare_images.PrepareImagesJob),
     "prepare_text": of(prepare_text.PrepareTextJob),
     "reproduce": reproduce.parse,

@@ -127,18 +127,20 @@ class Playground:
             made[2] = torch.log_softmax(made[2].masked_fill(too_small, -math.inf), dim=-1)
         return made.cpu(), tau.cpu()
 
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
     def _token(self, written: list[int], log_probabilities: Tensor, tau: float) -> Token:
         probabilities = log_probabilities.exp()
         top = probabilities.topk(min(NUM_ALTERNATIVES, len(probabilities)))
         # A character may be spread over several tokens: the last of them adds it.
-        before, after = self.tokenizer.decode(written[:-1]), self.tokenizer.decode(written)
-        before, after = before.rstrip("\ufffd"), after.rstrip("\ufffd")
+        before, after = self._decode(written[:-1]).rstrip("\ufffd"), self._decode(written).rstrip("\ufffd")
         return Token(
             text=after.removeprefix(before),
             tau=tau,
             entropy=float(torch.special.entr(probabilities).sum()),
             alternatives=[
-                (self.tokenizer.decode([int(index)]), round(float(value), 6))
+                (self._decode([int(index)]), round(float(value), 6))
                 for value, index in zip(*top, strict=True)
                 if value > 0.0
             ],

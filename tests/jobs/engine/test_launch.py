@@ -95,7 +95,10 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
         ({"model": {"path": foreign}}, r"data\.tokenizer = .* is not the tokenizer of model\.path = .*foreign"),
         ({"tracking": {"uri": "mlflow:5000"}}, r"tracking\.uri = 'mlflow:5000' is no address of MLflow: give http://"),
         ({"model": {"path": short_context}}, r"data\.context_length = 128 is more than the 64 positions"),
-        ({"model": {"architecture": "llama", "dropout": 0.1}}, r"model\.dropout = 0\.1 is only known"),
+        (
+            {"model": {"architecture": "llama", "dropout": 0.1}},
+            r"model\.dropout = 0\.1 is supported only for model\.architecture",
+        ),
         ({"run": {"storage": "s3://bucket/runs"}}, r"tracking\.uri is not given"),
     ]
     for sections, message in cases:

@@ -192,7 +192,7 @@ def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str, p
     tags = run_tags(config, tracking)
     assert tags["preset"] == name
     assert tags["configuration_hash"] == configuration_hash(config)
-    ours = ("frozen", "frozen-small", "declutr-small-tempnet", "declutr-small-tempnet-small")
+    ours = ("frozen", "frozen-small", "frozen-rho-lr-small", "declutr-small-tempnet", "declutr-small-tempnet-small")
     assert ("paper.table" in tags) == (name not in ours)
     if "Table" in tags.get("paper.table", "") and "-small" not in name and "rho-lr" not in name:
         assert tags["paper.table"].partition(", ")[2] in (preset.__doc__ or "")
