@@ -232,7 +232,7 @@ class Attached:
         self.tempnet = tempnet
         self.last: Tensor | None = None
         self.handle: RemovableHandle | None = None
-        self._generate: Callable[..., Any] = base.generate
+        self._generate: Any = base.generate
         self._replaced = vars(base).get("generate")
 
     def processor(self) -> TemperatureLogitsProcessor:

@@ -22,10 +22,13 @@ def check_locked(lock: Path = LOCK) -> None:
         raise ValueError(f"{LOCKED_VARIABLE} is set, but {lock} is missing: the packages cannot be checked")
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(), re.MULTILINE))
     wanted = {_normal(name): version for name, version in pinned.items()}
-    differing = []
+    differing, seen = [], set()
     for package in distributions():
         name = _normal(package.metadata["Name"] or "")
-        if name in wanted and package.version.partition("+")[0] != wanted[name].partition("+")[0]:
+        # Only the first of a name is imported: setuptools adds older copies of some packages at the end of the path.
+        is_first = name not in seen
+        seen.add(name)
+        if is_first and name in wanted and package.version.partition("+")[0] != wanted[name].partition("+")[0]:
             differing.append(f"{name} {package.version} instead of {wanted[name]}")
     if differing:
         shown = "; ".join(sorted(differing)[:_NUM_SHOWN])

@@ -169,14 +169,14 @@ class TemperatureCausalLM(nn.Module):
             values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
             slopes = token_slopes(logits, flat_targets, tau, self.loss_config)
         else:
-            weight, bias = output_weight(self.base)
             if hidden is None:
                 assert input_ids is not None
                 assert position_ids is not None
-                hidden = self._run(self.base.base_model, input_ids, position_ids)[0]
+                hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
+                weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
             else:
-                hidden = hidden.to(weight.dtype)
-            hidden = hidden.flatten(0, 1)
+                weight, bias = output_weight(self.base)
+                hidden = hidden.to(weight.dtype).flatten(0, 1)
             loss, tau, values, slopes = linear_language_model_loss(
                 self.head.scaled(hidden),
                 weight,

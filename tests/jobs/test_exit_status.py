@@ -32,6 +32,8 @@ REFUSED = {
     "playground": ["--model", "nowhere"],
     "calibrate rho": ["rho", "--model", "nowhere", "--text", "nowhere"],
     "calibrate tau-max": ["tau-max", "--model", "nowhere", "--prompts", "nowhere"],
+    "export": ["runs/nowhere"],
+    "prepare_features": ["frozen-small", "--model.path", "nowhere", "--data.train", "nowhere"],
     "prepare_text": ["--source", "nowhere", "--tokenizer", "nowhere", "--context-length", "64"],
     "prepare_images": ["--source", "nowhere"],
     "sample_data": ["--vocab-size", "1"],

@@ -17,11 +17,12 @@ PRESETS = {
     "train_sentences": "declutr-small-small",
     "train_classifier": "triple-entropy-small",
     "sweep": "gpt2-rho-lr-small",
+    "prepare_features": "frozen-small",
     "reproduce": "T4",
 }
 """Maps each job that has presets to one of them."""
-OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "generate", "predict_temperatures",
-          "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit")  # fmt: skip
+OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "export", "generate", "playground",
+          "predict_temperatures", "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit")  # fmt: skip
 """These jobs have no presets."""
 
 # This script makes all calls of jobs, each with its environment, in one process: one process each would take a minute.

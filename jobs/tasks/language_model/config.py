@@ -63,9 +63,8 @@ class ModelSection:
     """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
-    features: bool | None = field(default=None, metadata=added_later(None))
-    """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base.
-    None: False."""
+    features: bool = field(default=False, metadata=added_later(False))
+    """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base."""
     whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
     """Write a frozen base model into the export too, so that the export needs nothing else. False: the export of a frozen
     base holds the TempNet, the tokenizer, and path and digest of the base. The export of a trained base is always whole."""
