@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from readme_support import lines_like, run_line
 from support import outcome_of, run_until
 
+from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.engine.launch import train
 from jobs.studies.sweeps.launch import run_sweep
@@ -59,7 +60,7 @@ def test_training_from_stored_features(
     )
     options = [option for option in OPTIONS if "context-length" not in option]
     with pytest.raises(SystemExit) as ended:
-        run_line(from_features, *options, RHO)
+        train_lm.main([*shlex.split(from_features)[3:], *options, RHO])
     assert "store them by the same command with jobs.prepare_features" in capsys.readouterr().err
     assert ended.value.code == 2
     already = set((home / "runs" / "prepared").glob("features-*"))
