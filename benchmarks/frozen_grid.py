@@ -53,12 +53,22 @@ def save_base(directory: Path, *, hidden_size: int, num_layers: int) -> None:
 
 
 def make_config(
-    home: Path, base: Path, name: str, num_steps: int, *, num_workers: int, features: bool | None = None
+    home: Path, base: Path, name: str, num_steps: int, *, num_workers: int, short: bool = False, features: bool = False
 ) -> LanguageModelConfig:
-    """Return the small preset of a frozen base, with ρ given and no MLflow."""
+    """Return the small preset of a frozen base, with ρ given and no MLflow.
+
+    Args:
+        home: directory of the runs.
+        base: directory of the frozen model.
+        name: name of the run.
+        num_steps: steps of the run.
+        num_workers: workers of the run.
+        short: whether to train on the validation text; the hidden states of the whole training text take 5 GiB.
+        features: whether to train on stored hidden states.
+    """
     small = frozen_small()
     data = small.data
-    if features is not None:  # of the whole training text they would take 5 GiB
+    if short:
         data = dataclasses.replace(data, train=data.validation)
     return dataclasses.replace(
         small,
@@ -136,14 +146,14 @@ def measure_features(home: Path, num_steps: int) -> None:
     """Compare training from stored features with training on a base of 6 layers and hidden size 384."""
     base = home / "six"
     save_base(base, hidden_size=384, num_layers=6)
-    config = make_config(home, base, "from-base", num_steps, num_workers=1, features=False)
+    config = make_config(home, base, "from-base", num_steps, num_workers=1, short=True)
     (train_features, *_) = prepare_features(config)
     files = [file.stat().st_size for file in Path(train_features.directory).glob("features-*.arrow")]
     tokens = train_features.text.num_rows * train_features.context_length
     measured, predicted = sum(files) / tokens, train_features.bytes_per_token
     print(f"\nfeatures: {measured:.2f} bytes per token, predicted {predicted:.2f} ({measured / predicted - 1:+.3%})")
     _, of_base = timed(config)
-    _, stored = timed(make_config(home, base, "from-features", num_steps, num_workers=1, features=True))
+    _, stored = timed(make_config(home, base, "from-features", num_steps, num_workers=1, short=True, features=True))
     ratio = stored["tokens_per_second"] / of_base["tokens_per_second"]
     print(
         f"{of_base['tokens_per_second']:,.0f} tokens/s on the base, {stored['tokens_per_second']:,.0f} from features: "
