@@ -55,9 +55,7 @@ RUN_BY = {
     "jobs.prepare_images *": "test_readme_images.py::test_preparing_images",
     "jobs.train_sentences *": "test_readme_sentences.py::test_training_and_scoring",
     "jobs.evaluate_sentences *": "test_readme_sentences.py::test_training_and_scoring",
-    "jobs.train_classifier *": (
-        "test_train_classifier.py::test_killed_and_continued_with_two_workers_and_beside_trials_that_fail"
-    ),
+    "jobs.train_classifier *": "test_train_classifier.py::test_a_killed_cross_validation_goes_on_with_two_workers",
     "jobs.sweep * --sweep.search band": "test_sweep.py::test_a_band_search_is_watched_reported_and_found_again",
     "jobs.sweep frozen-rho-lr-small *": "test_frozen_grid.py::test_a_grid_trains_from_stored_features",
     "jobs.sweep * --sweep.axes *": "test_readme_sentences.py::test_sweeping_some_values",

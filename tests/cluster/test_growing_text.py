@@ -187,6 +187,7 @@ def sentences(
     )
 
 
+@pytest.mark.long
 def test_documents_have_the_spans_of_data_that_were_prepared_ahead(
     cluster: dict[str, str], corpus: Path, wordpiece: Path, source: Path, tmp_path: Path
 ) -> None:

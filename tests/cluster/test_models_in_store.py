@@ -47,6 +47,7 @@ def run(command: list[str]) -> None:
     assert importlib.import_module(f"jobs.{job}").main(arguments) == 0, command
 
 
+@pytest.mark.long
 def test_a_chain_of_jobs_in_a_store_does_what_it_does_on_local_files(
     cluster: dict[str, str], s3_server: S3Server, bucket: str, corpus: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
+from classifier_support import NUM_STEPS, arguments, at, configuration, history, list_runs, named
 from killing import kill_workers_after_checkpoints
-from mlflow import MlflowClient
 from safetensors.torch import load_file
-from support import readme_lines, run_until, training_worker_pids, wait_for
+from support import run_until, training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from jobs.engine.command_line import parse_preset
-from jobs.engine.metrics import metric_history
 from jobs.engine.resumption import registered_step
 from jobs.engine.tracking import TrackedRun, open_run
 from jobs.engine.watch import Validation
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
+from jobs.studies.cross_validation.table import Row
+from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent
 from jobs.studies.trials.run import run_trials
 from jobs.studies.trials.trial import Trial, one_round
-from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
+from jobs.tasks.classifier.config import ClassifierConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
-from jobs.tasks.presets.classifiers import PRESETS
 from pipelines.storage import read_json
 from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster
-
-NUM_STEPS = 12
-SETTINGS = [
-    "--data.num-examples", "0", "--grid.seeds", "2", "--grid.num-folds", "2", "--grid.no-with-baseline",
-    "--grid.num-centers", "3", "--grid.keep-models", "--grid.num-concurrent", "1", "--run.num-steps", str(NUM_STEPS),
-    "--run.checkpoint-every", "4", "--run.log-every", "4", "--run.max-restarts", "0", "--optimizer.batch-size", "8",
-    # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
-    "--optimizer.epsilon", "1e-4", "--workers.precision", "fp32",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,69 +56,65 @@ def downstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def arguments(downstream: Path, storage: Path) -> list[str]:
-    """Return the arguments of the README's line, with the paths and settings of this test."""
-    paths = {"senteval/data/downstream": str(downstream), ".venv/bin/python": sys.executable}
-    (line,) = readme_lines(rf"{re.escape(sys.executable)} -m jobs\.train_classifier ", paths)
-    shown = shlex.split(line.replace("--data.tasks TREC CR", "--data.tasks CR"))[3:]
-    return [*shown, "--model.path", str(downstream / "encoder"), "--run.storage", str(storage), *SETTINGS]
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cross-validation")
 
 
-def configuration(words: list[str]) -> CrossValidationConfig:
-    config, _ = parse_preset(PRESETS, words, job="train_classifier", purpose="")
-    return config
-
-
-def at(cell: ClassifierConfig, storage: Path) -> ClassifierConfig:
-    return replace(cell, run=replace(cell.run, storage=str(storage)))
-
-
-def named(cell: ClassifierConfig, name: str) -> ClassifierConfig:
-    return replace(cell, run=replace(cell.run, name=name))
-
-
-def history(cell: ClassifierConfig, key: str) -> dict[int, float]:
-    outcome: Any = read_json(f"{cell.run.directory}/outcome.json")
-    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
-
-
-def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
-    cluster: dict[str, str], downstream: Path, tmp_path: Path
-) -> None:
-    words = arguments(downstream, tmp_path)
-    first, second = configuration(words).cells()
+@pytest.fixture(scope="module")
+def results(ray_head: dict[str, str], downstream: Path, storage: Path) -> Results[Row]:
+    """Kill the README's cross-validation after its first cell, continue it with two workers, and return its results."""
+    words = arguments(downstream, storage)
+    first, _ = configuration(words).cells()
     ended = Path(first.run.directory) / "outcome.json"
-    run_until(ended.exists, "jobs.train_classifier", words, cluster)
-    assert ended.exists()
-    before = ended.stat().st_mtime_ns
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "PATH"):
+            patch.setenv(name, ray_head[name])
+        run_until(ended.exists, "jobs.train_classifier", words, ray_head)
+        before = ended.stat().st_mtime_ns
+        results = cross_validate(make_cross_validation(configuration([*words, "--workers.num-workers", "2"])))
+    assert ended.stat().st_mtime_ns == before
+    return results
 
-    results = cross_validate(make_cross_validation(configuration([*words, "--workers.num-workers", "2"])))
+
+def test_a_killed_cross_validation_goes_on_with_two_workers(
+    results: Results[Row], downstream: Path, storage: Path
+) -> None:
     assert not results.failed
     (row,) = results.rows
     assert (len(row.accuracies), row.num_failed) == (2, 0)
     assert "| CR   |" in results.table
-    assert (tmp_path / "triple-entropy-small" / "results.md").read_text().strip() == results.table
-    assert ended.stat().st_mtime_ns == before
+    assert (storage / "triple-entropy-small" / "results.md").read_text().strip() == results.table
 
     # MLflow has one parent run and one run for each trial, however often the trial was started.
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("classifiers")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
+    runs = list_runs(results.tracking_uri)
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert sorted(run.info.run_name for run in children) == sorted(cell.run.name for cell in (first, second))
+    cells = configuration(arguments(downstream, storage)).cells()
+    assert sorted(run.info.run_name for run in children) == sorted(cell.run.name for cell in cells)
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert len(runs) == 3
 
-    # One worker trains what two workers trained above, beside a trial that raises and one whose process is killed.
-    alone = at(second, tmp_path / "alone")
+    # The export is a classifier for Transformers.
+    export = Path(cells[-1].run.export_directory)
+    model = AutoModelForSequenceClassification.from_pretrained(export)
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+    assert AutoTokenizer.from_pretrained(export).encode("good film")
+    assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
-    # The function is defined in the test, because the processes of trials cannot import the module of the test.
+
+@pytest.mark.long
+def test_one_worker_trains_what_two_did_beside_trials_that_fail(
+    cluster: dict[str, str], results: Results[Row], downstream: Path, storage: Path, tmp_path: Path
+) -> None:
+    _, second = configuration(arguments(downstream, storage)).cells()
+    alone = at(second, tmp_path / "alone")
+    (parent,) = (run for run in list_runs(results.tracking_uri) if "mlflow.parentRunId" not in run.data.tags)
+    under = TrackedRun(uri=results.tracking_uri, run_id=parent.info.run_id)
+
+    # The functions are defined in the test, because the processes of trials cannot import the module of the test.
     def gone(config: ClassifierConfig) -> ClassifierPlan:
         raise OSError("the disk is gone")
-
-    under = TrackedRun(uri=results.tracking_uri, run_id=parent.info.run_id)
 
     def killed(config: ClassifierConfig) -> ClassifierPlan:
         open_run(
@@ -163,7 +144,7 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
     assert "the disk is gone" in outcomes.failed["raises"]
     assert "died" in outcomes.failed["killed"]
     # The killed process had no time to mark its run as failed.
-    (child,) = (run for run in client.search_runs([experiment.experiment_id]) if run.info.run_name == "killed")
+    (child,) = (run for run in list_runs(under.uri) if run.info.run_name == "killed")
     assert child.info.status == "FAILED"
     assert not list(Path(alone.run.directory).glob("checkpoint-*"))
     # In the end nothing holds a resource of the cluster.
@@ -174,13 +155,6 @@ def test_killed_and_continued_with_two_workers_and_beside_trials_that_fail(
         assert list(found) == list(expected)
         assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4), key
     assert len(history(second, "train/loss")) == NUM_STEPS
-
-    # The export is a classifier for Transformers.
-    export = Path(alone.run.export_directory)
-    model = AutoModelForSequenceClassification.from_pretrained(export)
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    assert AutoTokenizer.from_pretrained(export).encode("good film")
-    assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.long
@@ -241,11 +215,9 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     assert outcomes.failed.keys() == {"always", "killed"}
     assert "the disk is gone" in outcomes.failed["always"]
     assert "died" in outcomes.failed["killed"]
-    client = MlflowClient(parent.uri)
-    experiment = client.get_experiment_by_name("classifiers")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    found = {run.info.run_name: run.info.status for run in runs if "mlflow.parentRunId" in run.data.tags}
+    found = {
+        run.info.run_name: run.info.status for run in list_runs(parent.uri) if "mlflow.parentRunId" in run.data.tags
+    }
     assert found == {"once": "FINISHED", "always": "FAILED", "killed": "FAILED", "fine": "FINISHED"}
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
     assert not training_worker_pids(cluster)
@@ -269,12 +241,9 @@ def test_a_cross_validation_shows_the_cell_whose_worker_was_killed_and_makes_it_
     assert results.failed.keys() == {first.run.name}
     (row,) = results.rows
     assert (len(row.accuracies), row.num_failed) == (1, 1)
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("classifiers")
-    assert experiment is not None
 
     def statuses() -> dict[str | None, str]:
-        return {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
+        return {run.info.run_name: run.info.status for run in list_runs(results.tracking_uri)}
 
     whole = configuration(words).run.name
     assert statuses() == {whole: "FAILED", first.run.name: "FAILED", second.run.name: "FINISHED"}

@@ -152,7 +152,8 @@ def test_workers_and_stages_do_not_change_the_result(
     assert_same(outcome, reference, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["isogclr", pytest.param("tempnet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["isogclr", "tempnet"])
 def test_a_killed_job_that_is_started_again_repeats_the_uninterrupted_one(
     cluster: dict[str, str], images: Path, tmp_path: Path, loss: str
 ) -> None:
