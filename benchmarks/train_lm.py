@@ -138,7 +138,7 @@ def main(arguments: Arguments) -> None:
         config = make_config(replace(arguments, storage=storage))
         print(
             f"GPT-2 {config.model.num_layers} layers, width {config.model.hidden_size}, V 2048, "
-            f"{config.optimizer.batch_size} × {config.data.context_length} tokens, {config.workers.precision}, "
+            f"{config.optimizer.batch_size} × {config.data.context_length} tokens, {config.workers.resolved_precision}, "
             f"{arguments.num_steps} steps"
         )
         _measure(

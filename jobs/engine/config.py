@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from jobs.engine.fields import FREE_TO_CHANGE, PATH
-
-
-def check_positive(section: str, config: Any, *names: str) -> None:
-    """Raise ValueError if a named value of a section is not positive or not finite."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0 < value < math.inf:  # also refuses NaN
-            raise ValueError(f"{section}.{name} = {value} must be positive" + (" and finite" if value > 0 else ""))
-
-
-def check_not_negative(section: str, config: Any, *names: str) -> None:
-    """Raise ValueError if a named value of a section is negative or not finite."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{section}.{name} = {value} must not be negative" + (" but finite" if value > 0 else ""))
-
-
-def check_share(section: str, config: Any, *names: str) -> None:
-    """Raise ValueError if a named value of a section does not lie in [0, 1]."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{section}.{name} = {value:g} must lie in [0, 1]")
+from jobs.engine.checks import check_not_negative, check_positive, check_share
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, stands_for
+from jobs.engine.precision import choose_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +156,9 @@ class WorkersSection:
     """pack: workers on as few nodes as possible, which exchange gradients fastest. spread: on as many as possible."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Stage of DeepSpeed ZeRO: 0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the weights."""
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16"] = field(default="auto", metadata=stands_for("resolved_precision"))
     """fp32: everything in float32. bf16: matrix products of the base model in bfloat16 by autocast, a frozen base model
-    stored in bfloat16, everything else in float32."""
+    stored in bfloat16, everything else in float32. auto: bf16 on GPUs and on CPUs with instructions for it, else fp32."""
     activation_checkpointing: bool = False
     """Save memory by recomputing the base model's activations in the backward pass."""
     offload_optimizer: bool = False
@@ -197,6 +174,11 @@ class WorkersSection:
             check_positive("workers", self, "memory_gib")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
+
+    @property
+    def resolved_precision(self) -> Literal["fp32", "bf16"]:
+        """The precision, which `auto` leaves to the machine that starts the run."""
+        return choose_precision(use_gpu=self.use_gpu) if self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def describe_plan(
         "steps": f"{run.num_steps} = {run.num_steps * num_units:,} {unit}; checkpoint every {run.checkpoint_every}, "
         f"validation every {config.validation.every}",
         "workers": f"{workers.num_workers} × {'1 GPU' if workers.use_gpu else 'CPU'}, ZeRO {workers.zero_stage}, "
-        f"{workers.precision}{readers}",
+        f"{workers.resolved_precision}{readers}",
         "parameters": parameters,
         "memory": memory.describe()
         if memory

@@ -26,6 +26,25 @@ def added_later(value: Any) -> dict[str, Any]:
     return {"value_before": value}
 
 
+def stands_for(name: str) -> dict[str, str]:
+    """Return the metadata of a field that can leave its value to the machine where a run starts.
+
+    The property `name` of its section has the value, which :func:`resolve_fields` puts into the field.
+    """
+    return {"stands_for": name}
+
+
+def resolve_fields(config: Section) -> Section:
+    """Return a copy of a section or configuration without fields that leave their value to the machine."""
+    changes: dict[str, Any] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
+        if dataclasses.is_dataclass(value := getattr(config, item.name)):
+            changes[item.name] = resolve_fields(value)
+        elif name := item.metadata.get("stands_for"):
+            changes[item.name] = getattr(config, name)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]  # a dataclass
+
+
 def alternative(name: str) -> dict[str, str]:
     """Return the metadata of an optional field that stands for the same as another one of its section.
 

@@ -26,7 +26,7 @@ def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSe
     """
     share = [1.0 if workers.zero_stage < stage else 1.0 / workers.num_workers for stage in (1, 2, 3)]
     optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
-    frozen = (2 if workers.precision == "bf16" else 4) * share[2]
+    frozen = (2 if workers.resolved_precision == "bf16" else 4) * share[2]
     return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen
 
 

@@ -22,9 +22,12 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def flat_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield name (`section.field`), value and metadata of every field of a nested dataclass."""
+    """Yield name (`section.field`), value and metadata of every field of a nested dataclass.
+
+    The value is that which the run has, also where the field leaves it to the machine.
+    """
     for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+        value = getattr(config, item.metadata.get("stands_for", item.name))
         if dataclasses.is_dataclass(value):
             yield from flat_fields(value, f"{prefix}{item.name}.")
         else:

@@ -22,6 +22,7 @@ from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
+from jobs.engine.fields import resolve_fields
 from jobs.engine.identity import differences, fixed_values, flatten
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
@@ -279,7 +280,8 @@ def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) ->
         local = Path(name)
         (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
         (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
-        (local / "configuration.json").write_text(json.dumps(masked(dataclasses.asdict(config)), indent=1))
+        values = masked(dataclasses.asdict(resolve_fields(config)))
+        (local / "configuration.json").write_text(json.dumps(values, indent=1))
         plan.write_report(local, outcome, tracked)
         filesystem, path = resolve(f"{config.run.directory}/report")
         filesystem.create_dir(path, recursive=True)

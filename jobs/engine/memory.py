@@ -69,7 +69,7 @@ def training_memory(
     if stage in (1, 2):
         # Gradients are collected in a bucket until they are reduced; with ZeRO 2 a second one is filled meanwhile.
         gradients += 4 * min(_BUCKET_SIZE, num_trained) * (1 if stage == 1 else 2)
-    frozen = 2 if workers.precision == "bf16" else 4
+    frozen = 2 if workers.resolved_precision == "bf16" else 4
     held = 4 * num_trained + frozen * num_frozen
     gathered = 0.0
     if stage == 3:

@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.fields import with_absolute_paths
+from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.masking import masked
 from pipelines.storage import read_json, write_json
 
@@ -19,7 +19,7 @@ _FILE = "task.json"
 def write_task(config: TrainingConfig) -> None:
     """Write the configuration, with absolute paths and without passwords, into the directory of the run."""
     run = dataclasses.replace(config.run, storage=config.run.resolved_storage)
-    values = dataclasses.asdict(with_absolute_paths(dataclasses.replace(config, run=run)))
+    values = dataclasses.asdict(with_absolute_paths(resolve_fields(dataclasses.replace(config, run=run))))
     write_json(
         f"{config.run.directory}/{_FILE}",
         {"configuration_class": type(config).__name__, "configuration": masked(values)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.engine.config import check_positive
+from jobs.engine.checks import check_positive
 from tempnet.network_config import TempNetOptions
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.engine.config import check_not_negative, check_positive
+from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.masking import masked
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "ACCESS_KEY", "API_KEY", "PRIVATE_KEY", "CREDENTIAL")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from jobs.engine.config import check_not_negative, check_positive
+from jobs.engine.checks import check_not_negative, check_positive
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from jobs.engine.config import OptimizerSection, TrainingConfig
-from jobs.engine.fields import with_absolute_paths
+from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.task import ParameterGroup, PreparedTask, trainable
 from jobs.engine.tracking import TrackedRun
 from pipelines.plan import StreamPlan
@@ -114,14 +114,14 @@ class BaseTask(ABC, Generic[Config]):
 def resolve_paths(config: Config) -> Config:
     """Return the configuration for the workers, which have another working directory than the driver.
 
-    Local paths are absolute, and the storage is the resolved one. If the configuration has a `tokenizer`, then
-    `data.tokenizer` names the tokenizer that is used.
+    Local paths are absolute, the storage is the resolved one, and no field leaves its value to the machine. If the
+    configuration has a `tokenizer`, then `data.tokenizer` names the tokenizer that is used.
     """
     given: Any = config  # the data section and the tokenizer differ between tasks
     changes: dict[str, Any] = {"run": dataclasses.replace(config.run, storage=config.run.resolved_storage)}
     if hasattr(given, "tokenizer"):
         changes["data"] = dataclasses.replace(given.data, tokenizer=given.tokenizer)
-    return with_absolute_paths(dataclasses.replace(config, **changes))
+    return with_absolute_paths(resolve_fields(dataclasses.replace(config, **changes)))
 
 
 def base_and_tempnet_groups(

@@ -9,14 +9,8 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
-from jobs.engine.config import (
-    EncoderSection,
-    RunSection,
-    TrackingSection,
-    TrainingConfig,
-    check_positive,
-    check_share,
-)
+from jobs.engine.checks import check_positive, check_share
+from jobs.engine.config import EncoderSection, RunSection, TrackingSection, TrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of, with_absolute_paths
 from jobs.engine.named_values import twice
 from pipelines.sentences.senteval import TASK_NAMES, present_tasks

@@ -62,5 +62,5 @@ def build_model(
         soft_triple,
         with_padding=config.centers.with_padding,
         world=World.current(),
-        autocast_dtype=torch.bfloat16 if config.workers.precision == "bf16" else None,
+        autocast_dtype=torch.bfloat16 if config.workers.resolved_precision == "bf16" else None,
     )

@@ -32,7 +32,7 @@ def build_encoder(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> Dua
 
 
 def _autocast_dtype(config: ClipConfig) -> torch.dtype | None:
-    return torch.bfloat16 if config.workers.precision == "bf16" else None
+    return torch.bfloat16 if config.workers.resolved_precision == "bf16" else None
 
 
 def _load_whole(config: ClipConfig) -> DualEncoder:

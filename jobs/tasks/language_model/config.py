@@ -6,13 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.config import (
-    TrainingConfig,
-    ValidationSection,
-    check_not_negative,
-    check_positive,
-    check_share,
-)
+from jobs.engine.checks import check_not_negative, check_positive, check_share
+from jobs.engine.config import TrainingConfig, ValidationSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, alternative, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.text.config import TextSection

@@ -16,7 +16,7 @@ def features_of(config: LanguageModelConfig, text: Manifest, base: BaseReference
         config.run.prepared_directory,
         text,
         base=base.digest,
-        precision=config.workers.precision,
+        precision=config.workers.resolved_precision,
         attend_across_documents=config.data.attend_across_documents,
     )
     hidden_size = base_config(config, load_tokenizer(config.tokenizer)).get_text_config().hidden_size

@@ -32,7 +32,7 @@ def estimate_memory(
     num_tokens = config.micro_batch_size * config.data.context_length
     hidden_size = base.config.get_text_config().hidden_size
     is_frozen = model.is_frozen
-    bytes_per_value = 2 if config.workers.precision == "bf16" else 4
+    bytes_per_value = 2 if config.workers.resolved_precision == "bf16" else 4
     activations = 2.0 * num_tokens * hidden_size if model.features else activation_bytes(config, base)
     # Two buffers of a chunk's logits, those of a softmax at τ = 1 for statistics, and hidden states with gradients.
     chunk = min(num_tokens, max(1, NUM_LOGITS_PER_CHUNK // vocab_size)) * vocab_size
@@ -58,7 +58,7 @@ def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> floa
     of trained weights in bfloat16 stay until the backward pass, too. A frozen base saves nothing; one layer is counted.
     """
     num_weights = sum(parameter.numel() for parameter in base.parameters())
-    is_half = config.workers.precision == "bf16"
+    is_half = config.workers.resolved_precision == "bf16"
     copies = 2.0 * num_weights if is_half and not config.model.is_frozen else 0.0
     saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length)
     num_layers = max(1, base.config.get_text_config().num_hidden_layers)

@@ -124,7 +124,7 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
     if config.model.path:
-        is_half = config.workers.precision == "bf16" and config.model.is_frozen
+        is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
         base = load_base(
             local_copy(config.model.path),
             fetch=local_copy,
@@ -183,7 +183,7 @@ def add_tempnet(
 
 def autocast_dtype(config: LanguageModelConfig) -> torch.dtype | None:
     """Return the autocast dtype of the base model's matrix products; None for float32."""
-    return torch.bfloat16 if config.workers.precision == "bf16" else None
+    return torch.bfloat16 if config.workers.resolved_precision == "bf16" else None
 
 
 def state_size(base: PreTrainedModel | StoredBase) -> int:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobs.engine.config import (
-    EncoderSection,
-    RunSection,
-    ValidationSection,
-    check_not_negative,
-    check_positive,
-    check_share,
-)
+from jobs.engine.checks import check_not_negative, check_positive, check_share
+from jobs.engine.config import EncoderSection, RunSection, ValidationSection
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
 from jobs.engine.fields import PATH
 from jobs.tasks.text.config import TextSection

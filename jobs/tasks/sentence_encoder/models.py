@@ -74,6 +74,6 @@ def build_model(
         contrastive_weight=config.objective.contrastive_weight,
         mlm_weight=config.objective.mlm_weight,
         world=world,
-        autocast_dtype=torch.bfloat16 if config.workers.precision == "bf16" else None,
+        autocast_dtype=torch.bfloat16 if config.workers.resolved_precision == "bf16" else None,
     )
     return module.to(device)

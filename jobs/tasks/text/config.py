@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.config import check_not_negative, check_positive, check_share
+from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.fields import FREE_TO_CHANGE, PATH
 from jobs.engine.named_values import parse_resources
 

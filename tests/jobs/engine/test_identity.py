@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from jobs.engine.fields import absolute_path, with_absolute_paths
-from jobs.engine.identity import configuration_hash, fixed_values, flat_fields, flatten, with_fields
+from jobs.engine.fields import absolute_path, resolve_fields, with_absolute_paths
+from jobs.engine.identity import configuration_hash, differences, fixed_values, flat_fields, flatten, with_fields
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
@@ -60,8 +61,20 @@ HASHES = {
 }
 
 
+@pytest.fixture
+def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine's CPUs appear to have instructions for bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+
+
+@pytest.fixture
+def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+
+
 @pytest.mark.parametrize("name", HASHES)
-def test_runs_made_before_are_recognised(name: str) -> None:
+def test_runs_made_before_are_recognised(name: str, with_bfloat16: None) -> None:
     assert configuration_hash(PRESETS[name]()) == HASHES[name], "runs made before could not be continued"
 
 
@@ -82,6 +95,24 @@ def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     assert {field for field in free if not field.startswith(("grid.", "sweep."))} == expected
     assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
     assert ("sweep.num_concurrent" in free) == hasattr(config, "sweep")
+
+
+def test_a_precision_that_is_left_to_the_machine_is_the_one_that_it_chooses(without_bfloat16: None) -> None:
+    config = PRESETS["gpt2-scratch-small"]()
+    assert config.workers.precision == "auto"
+    for use_gpu, precision in ((False, "fp32"), (True, "bf16")):
+        left = with_fields(config, {"workers.use_gpu": use_gpu})
+        given = with_fields(left, {"workers.precision": precision})
+        assert flatten(left) == flatten(given)
+        assert configuration_hash(left) == configuration_hash(given)
+        assert resolve_fields(left) == given
+        assert resolve_fields(given) == given
+    other = with_fields(config, {"workers.precision": "bf16"})
+    assert differences(fixed_values(config), fixed_values(other)) == ["workers.precision: 'fp32' → 'bf16'"]
+
+
+def test_cpus_with_instructions_for_bfloat16_use_it(with_bfloat16: None) -> None:
+    assert PRESETS["gpt2-scratch-small"]().workers.resolved_precision == "bf16"
 
 
 def test_a_field_that_was_added_later_identifies_a_run_only_where_it_differs_from_what_runs_did_before() -> None:

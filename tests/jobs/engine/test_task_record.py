@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.engine.config import TrainingConfig
-from jobs.engine.fields import with_absolute_paths
+from jobs.engine.fields import resolve_fields, with_absolute_paths
 from jobs.engine.task_record import configuration_from, read_task, write_task
 from jobs.tasks.presets import clip, language_models, sentences
 
@@ -26,7 +26,7 @@ def test_a_configuration_comes_back(name: str, tmp_path: Path) -> None:
     write_task(config)
     kind, values = read_task(config.run.directory)
     assert kind == type(config).__name__
-    assert configuration_from(type(config), values) == with_absolute_paths(config)
+    assert configuration_from(type(config), values) == with_absolute_paths(resolve_fields(config))
 
 
 def test_a_password_is_not_recorded(tmp_path: Path) -> None:
