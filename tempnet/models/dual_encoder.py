@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tempnet.models.batch_norm import synchronize_batch_norm
-from tempnet.models.dual_encoder_config import PREPROCESSOR_FILE, DualEncoderConfig
+from tempnet.models.dual_encoder_config import (
+    IMAGE_ENCODER_DIRECTORY,
+    PREPROCESSOR_FILE,
+    TEXT_ENCODER_DIRECTORY,
+    DualEncoderConfig,
+)
 from tempnet.models.towers import (
     image_features,
     image_width,
@@ -41,8 +46,6 @@ from tempnet.models.towers import (
 )
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 
-IMAGE_ENCODER_DIRECTORY = "image_encoder"
-TEXT_ENCODER_DIRECTORY = "text_encoder"
 IMAGE_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_image"
 TEXT_TEMPNET_DIRECTORY = f"{PAIRED_DIRECTORY}_text"
 

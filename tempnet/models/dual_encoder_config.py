@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 # File in which Transformers stores how an image becomes the pixels of a model.
 PREPROCESSOR_FILE = "preprocessor_config.json"
+# Directories of the towers in an export.
+IMAGE_ENCODER_DIRECTORY = "image_encoder"
+TEXT_ENCODER_DIRECTORY = "text_encoder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ class DualEncoderConfig:
             clip: configuration of the CLIPModel.
             directory: directory that may contain the configuration of its image preprocessor.
         """
+        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
         path = directory / PREPROCESSOR_FILE
         preprocessor = _read_json(path) if path.is_file() else {}
         return cls(

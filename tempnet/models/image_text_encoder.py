@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY, DualEncoder
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.dual_encoder_config import TEXT_ENCODER_DIRECTORY
 
 
 class ImageTextEncoder:

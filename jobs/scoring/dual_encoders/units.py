@@ -22,7 +22,8 @@ from jobs.scoring.models import ModelSpec
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join, resolve
 from tempnet.fingerprints import files_digest
-from tempnet.models.dual_encoder import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY, DualEncoder
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY
 
 # Increase this whenever the same input would give other embeddings.
 _VERSION = 2

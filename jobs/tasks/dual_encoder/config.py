@@ -14,7 +14,7 @@ from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
 from pipelines.storage import join
 from tempnet.contrastive.config import LOSS_KINDS
-from tempnet.models.dual_encoder import TEXT_ENCODER_DIRECTORY
+from tempnet.models.dual_encoder_config import TEXT_ENCODER_DIRECTORY
 
 MAX_IMAGE_SIZE = 4096
 """Largest side of an image in pixels. Such an image takes 0.2 GiB as float32, and its activations many times as much."""
