@@ -7,6 +7,7 @@ python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
@@ -14,8 +15,9 @@ import tyro
 from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.gsm8k import divisors, majority_score
-from jobs.scoring.generation.job import Outcome, run
-from pipelines.storage import write_bytes
+
+if TYPE_CHECKING:
+    from jobs.scoring.generation.job import Outcome
 
 # Maximum number of texts on the HTML page; a page of more texts is slow to open.
 MAX_SECTIONS = 200
@@ -25,6 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     with refusals_on_one_line():
         config = tyro.cli(GenerateConfig, args=arguments, prog="python -m jobs.generate", description=__doc__)
+    # Imported only now, so that an error in the arguments is reported without waiting for Transformers to load.
+    from jobs.scoring.generation.job import run
+    from pipelines.storage import write_bytes
+
     try:
         outcome = run(config)
         print(describe(outcome, config))

@@ -85,6 +85,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
     Raises:
         ValueError: if the cluster is too small, or the plan refuses its data.
         FatalTrainingError: if the checkpoint cannot be used.
+        KeyboardInterrupt: on Ctrl-C.
     """
     config = plan.config
     workers = config.workers
@@ -114,7 +115,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
         ),
     )
     try:
-        result: dict[str, Any] = trainer.fit().return_value  # type: ignore[attr-defined]
+        result: dict[str, Any] = trainer.fit().return_value
     finally:
         if filesystem.get_file_info(f"{path}/{_DIRECTORY}").type == FileType.Directory:
             filesystem.delete_dir(f"{path}/{_DIRECTORY}")

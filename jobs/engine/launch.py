@@ -161,8 +161,7 @@ def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
     Raises:
         FatalTrainingError: if restarting the workers would fail in the same way.
         ValueError: if the workers find that no checkpoint is whole.
-        KeyboardInterrupt: on Ctrl-C, which Ray Train handles itself by ending the workers and then raising SystemExit; and
-            on SIGTERM, after the workers have saved the current step.
+        KeyboardInterrupt: on Ctrl-C, and on SIGTERM, after the workers have saved the current step.
     """
     damaged: dict[str, str] = {}
     mailbox: Any = job.mailbox
@@ -174,9 +173,7 @@ def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
         write_snapshot(config.run.directory, resumption.checkpoints)
         try:
             with stopping_softly(ask, grace_seconds=config.run.grace_seconds, say=print) if ask else nullcontext():
-                result: dict[str, Any] = make_trainer(config, job).fit().return_value  # type: ignore[attr-defined]
-        except SystemExit as error:
-            raise KeyboardInterrupt from error
+                result: dict[str, Any] = make_trainer(config, job).fit().return_value
         except TrainingFailedError as error:
             if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
                 raise FatalTrainingError(message) from error

@@ -25,6 +25,17 @@ class Trainer(TorchTrainer):
     failure_policy: RestartPolicy | None = None
     """Decides whether failed workers are restarted; None: Ray Train's policy."""
 
+    def fit(self) -> Any:
+        """Run the workers to their end and return Ray Train's result.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, which Ray Train handles itself by ending the workers and then raising SystemExit.
+        """
+        try:
+            return super().fit()
+        except SystemExit as error:
+            raise KeyboardInterrupt from error
+
     def _create_default_callbacks(self) -> list[Any]:
         # The method exists in Train V2, which is used at run time, but not in the annotated class of Train V1.
         return ask_own_cluster(super()._create_default_callbacks())  # type: ignore[misc]

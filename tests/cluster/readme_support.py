@@ -25,7 +25,7 @@ RUN_BY = {
     "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",
     "jobs.train_lm gpt2-scratch-small --dry-run": "test_readme_text.py::test_looking_before_training",
     "jobs.train_lm * --workers.zero-stage 3": (
-        "test_train_lm.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
+        "test_train_lm_failures.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
     ),
     "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
     "jobs.export *": "test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
@@ -35,7 +35,7 @@ RUN_BY = {
     "jobs.submit ray *": "test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
     "jobs.submit render *": "../jobs/submission/test_readme_lines.py::test_rendering",
     "jobs.submit rayjob *": "../jobs/submission/test_readme_lines.py::test_writing_a_ray_job",
-    "ray job submit *": "test_train_lm.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "ray job submit *": "test_train_lm_failures.py::test_a_killed_job_goes_on_through_ray_job_submit",
     "jobs.calibrate headroom *": "test_readme_text.py::test_measuring_headroom",
     "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",
     "echo *": "test_readme_text.py::test_generating",

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from killing import last_checkpoint
+from language_model_support import assert_same_losses, options_of
 from mlflow import MlflowClient
 from support import run_until
-from test_train_lm import assert_same_losses, options_of
 
 from jobs.engine.launch import train
 from jobs.engine.progress import PROGRESS_FILE

@@ -1,4 +1,4 @@
-"""Test that what is read from a real S3 server is what was stored there, in few requests, whatever fails on the way."""
+"""Test that what is read from a real S3 server is what was stored there, in few requests and with a cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from process_support import run_together
-from s3_support import ObjectStore, run_object_store
+from s3_support import ObjectStore
 
-from pipelines import object_store
-from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
-from pipelines.object_store import BLOCK_BYTES, TRAFFIC, RemoteObject, open_for_reading
+from pipelines.object_store import BLOCK_BYTES, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
-from pipelines.storage import read_json, write_json
 from pipelines.tars import tar_members
-
-# Sizes at and around the bounds of blocks; objects that are no longer than two blocks are one.
-SIZES = {"empty": 0, "small": 1000, "large": 2 * BLOCK_BYTES - 1, "two": 2 * BLOCK_BYTES, "rest": 3 * BLOCK_BYTES + 777}
-CONTENTS = {name: np.random.default_rng(size).bytes(size) for name, size in SIZES.items()}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """A server that holds CONTENTS in `bucket/data`."""
-    directory = tmp_path_factory.mktemp("store")
-    (directory / "data").mkdir()
-    for name, content in CONTENTS.items():
-        (directory / "data" / name).write_bytes(content)
-    with run_object_store(directory / "log") as store:
-        store.upload(directory / "data", "bucket/data")
-        yield store
-
-
-@pytest.fixture(autouse=True)
-def behaves(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins with a server that does not fail, and pauses are short."""
-    store.behave()
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(object_store, "_LONGEST_PAUSE", 0.01)
-    for name, value in store.environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def path(name: str) -> str:
-    return f"bucket/data/{name}"
-
-
-def random_ranges(count: int, seed: int = 0) -> list[ByteRange]:
-    rng = np.random.default_rng(seed)
-    names = [name for name, size in SIZES.items() if size]
-    chosen = [names[number] for number in rng.integers(len(names), size=count)]
-    return [ByteRange(path(name), int(rng.integers(SIZES[name])), int(rng.integers(300_000))) for name in chosen]
-
-
-def expected(ranges: list[ByteRange]) -> list[bytes]:
-    return [CONTENTS[part.path.split("/")[-1]][part.offset :][: part.size] for part in ranges]
-
-
-# ---- the same bytes in few requests ----------------------------------------------------------------------------------
+from tests.pipelines.stored_contents import CONTENTS, SIZES, expected, path, random_ranges
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
@@ -192,9 +145,6 @@ def test_members_of_a_tar_in_a_bucket(store: ObjectStore) -> None:
     assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
 
 
-# ---- the cache -------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_disk_means_reading_without_the_cache(store: ObjectStore, tmp_path: Path) -> None:
     reader = RangeReader(store.filesystem, BlockCache(tmp_path, BLOCK_BYTES // 2))
     ranges = random_ranges(10)
@@ -249,69 +199,3 @@ def test_an_object_that_was_written_again_is_not_served_from_the_cache(store: Ob
             stream.write(bytes([number]) * 1000)
         reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
         assert reader.read([ByteRange("bucket/again", 10, 5)]) == [bytes([number]) * 5]
-
-
-# ---- a store that fails ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share", [0.01, 0.2])
-def test_requests_that_fail_lose_nothing(store: ObjectStore, tmp_path: Path, share: float) -> None:
-    store.behave(share_failing=share, seed=1)
-    for seed in range(4):
-        reader = RangeReader(store.filesystem, BlockCache(tmp_path / str(seed), 2**30))
-        ranges = random_ranges(60, seed)
-        assert reader.read(ranges) == expected(ranges)
-    uncached = RangeReader(store.filesystem)
-    ranges = random_ranges(60)
-    assert uncached.read(ranges) == expected(ranges)
-    assert store.counts().num_failed > 0
-
-
-def test_retries_are_counted_and_end(store: ObjectStore) -> None:
-    remote = RemoteObject(store.filesystem, path("small"))
-    before = TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes
-    assert remote.read(0, 1000) == CONTENTS["small"]
-    assert (TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes) == (before[0], before[1] + 1, before[2] + 1000)
-    store.behave(share_failing=1.0)
-    with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
-        remote.read(0, 1000)
-    assert TRAFFIC.num_retries - before[0] == 7
-    assert store.counts().num_failed >= 8
-
-
-def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: Path) -> None:
-    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
-    assert reader.read([ByteRange(path("rest"), 0, 10)]) == [CONTENTS["rest"][:10]]
-    store.behave(gone="rest")
-    retries = TRAFFIC.num_retries
-    with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
-        reader.read([ByteRange(path("rest"), 2 * BLOCK_BYTES, 10)])
-    with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
-        open_for_reading(store.filesystem, path("rest"))
-    assert TRAFFIC.num_retries == retries
-
-
-@pytest.mark.parametrize("call", [list_archives, read_json, lambda uri: write_json(uri, {})])
-def test_a_store_that_refuses_is_explained(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], object]
-) -> None:
-    store.behave(needs_keys=True)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(PermissionError, match=r"^s3://bucket/data: the store refuses access: set AWS_ACCESS_KEY_ID"):
-        call("s3://bucket/data")
-
-
-def test_a_bucket_that_does_not_exist_and_a_store_that_does_not_answer_are_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for call in (list_archives, lambda uri: write_json(uri, {})):
-        with pytest.raises(FileNotFoundError, match=r"^s3://bucket2/data: there is no such bucket"):
-            call("s3://bucket2/data")
-    with pytest.raises(FileNotFoundError, match="no such file or directory"):
-        list_archives("s3://bucket/absent")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(ConnectionError, match=r"^s3://bucket/data: the store cannot be reached: set AWS_ENDPOINT_URL"):
-        list_archives("s3://bucket/data")

@@ -1,4 +1,4 @@
-"""Tests of generation: every way gives one context the same τ, tokens follow softmax(L/τ), and bad settings are refused."""
+"""Test generation: every way gives one context the same τ, and tokens follow softmax(L/τ)."""
 
 from __future__ import annotations
 
@@ -8,61 +8,15 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
-from tempnet import TempNet, TempNetConfig
-from tempnet.inference import (
-    CachedFold,
-    TemperatureLogitsProcessor,
-    attach,
-    can_fold,
-    check_generation,
-    generate,
-)
+from tempnet import TempNet
+from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach, can_fold, generate
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
+from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, left_padded, make_base, make_tempnet
 
-VOCABULARY = 61  # of 64 logits: the last three are padding
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
-PROMPTS = [[5, 9, 11, 23, 42, 7], [8, 30], [60, 1, 2, 3]]
-
-
-def make_base(architecture: str, **changes: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        architecture,
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "bos_token_id": 0,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "initializer_range": 0.5,  # logits that differ, so that τ does
-            **({} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}),
-            **changes,
-        },
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def make_tempnet(vocab_size: int = VOCABULARY, **changes: object) -> TempNet:
-    torch.manual_seed(1)
-    network = TempNet(TempNetConfig.for_logits(vocab_size, rho=1.5, hidden_size=16, num_prototypes=8, **changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    return network.eval()
-
-
-def left_padded(prompts: list[list[int]]) -> dict[str, Tensor]:
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-    }
 
 
 def tau_of_training(base: PreTrainedModel, network: TempNet, tokens: Tensor, train: bool) -> Tensor:
@@ -234,61 +188,6 @@ def test_nothing_is_cut_off_by_default() -> None:
     assert len(set(cut.sequences[:, -1].tolist())) <= 5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"do_sample": False}, "do_sample = False: greedy"),
-        ({"temperature": 0.7}, r"temperature = 0\.7 would divide the logits a second time"),
-        ({"num_beams": 3}, "generation mode 'beam_sample'"),
-        ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
-        ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
-        ({"generation_config": GenerationConfig(do_sample=False)}, "do_sample = False"),
-        ({"generation_config": GenerationConfig(do_sample=True, temperature=0.5)}, r"temperature = 0\.5"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_with_it_are_refused(options: dict, message: str) -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    with pytest.raises(ValueError, match=message):
-        generate(base, network, input_ids=torch.tensor([[1, 2]]), max_new_tokens=1, **options)
-    assert not base.get_output_embeddings()._forward_pre_hooks
-
-
-@pytest.mark.parametrize(
-    ("shipped", "message"),
-    [
-        ({"num_beams": 3}, "generation mode 'beam_sample'"),
-        ({"prompt_lookup_num_tokens": 2}, "generation mode 'assisted_generation'"),
-        ({"guidance_scale": 1.5}, r"guidance_scale = 1\.5 mixes"),
-    ],
-    ids=str,
-)
-def test_what_generate_takes_from_the_model_is_refused_unless_overridden(shipped: dict, message: str) -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    base.generation_config = GenerationConfig(pad_token_id=0, **shipped)
-    tokens, given = torch.tensor([PROMPTS[0]] * 2), GenerationConfig(max_new_tokens=3)
-    with pytest.raises(ValueError, match=message):
-        generate(base, network, input_ids=tokens, generation_config=given)
-    if "prompt_lookup_num_tokens" not in shipped:  # None says nothing to generate(), so this one cannot be overridden
-        own = GenerationConfig(max_new_tokens=3, **dict.fromkeys(shipped, 1))
-        made = generate(base, network, input_ids=tokens, generation_config=own)
-        assert made.temperatures.shape == (2, 3)
-
-
-def test_what_a_model_is_shipped_with_gives_way() -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    base.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=1, pad_token_id=0)
-    tokens = torch.tensor([PROMPTS[0]] * 2)
-    made = generate(base, network, input_ids=tokens, max_new_tokens=4)
-    assert made.sequences[0].tolist() == made.sequences[1].tolist(), "its top_k stays"
-    made = generate(
-        base, network, input_ids=tokens, generation_config=GenerationConfig(max_new_tokens=3, pad_token_id=0)
-    )
-    assert made.temperatures.shape == (2, 3)
-    assert base.generation_config.temperature == 0.6
-    check_generation(GenerationConfig(do_sample=True))
-
-
 def test_a_fold_made_once_serves_many_calls() -> None:
     base, network = make_base("llama"), make_tempnet()
     fold = CachedFold.of(base, network)
@@ -300,51 +199,3 @@ def test_a_fold_made_once_serves_many_calls() -> None:
     assert first.sequences.shape[1] == len(PROMPTS[0]) + 2
     assert second.sequences.tolist() == again.sequences.tolist()
     assert not base.get_output_embeddings()._forward_pre_hooks
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"do_sample": False}, "do_sample = False: greedy"),
-        ({"do_sample": True, "num_beams": 3}, "generation mode 'beam_sample'"),
-        ({"do_sample": True, "temperature": 0.5}, r"temperature = 0\.5"),
-        (
-            {"do_sample": True, "max_new_tokens": 60},
-            "prompt of 6 tokens and max_new_tokens = 60 do not fit .* 64 tokens",
-        ),
-    ],
-    ids=str,
-)
-def test_inside_attach_the_models_own_generate_refuses_the_same(options: dict, message: str) -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    tokens = torch.tensor([PROMPTS[0]])
-    with attach(base, network) as attached:
-        with pytest.raises(ValueError, match=message):
-            base.generate(tokens, logits_processor=[attached.processor()], **{"max_new_tokens": 2, **options})
-        with pytest.raises(ValueError, match="prompt 0 of 1 is empty"):
-            base.generate(tokens[:, :0], do_sample=True, logits_processor=[attached.processor()])
-        processor = attached.processor()
-        base.generate(tokens, do_sample=True, max_new_tokens=2, repetition_penalty=1.7, logits_processor=[processor])
-        base.generate(tokens, do_sample=False, max_new_tokens=2)
-    assert processor.temperatures.shape == (1, 2)
-    assert "generate" not in vars(base)
-
-
-def test_a_processor_by_itself_refuses_the_scores_of_beam_search() -> None:
-    base, network = make_base("gpt2", vocab_size=VOCABULARY), make_tempnet()
-    processors = [TemperatureLogitsProcessor(network)]
-    with pytest.raises(ValueError, match="log-probabilities, as beam search passes them"):
-        base.generate(torch.tensor([PROMPTS[0]]), num_beams=3, max_new_tokens=2, logits_processor=processors)
-
-
-def test_empty_and_long_prompts_are_named() -> None:
-    base, network = make_base("gpt2"), make_tempnet()
-    batch = left_padded([[4, 5], [], [6]])
-    with pytest.raises(ValueError, match="prompt 1 of 3 is empty"):
-        generate(base, network, **batch, max_new_tokens=2)
-    with pytest.raises(ValueError, match="prompt 0 of 1 is empty"):
-        generate(base, network, input_ids=torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2)
-    with pytest.raises(
-        ValueError, match="longest prompt of 65 tokens and max_new_tokens = 1 do not fit into the context of 64"
-    ):
-        generate(base, network, input_ids=torch.ones(1, 65, dtype=torch.int64), max_new_tokens=1)

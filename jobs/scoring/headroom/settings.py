@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.temperatures.texts.settings import list_sources
+from jobs.scoring.temperatures.texts.settings import choose_windows, list_sources
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
@@ -80,17 +80,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
         )
-    longest = getattr(base, "max_position_embeddings", None)
-    context_length = config.context_length or longest
-    if context_length is None:
-        raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
-    if longest is not None and context_length > longest:
-        raise ValueError(
-            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
-        )
-    stride = config.stride or max(1, context_length // 2)
-    if stride > context_length:
-        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
     _check_number_of_documents(config, archives)
     known = warn_of_known_text(config.model, config.text, archives, field="text")
     return HeadroomSettings(

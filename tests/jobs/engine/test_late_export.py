@@ -1,14 +1,19 @@
-"""Tests which checkpoint of a run is exported, and which requests are refused before anything is started."""
+"""Tests which checkpoint of a run is exported, which requests are refused before anything is started, and Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+from ray.train.torch import TorchTrainer
 
+from jobs.engine import late_export
 from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine.command_line import run_job
 from jobs.engine.late_export import configure, find_checkpoint
 from jobs.export import main
 from jobs.tasks.presets.language_models import gpt2_scratch
@@ -58,3 +63,25 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         main([str(tmp_path)])
     assert ended.value.code == 2
     assert "not the directory of a run" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train, which handles Ctrl-C itself, ends the workers and then the process, as if all had gone well."""
+    write_checkpoint(tmp_path / "run", 5)
+    late = find_checkpoint(str(tmp_path / "run"), None, "")
+    config = configure(gpt2_scratch(), late)
+    config = replace(config, run=replace(config.run, storage=str(tmp_path), name="run"))
+    prepared = SimpleNamespace(create_task=print)
+    plan: Any = SimpleNamespace(config=config, data_cpus=0, prepare=lambda: prepared)
+
+    def end(trainer: TorchTrainer) -> NoReturn:
+        (tmp_path / "run" / ".export").mkdir()
+        raise SystemExit(0)
+
+    monkeypatch.setattr(TorchTrainer, "fit", end)
+    monkeypatch.setattr(late_export, "start_ray", lambda: None)
+    monkeypatch.setattr(late_export, "check_resources", lambda **needed: None)
+    with pytest.raises(SystemExit) as ended:
+        run_job(lambda arguments: late_export.make_late_export(plan, late) or 0)
+    assert ended.value.code == 130
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]

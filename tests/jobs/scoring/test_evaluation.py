@@ -1,24 +1,15 @@
-"""Tests evaluation without Ray: windows, sums against brute force, the harness's numbers, and refusals."""
+"""Test the evaluation of language models without Ray: windows, and sums against brute force."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from evaluation_support import LAMBADA, MAX_LENGTH, QUESTIONS, TEXT, BruteForce, make_export, write_lines
-from lm_eval.api.instance import Instance
+from evaluation_support import LAMBADA, MAX_LENGTH, TEXT, BruteForce, write_lines
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-from jobs import evaluate_lm
-from jobs.engine.config import TrackingSection
-from jobs.scoring.language_models.config import EvaluateConfig
-from jobs.scoring.language_models.harness import Tasks, TemperedLM, run_task
-from jobs.scoring.language_models.plan import make_plan
-from jobs.scoring.language_models.scoring import Score, score_windows
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import (
     Window,
@@ -29,43 +20,7 @@ from jobs.scoring.language_models.windows import (
     slices,
     wikitext_pages,
 )
-from jobs.scoring.models import model_labels
-from tempnet.network import TempNet
-from tempnet.network_config import TempNetConfig
-
-EXAMPLES = Path(__file__).parents[3] / "benchmarks" / "tasks"
-TEMPERATURES = ["one", "fixed:0.7", "tempnet", "tempnet:1.2"]
-OFF = TrackingSection(enabled=False)
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_export(tmp_path_factory.mktemp("export"))
-
-
-@pytest.fixture(scope="module")
-def brute(export: str) -> BruteForce:
-    return BruteForce(export)
-
-
-def scores(brute: BruteForce, windows: list[Window], names: list[str], batch_size: int = 3) -> dict[str, Score]:
-    brute.reset()
-    functions = {name: Temperature.parse(name).function(brute.network) for name in names}
-    return score_windows(brute.base, windows, functions, vocab_size=len(brute.tokenizer), batch_size=batch_size)
-
-
-def harness(brute: BruteForce, name: str, **changes: Any) -> TemperedLM:
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    options: dict[str, Any] = {"max_length": MAX_LENGTH, "batch_size": 3, "document_start": True} | changes
-    brute.reset()
-    return TemperedLM(
-        brute.base,
-        brute.tokenizer,
-        temperature=Temperature.parse(name),
-        network=brute.network,
-        vocab_size=len(brute.tokenizer),
-        **options,
-    )
+from tests.jobs.scoring.evaluation_cases import TEMPERATURES, scores
 
 
 @pytest.mark.parametrize(
@@ -191,184 +146,3 @@ def test_greedy_windows_are_counted(brute: BruteForce) -> None:
     windows = [Window(tuple(context), (best,)), Window(tuple(context), ((best + 1) % 300,))]
     score = scores(brute, windows, ["tempnet"])["tempnet"]
     assert (score.num_greedy, score.num_windows, score.num_tokens) == (1, 2, 2)
-
-
-def request(kind: str, *arguments: str) -> Instance:
-    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", TEMPERATURES)
-def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> None:
-    lm = harness(brute, name)
-    pairs = [("the quick brown", " fox jumps"), ("the five ", "boxing"), ("", " wizards"), ("the dog", " sleeps")]
-    answers = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
-    pairs[1] = ("the five", " boxing")  # The harness moves trailing spaces to the continuation.
-    for (context, continuation), (value, is_greedy) in zip(pairs, answers, strict=True):
-        rows = brute.continuation([brute.start, *brute.ids(context)], brute.ids(continuation), name)
-        assert value == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
-        assert is_greedy == all(row[3] for row in rows)
-    # A rolling request is scored in the harness's own windows, which begin with exactly one document-start token.
-    page = wikitext_pages(TEXT)[1]
-    windows = document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=False)
-    (rolling,) = lm.loglikelihood_rolling([request("loglikelihood_rolling", page)], disable_tqdm=True)
-    assert rolling == pytest.approx(-scores(brute, windows, [name])[name].nll, rel=1e-5)
-
-
-def test_without_document_start_contexts_are_the_tokenizers(brute: BruteForce) -> None:
-    lm = harness(brute, "one", document_start=False)
-    (answer,) = lm.loglikelihood([request("loglikelihood", "the quick", " brown")], disable_tqdm=True)
-    rows = brute.continuation(brute.ids("the quick"), brute.ids(" brown"), "one")
-    assert answer[0] == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
-
-
-@pytest.fixture
-def own_tasks(tmp_path: Path) -> Tasks:
-    """Returns the shipped example tasks over tiny files with the same fields."""
-    for name in ("arc_easy_test", "arc_challenge_test", "openbook_qa_test"):
-        write_lines(tmp_path / f"{name}.jsonl", QUESTIONS)
-    write_lines(
-        tmp_path / "gsm8k_test.jsonl",
-        [{"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(4)],
-    )
-    return Tasks(str(EXAMPLES), str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["one", "tempnet"])
-def test_accuracy_is_that_of_direct_scoring(brute: BruteForce, own_tasks: Tasks, name: str) -> None:
-    figures = run_task(harness(brute, name), own_tasks, "local_arc_easy", limit=0, num_fewshot=-1)
-    num_right = 0
-    for question in QUESTIONS:
-        context = [brute.start, *brute.ids(f"{question['query']}\nAnswer:")]
-        sums = [
-            sum(row[0] for row in brute.continuation(context, brute.ids(f" {choice}"), name))
-            for choice in question["choices"]
-        ]
-        num_right += sums.index(min(sums)) == question["gold"]
-    assert figures["local_arc_easy/acc"] == pytest.approx(num_right / len(QUESTIONS))
-    assert 0 < num_right < len(QUESTIONS)
-    assert figures["local_arc_easy/acc_stderr"] > 0
-
-
-def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
-    metrics: dict[str, float] = {}
-    for path in EXAMPLES.glob("*.yaml"):
-        metrics |= run_task(harness(brute, "tempnet"), own_tasks, path.stem, limit=2, num_fewshot=1)
-    assert {
-        "local_arc_easy/acc_norm", "local_arc_challenge/acc", "local_openbookqa/acc",
-        "local_gsm8k/exact_match.strict-match", "local_gsm8k/exact_match.flexible-extract",
-    } <= set(metrics)  # fmt: skip
-
-
-@pytest.mark.parametrize("penalty", [1.0, 3.0])
-@torch.no_grad()
-def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
-    brute: BruteForce, penalty: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(brute.base.generation_config, "repetition_penalty", penalty)
-    context, mask = harness(brute, "one").tok_batch_encode(["the quick"])
-    assert context[0].tolist() == [brute.start, *brute.ids("the quick")]
-    for name in TEMPERATURES:
-        torch.manual_seed(3)
-        drawn = harness(brute, name)._model_generate(
-            context, 14, [], attention_mask=mask, do_sample=True, temperature=0.3, top_k=0
-        )
-        torch.manual_seed(3)
-        expected = context[0].tolist()
-        while len(expected) < drawn.shape[1]:
-            logits = brute.base(torch.tensor([expected])).logits[0, -1]
-            # τ comes from the model's own logits, before the repetition penalty changes them.
-            tau = brute.tau(logits[: len(brute.tokenizer)], name)
-            logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
-            if name.startswith("tempnet"):  # Only TempNets hide the padding from generate().
-                logits[len(brute.tokenizer) :] = -torch.inf
-            expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
-        assert drawn[0].tolist() == expected
-
-
-def config(export: str, tmp_path: Path, **changes: Any) -> EvaluateConfig:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    defaults = {"models": (export,), "wikitext": str(text), "storage": str(tmp_path / "runs"), "tracking": OFF}
-    return EvaluateConfig(**{**defaults, **changes})
-
-
-def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: Path) -> None:
-    def keys(**changes: Any) -> set[str]:
-        return {unit.key for unit in make_plan(config(export, tmp_path, **changes)).units}
-
-    reference = keys(temperatures=("one", "tempnet"))
-    assert len(reference) == 2
-    assert keys(temperatures=("tempnet", "one")) == reference
-    assert keys(temperatures=("tempnet", "one"), batch_size=1, name="other") == reference
-    assert keys() < reference
-    for changes in ({"temperatures": ("fixed:2",)}, {"max_length": 8}, {"limit": 1}, {"detokenize": False}):
-        assert not keys(**changes) & reference
-    assert not keys(tempnets=("none",)) & reference  # Without a network the padding counts, too.
-    other = make_export(tmp_path / "other", seed=1)
-    assert not keys(models=(other,), temperatures=("one", "tempnet")) & reference
-    # Another network beside the same base changes only its own column.
-    assert len(keys(temperatures=("one", "tempnet"), tempnets=(f"{other}/tempnet",)) & reference) == 1
-
-
-def test_labels_are_short_and_different() -> None:
-    labels = model_labels
-    assert labels(("runs/a/export", "/runs/b/export/", "gpt2")) == ["a", "b", "gpt2"]
-    assert labels(("x/a/export", "y/a/export")) == ["x/a/export", "y/a/export"]
-    assert labels(("m", "m")) == ["m (1)", "m (2)"]
-
-
-def test_what_cannot_work_is_refused_before_ray_starts(export: str, tmp_path: Path, own_tasks: Tasks) -> None:
-    bare = make_export(tmp_path / "bare", with_tempnet=False)
-    small = tmp_path / "small"
-    make_export(small)
-    TempNet(TempNetConfig.for_logits(100, rho=1.0)).save_pretrained(small / "tempnet")
-    bad = write_lines(tmp_path / "bad.jsonl", [{"text": "a b"}, {"txt": "c"}])
-    own = {"include_path": str(EXAMPLES), "data_dir": str(tmp_path)}
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"wikitext": "nowhere.txt"}, r"wikitext = 'nowhere\.txt' is no file"),
-        ({"lambada": bad}, r"bad\.jsonl, line 2: no JSON object with a string `text`"),
-        ({"wikitext": ""}, "nothing to evaluate on"),
-        ({"models": ("runs/nothing",)}, "models: 'runs/nothing' is no Transformers model"),
-        ({"models": (bare,), "temperatures": ("tempnet",)}, "temperature 'tempnet' needs a TempNet, and .*bare has none"),
-        ({"temperatures": ()}, "temperatures is empty: name one"),
-        ({"temperatures": ("fixed:0",)}, "temperature 'fixed:0' is none of"),
-        ({"temperatures": ("tempnet:0.0001",)}, r"tau_max_eval = 0\.0001 is not above tau_min"),
-        ({"temperatures": ("fixed:0.5", "fixed:0.50")}, "names something twice"),
-        ({"models": (str(small),)}, "built for a vocabulary of 100, the tokenizer of .*small has 320 tokens"),
-        ({"tempnets": ("none", "none")}, "tempnets names 2 networks for 1 models"),
-        ({"max_length": MAX_LENGTH + 1}, r"more than the 24 positions"),
-        ({"tasks": ("wikitext",)}, "use --wikitext FILE"),
-        ({"tasks": ("local_arc_easy",), **own, "data_dir": str(small)}, r"reads .*arc_easy_test\.jsonl, which is no file"),
-        ({"tasks": ("local_arc_eazy",), **own}, "task 'local_arc_eazy' is unknown: did you mean local_arc_easy or"),
-        ({"num_fewshot": -2}, "num_fewshot = -2 must be at least -1"),
-    ]  # fmt: skip
-    for changes, message in cases:
-        with pytest.raises((ValueError, OSError), match=message):
-            make_plan(config(export, tmp_path, **changes))
-
-
-def test_the_names_of_shipped_tasks_are_not_the_harness_s_own(own_tasks: Tasks) -> None:
-    # No task of the harness may have such a name. Loading all of them takes ten seconds, so their files are searched.
-    import lm_eval.tasks
-
-    own = {f"task: {path.stem}" for path in EXAMPLES.glob("*.yaml")}
-    assert all(path.read_text().count(f"task: {path.stem}\n") == 1 for path in EXAMPLES.glob("*.yaml"))
-    for path in Path(lm_eval.tasks.__file__).parent.rglob("*local*.yaml"):
-        assert not own & set(path.read_text().splitlines())
-
-
-def test_a_refusal_reaches_the_person_with_status_2(
-    export: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    for model, wikitext, message in [
-        (export, "nowhere.txt", "error: wikitext = 'nowhere.txt' is no file"),
-        ("runs/nothing", str(text), "error: models: 'runs/nothing' is no Transformers model"),
-    ]:
-        with pytest.raises(SystemExit) as exit_info:
-            evaluate_lm.main(["--models", model, "--wikitext", wikitext, "--storage", str(tmp_path)])
-        assert exit_info.value.code == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert "Traceback" not in error

@@ -1,95 +1,21 @@
-"""Tests the generation job with tiny models: records, continuation, refusals, and that batches change no text."""
+"""Test the generation job with tiny models: records, continuation, and that batches change no text."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
-from pipelines.text.tokenization import train_bpe
-from tempnet import TempNet, TempNetConfig
-
-VOCABULARY = 300
-CORPUS = [path.read_text() for path in sorted(Path(__file__).parents[3].joinpath("tempnet").glob("*.py"))]
-PROMPTS = ["def", "the temperature of a token", "x", "class TempNet(nn.Module): a network", "for the base model"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def make_model(directory: Path, architecture: str, context: int, *, tempnet: bool = True, chat: bool = False) -> Path:
-    tokenizer = train_bpe(CORPUS, VOCABULARY)
-    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=VOCABULARY + 4,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=context,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=0,
-        **({} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}),
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    if tempnet:
-        network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=2.0, hidden_size=16, num_prototypes=8))
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.add_(torch.randn_like(parameter))
-        network.save_pretrained(directory / "tempnet")
-    return directory
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("gpt2"), "gpt2", 64)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), "llama", 2600)
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("chat"), "llama", 400, tempnet=False, chat=True)
-
-
-def write_prompts(path: Path, prompts: list[str] = PROMPTS) -> Path:
-    path.write_text("".join(f"{json.dumps({'prompt': prompt, 'id': f'p{i}'})}\n" for i, prompt in enumerate(prompts)))
-    return path
-
-
-def generate(model: Path, prompts: Path, output: Path, *options: str) -> None:
-    arguments = ["--model", model, "--prompts", prompts, "--output", output, "--max-new-tokens", "12", *options]
-    assert main([str(argument) for argument in arguments]) == 0
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
+from tempnet import TempNet
+from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, refused, write_prompts
 
 
 def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
@@ -224,61 +150,6 @@ def test_too_long_prompts_are_counted_as_lost(gpt2: Path, tmp_path: Path, capsys
     assert "ids p1" in said
 
 
-def test_alpaca_eval(gpt2: Path, tmp_path: Path) -> None:
-    instructions = [{"instruction": prompt, "dataset": f"set {i}"} for i, prompt in enumerate(PROMPTS[:3])]
-    (tmp_path / "in.json").write_text(json.dumps(instructions))
-    output = tmp_path / "out.json"
-    options = ["--format", "alpaca-eval", "--generator", "mine"]
-    generate(gpt2, tmp_path / "in.json", output, *options)
-    written = json.loads(output.read_text())
-    assert [(record["instruction"], record["dataset"]) for record in written] == [
-        (record["instruction"], record["dataset"]) for record in instructions
-    ]
-    records = read(tmp_path / "out.json.records.jsonl")
-    assert [record["output"] for record in written] == [record["text"].strip() for record in records]
-    assert {record["generator"] for record in written} == {"mine"}
-    generate(gpt2, tmp_path / "in.json", output, *options)
-    assert json.loads(output.read_text()) == written
-
-
-def test_mt_bench_answers_the_second_turn_after_the_first(chat: Path, tmp_path: Path) -> None:
-    questions = [
-        {"question_id": 81 + i, "category": "writing", "turns": [prompt, "shorter"]}
-        for i, prompt in enumerate(PROMPTS[:2])
-    ]
-    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
-    for name in ("a.jsonl", "b.jsonl"):
-        generate(chat, tmp_path / "q.jsonl", tmp_path / name, "--format", "mt-bench", "--num-samples", "2")
-    first, second = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
-    records = {(r["id"], r["sample"], r["turn"]): r for r in read(tmp_path / "a.jsonl.records.jsonl")}
-    assert len(records) == 8
-    for answer, again, question in zip(first, second, questions, strict=True):
-        assert set(answer) == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
-        assert answer["answer_id"] == again["answer_id"]
-        assert answer["choices"] == again["choices"]
-        for choice in answer["choices"]:
-            before, after = (records[answer["question_id"], choice["index"], turn] for turn in (0, 1))
-            assert choice["turns"] == [before["text"].strip(), after["text"].strip()]
-            assert before["prompt"] == f"<user>{question['turns'][0]}<assistant>"
-            assert after["prompt"] == f"{before['prompt']}{before['text']}<user>shorter<assistant>"
-            assert set(before["tau"]) == {1.0}, "a model without a TempNet samples at 1"
-    assert len({answer["answer_id"] for answer in first}) == 2
-
-
-def test_gsm8k(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [{"question": f"What is {n} and {n}?", "answer": f"{n} + {n} = <<2>>.\n#### {2 * n:,}"} for n in (1, 700)]
-    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    output = tmp_path / "out.jsonl"
-    generate(llama, tmp_path / "q.jsonl", output, "--format", "gsm8k", "--num-samples", "4", "--chat", "off")
-    records = read(output)
-    assert [record["gold"] for record in records] == ["2"] * 4 + ["1400"] * 4
-    assert all(record["prompt"].count("Q:") == 9 for record in records)
-    assert all("Q:" not in record["text"] and "\n\n" not in record["text"] for record in records)
-    said = capsys.readouterr().out
-    for k in (1, 2, 4):
-        assert f"maj@{k}: " in said
-
-
 def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
     config = GenerateConfig(model=str(gpt2), prompts="", output="", max_new_tokens=40, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
@@ -298,72 +169,3 @@ def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
         assert "e" in tokenizer.decode(cut.ids) or "th" in tokenizer.decode(cut.ids)
         assert "e" not in tokenizer.decode(cut.ids[:-1]), "it went on after the string"
     assert ended_by_string > 3
-
-
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
-        (None, [], "p.jsonl"),
-        ('{"prompt": "a"}\n{"prompt": 3}\n', [], "p.jsonl line 2: `prompt` is missing or no string"),
-        ('{"prompt": "a"}\n{"pro', [], "p.jsonl line 2: no JSON"),
-        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', [], "the id 1 comes twice"),
-        ("\n", [], "holds no prompts"),
-        ('{"prompt": "a"}\n', ["--format", "alpaca-eval"], "JSON list"),
-        ('[{"instruction": "a", "dataset": "b"}, {}]', ["--format", "alpaca-eval"], "record 1: `instruction`"),
-        ('{"question_id": 1, "turns": []}\n', ["--format", "mt-bench"], "line 1: `turns`"),
-        ('{"question": "a", "answer": "b"}\n', ["--format", "gsm8k"], "line 1: `answer` does not end in ####"),
-        ('{"prompt": "a"}\n', ["--format", "csv"], "invalid choice"),
-        ('{"prompt": "a"}\n', ["--max-new-tokens", "64"], "max_new_tokens = 64 leaves no room"),
-        (json.dumps({"prompt": "word " * 90}), [], "the shortest prompt has"),
-        ('{"prompt": "a"}\n', ["--temperature", "0"], "temperature = 0 must be positive"),
-        ('{"prompt": "a"}\n', ["--temperature", "-1"], "temperature = -1 must be positive"),
-        ('{"prompt": "a"}\n', ["--temperature", "warm"], "neither a number nor one of auto, tempnet, greedy"),
-        ('{"prompt": "a"}\n', ["--temperature", "greedy", "--top-k", "3"], "greedy draws nothing"),
-        ('{"prompt": "a"}\n', ["--temperature", "0.7", "--tau-max-eval", "1"], "uses no TempNet"),
-        ('{"prompt": "a"}\n', ["--tau-max-eval", "0.001"], "not above tau_min"),
-        ('{"prompt": "a"}\n', ["--top-p", "0"], "top_p = 0"),
-        ('{"prompt": "a"}\n', ["--tempnet", "/nowhere"], "/nowhere is missing: it is neither a directory, nor a file"),
-        (
-            '{"prompt": "a"}\n',
-            ["--model", "/nowhere"],
-            "tokenizer = '/nowhere' is missing: there is no such file",
-        ),
-        ('{"prompt": "a"}\n', ["--chat", "on"], "has no chat template"),
-    ],
-)
-def test_bad_input_is_refused_before_the_model_is_loaded(
-    content: str | None,
-    options: list[str],
-    message: str,
-    gpt2: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = shutil.copytree(gpt2, tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"not to be read")
-    if content is not None:
-        (tmp_path / "p.jsonl").write_text(content)
-    arguments: list[object] = ["--model", model, "--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "out.jsonl"]
-    assert message in refused(
-        capsys, *arguments, *(["--max-new-tokens", "12"] if "64" not in options else []), *options
-    )
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_model_without_a_tempnet_and_files_of_others(
-    chat: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = write_prompts(tmp_path / "p.jsonl")
-    arguments = ["--model", chat, "--prompts", prompts, "--output", tmp_path / "out.jsonl"]
-    assert "holds no TempNet" in refused(capsys, *arguments, "--temperature", "tempnet")
-    big = TempNet(TempNetConfig.for_logits(VOCABULARY + 1, rho=2.0, hidden_size=16, num_prototypes=8))
-    big.save_pretrained(tmp_path / "big")
-    assert f"was built for {VOCABULARY + 1} logits" in refused(capsys, *arguments, "--tempnet", tmp_path / "big")
-    (tmp_path / "out.jsonl").write_text("my own notes\n")
-    assert "line 1 is no record of this job" in refused(capsys, *arguments)
-    assert (tmp_path / "out.jsonl").read_text() == "my own notes\n"
-    (tmp_path / "in.json").write_text('[{"instruction": "a", "dataset": "b"}]')
-    arguments = ["--model", gpt2, "--prompts", tmp_path / "in.json", "--output", tmp_path / "out.jsonl"]
-    message = refused(capsys, *arguments, "--format", "alpaca-eval", "--max-new-tokens", "12")
-    assert "this job did not write it" in message
-    assert (tmp_path / "out.jsonl").read_text() == "my own notes\n"

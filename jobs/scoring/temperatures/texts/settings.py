@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pyarrow.fs import FileType
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -89,17 +89,7 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
     check_weight_files(place := local_copy(config.model))
     base = AutoConfig.from_pretrained(place).get_text_config()
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
-    longest = getattr(base, "max_position_embeddings", None)
-    context_length = config.context_length or longest
-    if context_length is None:
-        raise ValueError(f"{config.model} does not say how many positions it reads: context_length is needed")
-    if longest is not None and context_length > longest:
-        raise ValueError(
-            f"context_length = {context_length} must lie in 1 … {longest}, the positions of {config.model}"
-        )
-    stride = config.stride or max(1, context_length // 2)
-    if stride > context_length:
-        raise ValueError(f"stride = {stride} must lie in 1 … {context_length}, the context length")
+    context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
     return PredictionSettings(
         source=absolute_path(config.text),
         model=absolute_path(config.model),
@@ -120,6 +110,24 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         tempnet_digest=tempnet_digest(network),
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
+
+
+def choose_windows(model: str, base: PretrainedConfig, context_length: int, stride: int) -> tuple[int, int]:
+    """Returns the length of a model's windows and the tokens between their starts, each as given or, for 0, its default.
+
+    Raises:
+        ValueError: if one of them does not fit, or the model does not say how long its windows may be.
+    """
+    longest = getattr(base, "max_position_embeddings", None)
+    length = context_length or longest
+    if length is None:
+        raise ValueError(f"{model} does not say how many positions it reads: context_length is needed")
+    if longest is not None and length > longest:
+        raise ValueError(f"context_length = {length} must lie in 1 … {longest}, the positions of {model}")
+    stride = stride or max(1, length // 2)
+    if stride > length:
+        raise ValueError(f"stride = {stride} must lie in 1 … {length}, the context length")
+    return length, stride
 
 
 def list_sources(uri: str) -> list[Archive]:

@@ -1,0 +1,43 @@
+"""Fixtures of the tests of scoring: tiny models, saved once for each file of tests, and images in folders of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from clip_support import make_classes
+from evaluation_support import BruteForce, make_export
+
+from tests.jobs.scoring.generation_support import make_model
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_export(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def brute(export: str) -> BruteForce:
+    return BruteForce(export)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("gpt2"), "gpt2", 64)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"), "llama", 2600)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("chat"), "llama", 400, tempnet=False, chat=True)
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("classes") / "classes.tar"
+    make_classes(path)
+    return str(path)
