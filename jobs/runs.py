@@ -15,7 +15,6 @@ import tyro
 
 from jobs.engine.command_line import fail, refusals_on_one_line, run_job
 from jobs.engine.config import RunSection
-from jobs.engine.run_list import list_runs, table_of
 from jobs.engine.tables import markdown_table
 
 
@@ -35,6 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     """Print the runs; returns the exit status."""
     with refusals_on_one_line():
         config = tyro.cli(RunsConfig, args=list(arguments), prog="python -m jobs.runs", description=__doc__)
+    # Imported only now, so that `--help` is answered without waiting for Ray to load.
+    from jobs.engine.run_list import list_runs, table_of
+
     try:
         storages = config.storages or (RunSection(name="any").resolved_storage,)
         found = [run for storage in storages for run in list_runs(storage)]
