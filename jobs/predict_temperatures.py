@@ -9,7 +9,7 @@ python -m jobs.predict_temperatures --model runs/clip-cc12m-tempnet-frozen/expor
 
 The first command writes tables, using Ray, and continues if it was interrupted. The second writes an HTML page that
 shows the first tokens, coloured by temperature. The third writes two temperatures for every pair, which the loss
-`sogclr_given` trains with; `--images --help` lists its options.
+`sogclr_given` trains with, and with `--html` a page of the lowest and highest ones; `--images --help` lists its options.
 """
 
 from __future__ import annotations
@@ -69,15 +69,28 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
     from jobs.scoring.stages import ScoringFailedError
     from jobs.scoring.temperatures.pairs.job import predict_pairs
     from jobs.scoring.temperatures.pairs.settings import resolve_settings
+    from jobs.scoring.temperatures.texts.page import check_page
     from jobs.scoring.temperatures.texts.settings import claim_output
+    from pipelines.images.archives import list_image_archives
+    from pipelines.images.labels import read_numbers
     from pipelines.problems import TooManyProblemsError
     from pipelines.storage import resolve
 
     try:
         settings = resolve_settings(config)
         output = config.output if "://" in config.output else resolve(config.output)[1]
+        if config.html:
+            check_page(config.html)
+        if config.label:  # One archive shows whether the samples have it; all of them may take minutes to read.
+            read_numbers(settings.images.source, list_image_archives(settings.images.source)[:1], config.label)
         claim_output(output, settings.record())
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
+        if config.html:
+            from jobs.scoring.temperatures.pairs.page import write_pair_page
+
+            for name, (r, half) in write_pair_page(config.html, output, settings, config.label).items():
+                print(f"Spearman(τ of {name}, {config.label}) = {r:+.3f} ± {half:.3f} (95 %)")
+            print(f"{config.html} shows the images and captions with the lowest and the highest τ")
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     except ScoringFailedError as error:

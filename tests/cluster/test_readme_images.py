@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -49,8 +50,17 @@ def test_training_and_scoring(home: Path, export: Path) -> None:
     assert column["metrics"]["concepts/num_classes"] == 2
 
 
-def test_training_with_predicted_temperatures(home: Path, export: Path) -> None:
+def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_line(*lines_like("jobs.predict_temperatures * --images *"))
+    shown = capsys.readouterr().out
+    assert (
+        len(re.findall(r"Spearman\(τ of (?:images|captions), concept_frequency\) = [+-]\d\.\d{3} ± \d\.\d{3}", shown))
+        == 2
+    )
+    page = (home / "temperatures-images.html").read_text()
+    assert page.count("<figure>") == 4 * 12
+    assert page.count("data:image/png;base64,") == 1
+    assert "http" not in page
     run_line(*lines_like("jobs.train_clip clip-cc3m-sogclr-given-small"), *OPTIONS)
     outcome = outcome_of(home, "clip-cc3m-sogclr-given-small")
     states = load_file(

@@ -26,6 +26,11 @@ class PredictPairTemperaturesConfig:
     output: str
     """Directory or URI of the table, with one Parquet file per part. A repeated run writes only the missing parts.
     With several machines, all of them must be able to reach it."""
+    html: str = ""
+    """File, as a path or URI, for a page that shows the images and captions with the lowest and the highest τ."""
+    label: str = ""
+    """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data. The page
+    compares τ with it. Needs `html`."""
     with_embeddings: bool = False
     """Also write the embeddings of every image and caption."""
     batch_size: int = 64
@@ -44,3 +49,5 @@ class PredictPairTemperaturesConfig:
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: it must name a directory")
         check_share("max_bad_share", self.max_bad_share)
+        if self.label and not self.html:
+            raise ValueError(f"label = {self.label} is shown on the page only: html must name a file for it")

@@ -1,0 +1,187 @@
+"""An HTML page about the temperatures of image–text pairs: the lowest and highest ones, and their relation to a label."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+
+from jobs.scoring.dual_encoders.encoder import caption_encoder
+from jobs.scoring.temperatures.pairs.job import PREPARED_DIRECTORY
+from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
+from pipelines.images.archives import list_image_archives
+from pipelines.images.labels import read_numbers
+from pipelines.images.manifest import ImageManifest, read_index
+from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import prepare_images
+from pipelines.images.temperature_table import read_table
+from pipelines.storage import write_bytes
+from tempnet.statistics import spearman
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_NUM_SHOWN = 12
+_NUM_BINS = 12
+_MODALITIES = {"tau_image": "images", "tau_text": "captions"}
+_EXPLANATION = """A temperature says how hard the loss of a sample pushes away the contrasts that are closest to it. At
+the optimum of the robust loss the weights of the contrasts diverge equally from uniform ones for every sample. Where ρ is
+small, samples with many close contrasts, such as those of frequent concepts, get a high τ; where ρ is large, they get the
+lowest, because no τ can make so many equal contrasts differ (docs/method.md)."""
+
+
+def correlate(tau: np.ndarray, label: np.ndarray) -> tuple[float, float]:
+    """Return Spearman's rank correlation of τ and a label, and the half-width of its 95 % interval over pairs.
+
+    The interval is that of Fisher's z with the standard error √((1 + r²/2)/(n − 3)) (Bonett and Wright, 2000), carried
+    back to r at the end that is farther from 0 in z.
+
+    Args:
+        tau: temperatures (n,).
+        label: numbers (n,).
+
+    Raises:
+        ValueError: if there are fewer than 4 pairs.
+    """
+    if len(tau) < 4:
+        raise ValueError(f"a rank correlation with an interval needs 4 pairs, and {len(tau)} have the label")
+    r = float(spearman(torch.from_numpy(tau.astype(np.float64)), torch.from_numpy(label.astype(np.float64))))
+    r_inside = max(-1 + 1e-12, min(1 - 1e-12, r))
+    error = 1.96 * math.sqrt((1 + r_inside**2 / 2) / (len(tau) - 3))
+    ends = [math.tanh(math.atanh(r_inside) + sign * error) for sign in (-1, 1)]
+    return r, max(abs(end - r) for end in ends)
+
+
+def write_pair_page(
+    path: str, output: str, settings: PairPredictionSettings, label: str = ""
+) -> dict[str, tuple[float, float]]:
+    """Write the page of a finished table.
+
+    Args:
+        path: path or URI of the HTML file.
+        output: directory or URI of the table, beside which the images were prepared.
+        settings: the settings that the table was made with.
+        label: name of a field of the samples' JSON files with a number, which τ is compared with; empty for none.
+
+    Returns:
+        For images and for captions, Spearman's correlation with the label, and the half-width of its 95 % interval;
+        empty without a label.
+
+    Raises:
+        ValueError: if no sample has the label.
+    """
+    table = read_table(output, ["id", "key", "caption", *_MODALITIES])
+    manifest = prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}")  # which is done already
+    sections = []
+    correlations: dict[str, tuple[float, float]] = {}
+    if label:
+        archives = list_image_archives(settings.images.source)
+        numbers = read_numbers(settings.images.source, archives, label)
+        keys = table["key"].to_pylist()
+        has_label = np.array([key in numbers for key in keys])
+        values = np.array([numbers[key] for key in keys if key in numbers])
+        tau = {name: table[name].to_numpy()[has_label].astype(np.float64) for name in _MODALITIES}
+        correlations = {_MODALITIES[name]: correlate(tau[name], values) for name in _MODALITIES}
+        sections.append(_label_section(label, values, tau, correlations))
+    sections += [_example_section(name, table, manifest, settings) for name in _MODALITIES]
+    write_bytes(path, _page(f"Temperatures of {settings.images.source}", sections).encode())
+    return correlations
+
+
+def _label_section(
+    label: str, values: np.ndarray, tau: Mapping[str, np.ndarray], correlations: Mapping[str, tuple[float, float]]
+) -> str:
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)))
+    bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
+    used = np.unique(bins)
+    centres = [float(np.median(values[bins == number])) for number in used]
+    for name, colour in zip(_MODALITIES, ("tab:blue", "tab:orange"), strict=True):
+        low, middle, high = (
+            [float(np.quantile(tau[name][bins == number], share)) for number in used] for share in (0.1, 0.5, 0.9)
+        )
+        axes.plot(centres, middle, marker="o", color=colour, label=f"{_MODALITIES[name]}: median, 10 % to 90 %")
+        axes.fill_between(centres, low, high, color=colour, alpha=0.2)
+    if values.min() > 0 and values.max() / values.min() > 30:
+        axes.set_xscale("log")
+    axes.set(xlabel=label, ylabel="τ")
+    axes.legend()
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    plt.close(figure)
+    shown = "; ".join(f"{name} {r:+.3f} ± {half:.3f}" for name, (r, half) in correlations.items())
+    return (
+        f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation over {len(values):,} pairs, with its 95 % "
+        f"interval: {shown}.</p>\n<img src='{_data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
+    )
+
+
+def _example_section(name: str, table: pa.Table, manifest: ImageManifest, settings: PairPredictionSettings) -> str:
+    """Return the pairs with the lowest and the highest τ of one modality; an image counts once."""
+    tau = table[name].to_numpy()
+    order = np.argsort(tau, kind="stable")
+    if name == "tau_image":
+        keys = table["key"].to_pylist()
+        seen: set[str] = set()
+        order = np.array([row for row in order if not (keys[row] in seen or seen.add(keys[row]))])  # type: ignore[func-returns-value]
+    count = min(_NUM_SHOWN, len(order) // 2 or 1)
+    parts = []
+    for title, rows in (("lowest", order[:count]), ("highest", order[::-1][:count])):
+        figures = zip(rows, _thumbnails(table["id"].take(rows).to_pylist(), manifest, settings), strict=True)
+        cards = "".join(
+            f"<figure><img src='{image}' alt=''><figcaption><b>τ {tau[row]:.4f}</b> "
+            f"{html.escape(table['caption'][int(row)].as_py())}</figcaption></figure>"
+            for row, image in figures
+        )
+        parts.append(f"<h3>{title} τ</h3>\n<div class='row'>{cards}</div>")
+    low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
+    return (
+        f"<h2>{_MODALITIES[name].capitalize()}</h2>\n<p>mean τ {tau.mean():.4f}; 5 %, 50 %, 95 %: {low:.4f}, {middle:.4f}, "
+        f"{high:.4f}</p>\n{''.join(parts)}"
+    )
+
+
+def _thumbnails(ids: Sequence[int], manifest: ImageManifest, settings: PairPredictionSettings) -> list[str]:
+    """Return the images of pairs as data URIs."""
+    numbers = []
+    for number in ids:
+        shard = int(np.searchsorted(manifest.first_pairs, number, side="right")) - 1
+        numbers.append(read_index(manifest, shard)["image"][number - int(manifest.first_pairs[shard])].as_py())
+    source = PairSource(
+        manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
+    )
+    uris = []
+    for pixels in source.read_images(numbers):
+        stream = io.BytesIO()
+        Image.fromarray(np.asarray(pixels)).save(stream, "JPEG", quality=85)
+        uris.append(_data_uri(stream.getvalue(), "jpeg"))
+    return uris
+
+
+def _data_uri(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _page(title: str, sections: Sequence[Any]) -> str:
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<style>
+body {{ font: 16px/1.6 Georgia, serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #111; background: #fff; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; }} h3 {{ font-size: 1rem; }}
+.row {{ display: flex; flex-wrap: wrap; gap: 12px; }} figure {{ margin: 0; width: 144px; }}
+figure img {{ width: 144px; height: 144px; }} figcaption {{ font-size: 13px; line-height: 1.3; overflow-wrap: anywhere; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+<p>{_EXPLANATION}</p>
+{"".join(sections)}
+</body></html>
+"""

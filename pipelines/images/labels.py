@@ -1,0 +1,67 @@
+"""Read numbers that stand beside images: a field of the JSON file of every sample."""
+
+from __future__ import annotations
+
+import json
+import math
+import tarfile
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypeGuard
+
+from pipelines.images.archives import ImageArchive
+from pipelines.images.samples import MAX_CAPTION_BYTES, make_printable
+from pipelines.object_store import open_for_reading
+from pipelines.storage import resolve
+from pipelines.tars import tar_members
+
+_SUFFIX = ".json"
+
+
+def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> dict[str, float]:
+    """Return key → number for every sample whose JSON file has a finite number in a field.
+
+    Samples without one are left out, and so is what follows the place where a tar is damaged.
+
+    Args:
+        uri: the URI that `archives` were listed from.
+        archives: tars of WebDataset samples; groups of image files have no JSON files.
+        field: name of the field.
+
+    Raises:
+        ValueError: if no sample has a number in this field; the message names the fields of a sample that have one.
+        OSError: if an archive cannot be opened.
+    """
+    filesystem, _ = resolve(uri)
+    numbers: dict[str, float] = {}
+    others: dict[str, None] = {}
+    for archive in archives:
+        if archive.files:
+            continue
+        with open_for_reading(filesystem, archive.path) as stream, suppress(tarfile.TarError):
+            for info, member in tar_members(stream):
+                name = make_printable(info.name)
+                if not name.lower().endswith(_SUFFIX) or not info.isreg() or info.size > MAX_CAPTION_BYTES:
+                    continue
+                record = _parse(member.read(info.size))
+                if _is_number(value := record.get(field)):
+                    numbers[name[: -len(_SUFFIX)]] = float(value)
+                elif not others:
+                    others = dict.fromkeys(key for key, value in record.items() if _is_number(value))
+    if not numbers:
+        raise ValueError(
+            f"label = {field}: no .json in {uri} has a number in this field"
+            + (f"; fields with numbers are {', '.join(sorted(others))}" if others else "")
+        )
+    return numbers
+
+
+def _parse(data: bytes) -> dict[str, object]:
+    with suppress(ValueError, RecursionError):
+        if isinstance(record := json.loads(data), dict):
+            return record
+    return {}
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
