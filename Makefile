@@ -21,9 +21,11 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-run: setup  ## Make the sample data, train a GPT-2 and its TempNet on it, print where to look (8 to 15 minutes from nothing)
+run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their TempNets, print where to look (8 to 15 minutes from nothing)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_clip clip-cc3m-tempnet-small --run.name clip-short --run.num-steps 300
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.predict_temperatures --model runs/clip-short/export --images data/sample/images/validation --output runs/clip-short/temperatures --html runs/clip-short/temperatures.html --label concept_frequency
 
 # Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first is the longest
 # of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.

@@ -182,11 +182,11 @@ def home(cluster: dict[str, str], home_directory: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session")
 def reference(ray_head: dict[str, str], home_directory: Path) -> dict[str, Any]:
-    """Train what `make run` trains for a few steps with two workers, ZeRO 2 and float32, and return the outcome.
+    """Train the language model of `make run` for a few steps with two workers, ZeRO 2 and float32, and return the outcome.
 
     Other runs must equal this one, or start from it.
     """
     with connected(ray_head) as patch:
         patch.chdir(home_directory)
-        run_line(recipe("run")[-1], *LANGUAGE_MODEL_OPTIONS)
+        run_line(recipe("run")[1], *LANGUAGE_MODEL_OPTIONS)
     return outcome_of(home_directory, "gpt2-scratch-small")

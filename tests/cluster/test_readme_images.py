@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from readme_support import lines_like, run_line
+from readme_support import lines_like, recipe, run_line
 from safetensors.torch import load_file
 from support import outcome_of
 
@@ -48,6 +48,18 @@ def test_training_and_scoring(home: Path, export: Path) -> None:
     assert column["metrics"]["test/num_images"] == 20
     assert 0 <= column["metrics"]["test/mean_recall"] <= 1
     assert column["metrics"]["concepts/num_classes"] == 2
+
+
+def test_what_make_run_runs(home: Path, export: Path) -> None:
+    """The encoder is trained as `export` is, so only its page is made."""
+    train, predict = recipe("run")[2:]
+    (line,) = lines_like("jobs.train_clip clip-cc3m-tempnet-small")
+    assert train == f"{line} --run.name clip-short --run.num-steps 300"
+    assert "--model runs/clip-short/export " in predict
+    assert (home / "data" / "sample" / "images" / "validation").is_dir()
+    (home / "runs" / "clip-short").mkdir()
+    run_line(predict.replace("runs/clip-short/export", str(export)))
+    assert "concept_frequency" in (home / "runs" / "clip-short" / "temperatures.html").read_text()
 
 
 def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
