@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.problems import TooManyProblemsError
+    from pipelines.retries import count_all, describe_retries, with_own_retries
     from pipelines.text.documents import DocumentConfig
     from pipelines.text.manifest import Layout
     from pipelines.text.packing import PackingConfig
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
+    if retries := with_own_retries({}):
+        print(describe_retries(retries, num_total=count_all(retries)))
     return 0
 
 

@@ -22,7 +22,8 @@ from typing import Protocol, Self, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.store_errors import explain, is_final
+from pipelines.retries import RETRIES
+from pipelines.store_errors import explain, is_final, name_reason, name_store
 
 Result = TypeVar("Result")
 
@@ -45,16 +46,13 @@ class Traffic:
     """Number of ranges that were read."""
     num_bytes: int = 0
     """Number of bytes in them."""
-    num_retries: int = 0
-    """Number of requests that were repeated because the store failed, besides those that its client repeats by itself."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, *, num_gets: int = 0, num_bytes: int = 0, num_retries: int = 0) -> None:
+    def add(self, *, num_gets: int = 0, num_bytes: int = 0) -> None:
         """Add to the counts; threads may do so at the same time."""
         with self._lock:
             self.num_gets += num_gets
             self.num_bytes += num_bytes
-            self.num_retries += num_retries
 
 
 TRAFFIC = Traffic()
@@ -132,6 +130,7 @@ class RemoteObject:
     def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
         scheme = {"gcs": "gs"}.get(filesystem.type_name, filesystem.type_name)
         self.uri = f"{scheme}://{path}"
+        self._store = name_store(filesystem, self.uri)
         self._file: pa.NativeFile = self._persist(lambda: filesystem.open_input_file(path))
         self.size: int = self._file.size()
         """Size of the object in bytes."""
@@ -182,7 +181,7 @@ class RemoteObject:
             except OSError as error:
                 if is_final(error) or attempt == _NUM_ATTEMPTS - 1:
                     raise explain(error, self.uri) from error
-                TRAFFIC.add(num_retries=1)
+                RETRIES.add(self._store, name_reason(error))
                 time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0))
         raise AssertionError
 

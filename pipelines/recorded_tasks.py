@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray.data
 
+from pipelines.retries import RETRIES, RetryLog
 from pipelines.storage import read_json, write_json
 
 _NUM_THREADS = 16
@@ -24,7 +27,8 @@ def run_recorded_tasks(
 ) -> list[dict[str, Any]]:
     """Call `prepare(number)` for every unit that has no record in `directory` yet; return the results of all units.
 
-    The units are balanced over the CPUs of the cluster, whichever archives they belong to.
+    The units are balanced over the CPUs of the cluster, whichever archives they belong to. Requests to object stores that
+    the tasks had to repeat are shown on the standard error, and counted in `pipelines.retries.RETRIES`.
 
     Args:
         prepare: function that runs in a Ray task and returns a JSON object. The object is saved as the unit's record
@@ -42,13 +46,16 @@ def run_recorded_tasks(
     def run(row: dict[str, Any]) -> dict[str, Any]:
         entry = prepare(row["number"])
         write_json(f"{directory}/{names[row['number']]}.json", entry)
-        return {"number": row["number"], "entry": json.dumps(entry)}
+        return {"number": row["number"], "entry": json.dumps(entry), "retries": RETRIES.take()}
 
     if rows:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run, resources=dict(resources or {}))
+        retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
         for row in dataset.iter_rows():
+            RETRIES.receive(row["retries"])
+            retry_log.add(row["retries"])
             done[row["number"]] = json.loads(row["entry"])
     return [entry or {} for entry in done]
 

@@ -3,7 +3,7 @@
 Each Ray task reads this rank's items of one window, or of a few batches of a window, and yields several batches at a
 time. Ray Data reads ahead of the consumer within its memory budget and preserves the order. A run is resumed by
 passing its cursor (the next place) as `start`. Sources that hold their data in memory are read without Ray Data, in
-the same order.
+the same order. What readers count of repeated requests (`pipelines.retries`) travels beside the batches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ray.data
 from ray.data import DataContext
 
 from pipelines.plan import StreamPlan, Window, rank_places
+from pipelines.retries import RETRIES
 
 Batch = dict[str, np.ndarray]
 
@@ -28,6 +29,8 @@ READ_CPUS = 0.25
 # A segment ends with the first window at which it has this many tasks. Starting an execution takes a few tenths of a
 # second, in the background.
 _NUM_TASKS_PER_SEGMENT = 512
+# Array with which a task sends what it has counted of repeated requests; it is taken out of the batches.
+_RETRIES = "retries"
 
 
 class Source(Protocol):
@@ -223,7 +226,8 @@ class RankStream:
                     self.source.read_ahead([shard for near in windows[int(index) :][:2] for shard in near.shards])
                 places = self._places(window, int(first), int(last) + 1)
                 for part in self._parts(places, self.num_batches_per_output):
-                    yield self.read_places(window, part)
+                    batch = self.read_places(window, part)
+                    yield batch | {_RETRIES: _spread(RETRIES.take(), len(part))}
 
         context = DataContext.get_current()
         context.enable_progress_bars = False
@@ -239,7 +243,10 @@ class RankStream:
             concurrency=self.num_readers,
             resources=dict(self.reader_resources),
         )
-        yield from dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4)
+        for batch in dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4):
+            for text in filter(None, batch.pop(_RETRIES)):
+                RETRIES.receive(text)
+            yield batch
 
     def _read_batch(self, windows: list[Window], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""
@@ -280,3 +287,10 @@ class RankStream:
             shard, row = (int(value[0]) for value in self.plan.locate(window, [place]))
             names.append(self.source.name(shard, row))
         return names
+
+
+def _spread(text: str, num_items: int) -> np.ndarray:
+    """Return an array (n,) of strings whose first one is the text, and the others are empty."""
+    texts = np.zeros(num_items, dtype=f"<U{max(1, len(text))}")
+    texts[:1] = text
+    return texts

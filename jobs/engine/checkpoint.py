@@ -64,6 +64,8 @@ class RunState:
     """Step and scores of every validation so far."""
     order_version: int = 1
     """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
+    store_retries: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number of requests to object stores that were repeated, by store and reason (`pipelines.retries`)."""
 
 
 FRESH_STATE = RunState(

@@ -11,6 +11,7 @@ from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
 from jobs.engine.memory import Memory
+from pipelines.retries import count_all, count_by_reason
 
 _NAME_WIDTH = 13
 
@@ -68,6 +69,9 @@ def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: s
     if speed := outcome[f"{unit}_per_second"]:
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
         rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
+    if retries := outcome.get("store_retries"):
+        kinds = ", ".join(f"{number} {reason}" for reason, number in count_by_reason(retries).items())
+        rows.append(("repeated requests to object stores", f"{count_all(retries)} ({kinds})"))
     num_epochs = outcome["num_epochs"]  # None if the run ended before all of its data were prepared
     rows.append(
         ("steps, epochs", f"{outcome['num_steps']}, {'below 1' if num_epochs is None else f'{num_epochs:.2f}'}")

@@ -39,6 +39,7 @@ from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
+from pipelines.retries import with_own_retries
 from pipelines.storage import read_json, resolve, write_json
 
 
@@ -145,6 +146,7 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
         "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
         **data,
+        "store_retries": with_own_retries(result.get("store_retries", {})),  # This process has prepared the data.
         "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
         "temperature_verdict": verdict(result),
     }

@@ -29,6 +29,7 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
 from jobs.engine.seeds import seed_of
 from jobs.engine.stopping import StopRequests
+from jobs.engine.store_retries import StoreRetries
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
@@ -57,11 +58,9 @@ class TrainingLoop:
         state = FRESH_STATE
         if directory:
             check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
+            version = self.task.stream.plan.order_version
             state = read_state(
-                directory,
-                world_size=self.world_size,
-                zero_stage=config.workers.zero_stage,
-                order_version=self.task.stream.plan.order_version,
+                directory, world_size=self.world_size, zero_stage=config.workers.zero_stage, order_version=version
             )
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
@@ -98,6 +97,7 @@ class TrainingLoop:
                 self.metrics.resend(state.unsent_metrics)
                 if config.tracking.system_metrics:
                     self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
+        self.retries = StoreRetries(state.store_retries, group=self.host_group, progress=self.progress)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
         self.total, self.since_report = Pace(), Pace()
@@ -142,6 +142,7 @@ class TrainingLoop:
             "seconds_trained": self.seconds_before + self.total.seconds,
             f"{self.task.unit}_per_second": self.total.units_per_second if self.total.seconds else None,
             "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
+            "store_retries": self.retries.collect(),
             "peak_memory_gib": peak_memory_gib(),
             "world_size": self.world_size,
         }
@@ -198,6 +199,7 @@ class TrainingLoop:
 
     def _report_steps(self, statistics: Statistics | None) -> None:
         """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
+        self.retries.collect()
         losses = torch.stack(self.losses).double()
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
@@ -221,6 +223,7 @@ class TrainingLoop:
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
+            **self.retries.metrics(),
             **{f"learning_rate/{group['name']}": group["lr"] for group in groups},
         }
         peak = peak_flops_per_second(self.engine.device)
@@ -292,5 +295,6 @@ class TrainingLoop:
             unsent_metrics=self.metrics.unsent() if self.metrics else [],
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
+            store_retries=self.retries.totals,
         )
         save_checkpoint(self.engine, state, self._save_more, rank=self.rank, metrics={"step": self.step})

@@ -12,6 +12,7 @@ from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
 from jobs.engine.metrics import send_metrics
 from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
+from pipelines.retries import count_all
 from pipelines.storage import read_json, resolve, write_json
 
 
@@ -56,6 +57,8 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
         with tempfile.TemporaryDirectory() as local:
             pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
             final = {**outcome["validation"], **rivals.metrics(outcome)}
+            if num_retries := count_all(outcome.get("store_retries", {})):
+                final["store_retries"] = num_retries
             finish_run(
                 tracked,
                 status="FINISHED",

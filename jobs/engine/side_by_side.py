@@ -95,6 +95,7 @@ class SideBySideLoop(TrainingLoop):
         return {name: logger.unsent() for name, logger in self.loggers.items()}
 
     def _report_steps(self, statistics: Statistics | None) -> None:
+        self.retries.collect()
         losses = torch.stack(self.losses).double()  # (steps, members)
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
@@ -120,6 +121,7 @@ class SideBySideLoop(TrainingLoop):
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
+            **self.retries.metrics(),
         }
         engine: Any = self.engine
         for number, logger in enumerate(self.loggers.values()):

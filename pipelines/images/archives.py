@@ -32,6 +32,7 @@ from pipelines.images.samples import (
 )
 from pipelines.images.webdataset import webdataset_samples
 from pipelines.object_store import open_for_reading
+from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
@@ -80,8 +81,10 @@ def list_image_archives(uri: str) -> list[ImageArchive]:
     return groups
 
 
-def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None = None) -> Iterator[Item]:
-    """Stream the samples of one archive, in stored order, together with its problems and what is left out.
+def read_samples(
+    uri: str, archive: ImageArchive, captions: CaptionFile | None = None, *, part: Part = WHOLE
+) -> Iterator[Item]:
+    """Stream the samples of one archive, or of a part of it, in stored order, with the problems and what is left out.
 
     Without a caption file, samples are those of WebDataset: consecutive members of a tar whose names agree up to the
     last dot (see `pipelines.images.webdataset`), namely an image and a `.txt` or a `.json` with a field "captions" or
@@ -92,6 +95,8 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
         uri: the URI that `archive` was listed from.
         archive: one of `list_image_archives(uri)`.
         captions: captions by image path; required if the archive is a group of image files.
+        part: the part of a tar to read, one of `pipelines.images.units.divide_archive`. Reading all of them in order
+            yields what reading the whole tar does.
 
     Raises:
         OSError: if the archive cannot be opened or the filesystem fails.
@@ -102,15 +107,17 @@ def read_samples(uri: str, archive: ImageArchive, captions: CaptionFile | None =
         assert captions is not None
         yield from _read_files(filesystem, archive, captions)
         return
-    with open_for_reading(filesystem, archive.path) as stream:
+    with open_for_reading(filesystem, archive.path, stop=part.stop) as stream:
+        stream.seek(part.start)
+        members = tar_members(stream, start=part.start, stop=part.stop)
         if captions is not None:
-            yield from _read_named_images(tar_members(stream), name, captions)
+            yield from _read_named_images(members, name, captions)
             return
         is_empty = True
-        for item in webdataset_samples(tar_members(stream), name):
+        for item in webdataset_samples(members, name):
             is_empty = is_empty and isinstance(item, LeftOut)
             yield item
-        if is_empty:
+        if is_empty and part.is_whole:  # A tar that is divided holds several samples.
             detail = "no member is an image, a .txt or a .json"
             yield Problem(kind=SampleProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
 

@@ -23,11 +23,15 @@ from pipelines.images.decoding import ImageError, check_image
 from pipelines.images.manifest import INDEX_SCHEMA, CaptionReading, ImageManifest, ImageShard, open_index
 from pipelines.images.samples import TAR_BLOCK_BYTES, LeftOut, SampleProblemKind, TruncatedArchive
 from pipelines.losses import Losses, losses_name
+from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 
 ASSEMBLY = "assembly"
 """Base name of the file of losses that `assemble` writes (see `pipelines.losses.losses_name`)."""
+
+OTHER_KINDS = "other"
+"""Kind under which the remaining left-out members are counted, once there are too many kinds."""
 
 # Maximum number of distinct kinds of left-out members that are counted separately. A kind is a file suffix, so
 # without a limit a malicious tar could have as many kinds as members.
@@ -40,9 +44,15 @@ def index_name(number: int) -> str:
 
 
 def index_archive(
-    source: str, archive: ImageArchive, captions: CaptionFile | None, *, max_pixels: int, index: str
+    source: str,
+    archive: ImageArchive,
+    captions: CaptionFile | None,
+    *,
+    max_pixels: int,
+    index: str,
+    part: Part = WHOLE,
 ) -> dict[str, Any]:
-    """Read one archive, decode each of its images once, and write an index of the usable pairs.
+    """Read one archive, or a part of it, decode each of its images once, and write an index of the usable pairs.
 
     Args:
         source: the URI that the archive was listed from.
@@ -50,9 +60,10 @@ def index_archive(
         captions: captions by image path, or None if captions are stored with the images.
         max_pixels: images with more pixels are rejected.
         index: URI of the index file to write; lost samples are written to a file beside it (`pipelines.losses`).
+        part: the part of a tar to read (`pipelines.images.units`).
 
     Returns:
-        A JSON object with the fields of the archive's ImageShard and two more: `lost`, the keys of its unusable
+        A JSON object with the fields of the archive's (or part's) ImageShard and two more: `lost`, the keys of its unusable
         images, and `num_bytes_read`, how many bytes of a truncated or corrupt tar could be read (None for any other
         archive).
     """
@@ -66,9 +77,9 @@ def index_archive(
     digest = hashlib.blake2b(digest_size=8)
     name = relative(archive.path, resolve(source)[1])
     with Losses(losses_name(index)) as losses:
-        for item in read_samples(source, archive, captions):
+        for item in read_samples(source, archive, captions, part=part):
             if isinstance(item, LeftOut):
-                left_out[item.kind if item.kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else "other"] += 1
+                count_left_out(left_out, item.kind, 1)
                 continue
             if isinstance(item, Problem):
                 losses.add(archive.path, item, problems, examples)
@@ -86,12 +97,11 @@ def index_archive(
                 row = (item.key, num_images, caption, item.offset, len(item.data), item.member, zlib.crc32(item.data))
                 for column, value in zip(columns.values(), row, strict=True):
                     column.append(value)
-            digest.update(json.dumps([item.key, item.captions, len(item.data)]).encode())
-            digest.update(item.data)
+            hash_image(digest, item.key, item.captions, item.data)
             num_images += 1
 
     table = pa.table(columns, schema=INDEX_SCHEMA)
-    _write_table(index, table)
+    write_table(index, table)
     shard = ImageShard(
         file=index.rsplit("/", 1)[-1],
         archive=archive.path,
@@ -108,7 +118,19 @@ def index_archive(
     return asdict(shard) | {"lost": lost, "num_bytes_read": num_bytes_read}
 
 
-def _write_table(uri: str, table: pa.Table) -> None:
+def count_left_out(left_out: Counter[str], kind: str, number: int) -> None:
+    """Count members that are left out by kind, and as `OTHER_KINDS` if too many kinds have occurred before."""
+    left_out[kind if kind in left_out or len(left_out) < _NUM_KINDS_LEFT_OUT else OTHER_KINDS] += number
+
+
+def hash_image(digest: hashlib.blake2b, key: str, captions: Sequence[str], data: bytes) -> None:
+    """Add an image and its captions to the digest of a shard."""
+    digest.update(json.dumps([key, captions, len(data)]).encode())
+    digest.update(data)
+
+
+def write_table(uri: str, table: pa.Table) -> None:
+    """Write an index file."""
     filesystem, path = resolve(uri)
     with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

@@ -1,8 +1,8 @@
-"""Prepare image–text data: a Ray Data job that indexes archives and checks every image, with one task per archive.
+"""Prepare image–text data: a Ray Data job that indexes archives and checks every image, with one task per unit.
 
-Images are not copied. The name of the prepared directory contains a hash of everything that determines its content,
-so that preparing the same data again costs nothing, and an interrupted preparation continues with the remaining
-archives.
+A unit is an archive, or a part of a large tar (`pipelines.images.units`). Images are not copied. The name of the
+prepared directory contains a hash of everything that determines its content, so that preparing the same data again
+costs nothing, and an interrupted preparation continues with the remaining units.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from pipelines.images.archives import ImageArchive, list_image_archives
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS
-from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
+from pipelines.images.index import ASSEMBLY, assemble, index_name
 from pipelines.images.manifest import FORMAT_VERSION, ImageManifest
+from pipelines.images.units import IndexTask, choose_part_bytes, index_archives
 from pipelines.losses import list_losses, losses_name
 from pipelines.problems import check_problems
-from pipelines.recorded_tasks import run_recorded_tasks
 from pipelines.storage import resolve
 
 
@@ -61,6 +60,7 @@ def prepare_images(
     max_bad_share_field: str = "max_bad_share",
     losses: str = "",
     resources: Mapping[str, float] | None = None,
+    part_bytes: int | None = None,
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
@@ -73,6 +73,8 @@ def prepare_images(
         losses: path or URI of a file to list every lost sample in (`pipelines.losses`); it is also written if there
             are too many. If empty, no list is written.
         resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
+        part_bytes: number of stored bytes that complete a part of a tar; None: what suits the data and the cluster
+            (`choose_part_bytes`). The result does not depend on it.
 
     Raises:
         FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
@@ -88,25 +90,16 @@ def prepare_images(
         filesystem, path = resolve(directory)
         filesystem.create_dir(path, recursive=True)
 
-        def prepare(number: int) -> dict[str, Any]:
-            # The worker reads the caption file itself; `load` caches it, so that each worker process reads it only
-            # once.
-            named = CaptionFile.load(config.captions, config.splits) if config.captions else None
-            return index_archive(
-                config.source,
-                archives[number],
-                named,
-                max_pixels=config.max_pixels,
-                index=f"{directory}/{index_name(number)}",
-            )
-
+        task = IndexTask(
+            source=config.source,
+            archives=archives,
+            captions=config.captions,
+            splits=config.splits,
+            max_pixels=config.max_pixels,
+            directory=directory,
+        )
         manifest = assemble(
-            run_recorded_tasks(
-                prepare,
-                [f"archive-{number:05d}" for number in range(len(archives))],
-                directory,
-                resources=resources,
-            ),
+            index_archives(task, part_bytes=part_bytes or choose_part_bytes(archives), resources=resources),
             captions,
             directory=directory,
             source=config.source,

@@ -105,8 +105,8 @@ def webdataset_samples(members: Members, name: str) -> Iterator[Item]:
             if info.isdir():
                 continue
             key, suffix = _split_name(info.name)
-            role = "image" if suffix in IMAGE_SUFFIXES else suffix
-            if role not in ("image", "txt", "json"):
+            role = _role_of(suffix)
+            if role is None:
                 yield LeftOut(kind=f".{suffix}" if suffix else "no suffix")
                 continue
             if (group_key := _cut_at_first_dot(key)) != group.key:
@@ -118,6 +118,20 @@ def webdataset_samples(members: Members, name: str) -> Iterator[Item]:
         yield report_truncated(name, error, end)
     else:
         yield from group.close()
+
+
+def group_of(info: tarfile.TarInfo) -> str | None:
+    """Return the WebDataset key of a member (its name up to the first dot); None if it can belong to no sample."""
+    if info.isdir():
+        return None
+    key, suffix = _split_name(info.name)
+    return None if _role_of(suffix) is None else _cut_at_first_dot(key)
+
+
+def _role_of(suffix: str) -> str | None:
+    """Return what a member with this suffix is in a sample: "image", "txt", "json", or None for nothing."""
+    role = "image" if suffix in IMAGE_SUFFIXES else suffix
+    return role if role in ("image", "txt", "json") else None
 
 
 def _split_name(name: str) -> tuple[str, str]:

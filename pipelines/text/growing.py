@@ -21,6 +21,7 @@ from ray.actor import ActorHandle
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.recorded_tasks import read_records
+from pipelines.retries import RETRIES
 from pipelines.storage import compute_digest, read_json
 from pipelines.text.manifest import Layout, Manifest, ShardEntry, archive_from_json, make_row_keys
 from pipelines.text.part_preparer import GrowingSettings, PartPreparer
@@ -174,7 +175,9 @@ class GrowingPlan(StreamPlan):
         """
         if number not in self.known:
             try:
-                self.known[number] = ray.get(self.parts.preparer.wait_for.remote(number))
+                preparer = self.parts.preparer
+                self.known[number] = ray.get(preparer.wait_for.remote(number))
+                RETRIES.receive(ray.get(preparer.take_retries.remote()))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
         return list(enumerate(self.known[number], start=number * _MAX_SHARDS_PER_PART))

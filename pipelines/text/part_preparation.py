@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 
 from pipelines.archives import Archive
 from pipelines.losses import Losses, losses_name
+from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem, note
 from pipelines.storage import resolve
 from pipelines.text.manifest import ArchiveEntry, Layout, ShardEntry
-from pipelines.text.parts import WHOLE, Part, list_parts
+from pipelines.text.parts import list_parts
 from pipelines.text.reading import Document, read_documents
 
 _NUM_BATCHES_PER_SHARD = 16  # The layouts yield record batches of up to 256 rows.

@@ -12,6 +12,7 @@ import ray
 from pipelines.plan import StreamPlan
 from pipelines.problems import check_problems
 from pipelines.recorded_tasks import read_records
+from pipelines.retries import RETRIES
 from pipelines.storage import write_json
 from pipelines.text.manifest import ArchiveEntry, archive_from_json
 from pipelines.text.part_preparation import PartTask
@@ -87,6 +88,10 @@ class PartPreparer:
         self._check()
         return [shard.num_rows for shard in self._entries[part].shards]
 
+    def take_retries(self) -> str:
+        """Return what was counted of repeated requests since the last call (`pipelines.retries.Retries.take`)."""
+        return RETRIES.take()
+
     def _start_parts(self) -> None:
         """Start to prepare every part that is wanted, or will be soon, unless this was done."""
         for part in self._order[: self._num_wanted + self._settings.num_parts_ahead]:
@@ -100,9 +105,10 @@ class PartPreparer:
     async def _prepare(self, part: int) -> None:
         settings = self._settings
         try:
-            record = await _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources).remote(
+            record, retries = await _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources).remote(
                 self._shared_task, part
             )
+            RETRIES.receive(retries)
             self._entries[part] = archive_from_json(record)
             if len(self._entries) == len(self._order):
                 finish_manifest(self._task, self._list_entries())
@@ -125,11 +131,11 @@ class PartPreparer:
 
 
 @ray.remote
-def _run_part(task: PartTask, part: int) -> dict[str, Any]:
-    """Prepare a part and write its record."""
+def _run_part(task: PartTask, part: int) -> tuple[dict[str, Any], str]:
+    """Prepare a part and write its record; return it, and what was counted of repeated requests (`Retries.take`)."""
     record = task.run(part)
     write_json(f"{task.directory}/{task.parts[part].name}.json", record)
-    return record
+    return record, RETRIES.take()
 
 
 def order_parts(seed: int, num_parts: int) -> list[int]:

@@ -8,9 +8,9 @@ Parquet file. A compressed JSON lines file is one part, because it can only be d
 from __future__ import annotations
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import pyarrow as pa
@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from pipelines.archives import Archive, ArchiveFormat
+from pipelines.parts import WHOLE, Part, divide_tar, make_parts
 from pipelines.storage import resolve
-from pipelines.tars import tar_members
 
 PART_BYTES = 8 * 2**20
 """Number of stored bytes that complete a part. An archive that is not larger is one part."""
@@ -28,27 +28,6 @@ PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """Errors by which a damaged Parquet file shows; the third, because the name of a column may be damaged too."""
 
 _NUM_THREADS = 16
-# A header of a tar, with an extended one of the usual size: what one step from member to member reads.
-_HEADER_BYTES = 2**14
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Range of an archive; its unit is bytes, or row groups for a Parquet file."""
-
-    start: int = 0
-    """Where the part begins: for a tar, a header; in a file of lines, any byte (`pipelines.text.lines`)."""
-    stop: int | None = None
-    """Where the next part begins. None for the last part, which reports how the archive ends."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the whole archive."""
-        return self.start == 0 and self.stop is None
-
-
-WHOLE = Part()
-"""The whole of an archive."""
 
 
 def list_parts(uri: str, archives: Sequence[Archive], *, part_bytes: int = PART_BYTES) -> list[list[Part]]:
@@ -76,33 +55,28 @@ def _divide(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> lis
     if archive.format is ArchiveFormat.JSONL:
         starts: list[int] = [*range(0, archive.num_bytes, part_bytes)]
     elif archive.format is ArchiveFormat.TAR:
-        starts = list(_divide_tar(filesystem, part_bytes, archive))
+        starts = _divide_tar(filesystem, part_bytes, archive)
     elif archive.format is ArchiveFormat.PARQUET:
         starts = list(_divide_parquet(filesystem, part_bytes, archive))
     else:
         return [WHOLE]
-    return [Part(start=start, stop=stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+    return make_parts(starts)
 
 
-def _divide_tar(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> Iterator[int]:
-    """Yield where the headers lie that parts begin with; the first one is 0.
+def _divide_tar(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> list[int]:
+    """Return where the headers lie that parts begin with; the first one is 0.
 
-    A tar is not divided if a global header applies to its members, or if a name occurs twice: the records of both
-    members are counted on, so that their keys are unique, which takes reading them in order.
+    A tar is not divided if a name occurs twice: the records of both members are counted on, so that their keys are
+    unique, which takes reading them in order.
     """
-    starts, names = [0], set[str]()
-    with filesystem.open_input_file(archive.path) as file:
-        try:
-            for info, _ in tar_members(file, buffer_bytes=_HEADER_BYTES):
-                if info.name in names or info.pax_headers:
-                    starts = [0]
-                    break
-                names.add(info.name)
-                if info.offset - starts[-1] >= part_bytes:
-                    starts.append(info.offset)
-        except tarfile.TarError:
-            pass  # The part that holds the damage reports it.
-    yield from starts
+    names = Counter[str]()
+
+    def may_begin(info: tarfile.TarInfo) -> bool:
+        names[info.name] += 1
+        return True
+
+    starts = divide_tar(filesystem, archive.path, part_bytes, may_begin)
+    return starts if len(names) == names.total() else [0]
 
 
 def _divide_parquet(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> Iterator[int]:

@@ -26,11 +26,12 @@ import pyarrow.parquet as pq
 from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of
 from pipelines.decompression import DamagedError, Readable, decompress
 from pipelines.object_store import open_for_reading
+from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
 from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
-from pipelines.text.parts import PARQUET_ERRORS, WHOLE, Part
+from pipelines.text.parts import PARQUET_ERRORS
 
 PARQUET_ROWS_PER_BATCH = 8  # Each row may have MAX_RECORD_BYTES; batches of 64 rows are less than twice as fast.
 _NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -92,6 +94,31 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(
     other = prepare(shards, tmp_path)
     assert other.directory != first.directory
     assert other.num_pairs == first.num_pairs + 3
+
+
+def test_tars_in_parts_give_the_same_data_and_an_interrupted_preparation_goes_on_with_the_parts_that_are_left(
+    cluster: dict[str, str], shards: Path, tmp_path: Path
+) -> None:
+    config = PrepareImagesConfig(source=str(shards), max_bad_share=0.5)
+    whole = prepare_images(config, str(tmp_path / "whole"))
+    directory = tmp_path / "parts" / Path(whole.directory).name
+    for part_bytes in (1500, 4000):
+        parts = prepare_images(config, str(tmp_path / "parts"), part_bytes=part_bytes)
+        assert dataclasses.replace(parts, directory=whole.directory) == whole
+        for name in [f"index-{number:05d}.arrow" for number in range(5)]:
+            for file in (name, f"{name}.losses.jsonl"):
+                assert (directory / file).read_bytes() == (Path(whole.directory) / file).read_bytes()
+        # The job is killed while the first tar is indexed, and goes on with other units in mind.
+        names = sorted(path.name for path in directory.glob("part-00000-*.json"))
+        assert len(names) > 2
+        for name in ("manifest.json", "archive-00000.json", "index-00000.arrow", names[0], names[-1]):
+            (directory / name).unlink()
+        times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+        again = prepare_images(config, str(tmp_path / "parts"), part_bytes=10**9)
+        assert again == parts
+        changed = {path.name for path in directory.glob("*.json") if times.get(path.name) != path.stat().st_mtime_ns}
+        assert changed == {"manifest.json", "archive-00000.json", names[0], names[-1]}
+        shutil.rmtree(directory)
 
 
 def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(

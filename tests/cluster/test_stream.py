@@ -1,7 +1,10 @@
-"""Test how much computing time a stream takes from the process that trains on it, and what it fetches ahead."""
+"""Test how much computing time a stream takes from the process that trains on it, what it fetches ahead, and
+that what its tasks count of repeated requests arrives."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from ray.data import DataContext, ExecutionResources
 from jobs.engine.cluster import check_placement
 from pipelines.plan import StreamPlan
 from pipelines.recorded_tasks import run_recorded_tasks
+from pipelines.retries import RETRIES
 from pipelines.stream import Batch, Patience, RankStream
 
 pytestmark = pytest.mark.cluster
@@ -126,3 +130,52 @@ def test_tasks_that_prepare_and_read_take_the_resources_of_their_nodes(cluster: 
     check_placement("data.reader_resources", {})
     with pytest.raises(ValueError, match=r"data.reader_resources = reader=0.5, but no node .* \(largest: reader=0\)"):
         check_placement("data.reader_resources", {"reader": 0.5})
+
+
+REASONS = ["slow_down", "network_connection"]
+
+
+class Failing:
+    """Repeats a request for every item, and two for the items of odd shards."""
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        for shard in shards:
+            for reason in REASONS[: 1 + shard % 2]:
+                RETRIES.add(f"s3://bucket-{epoch}", reason)
+        return {"digest": rows}
+
+    def name(self, shard: int, row: int) -> str:
+        return f"{shard}/{row}"
+
+
+@pytest.mark.parametrize("num_readers", [0, 2])
+def test_what_readers_count_arrives_with_the_batches(cluster: dict[str, str], num_readers: int) -> None:
+    RETRIES.take()
+    plan = StreamPlan(shard_sizes=(8, 8, 16), seed=0, window_size=8)
+    for rank in range(2):
+        stream = RankStream(
+            source=Failing(), plan=plan, batch_size=4, rank=rank, world_size=2, num_readers=num_readers,
+            num_batches_per_task=2, num_batches_per_output=1,
+        )  # fmt: skip
+        batches = list(stream.batches(0, 64))
+        assert all(set(batch) == {"digest", "place"} for batch in batches)
+        assert sum(len(batch["place"]) for batch in batches) == 32
+    epoch = {"slow_down": 32, "network_connection": 8}
+    assert json.loads(RETRIES.take()) == {"s3://bucket-0": epoch, "s3://bucket-1": epoch}
+
+
+def test_what_preparing_tasks_count_arrives_and_is_said(
+    cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(number: int) -> dict[str, int]:
+        for _ in range(number):
+            RETRIES.add("s3://bucket", "slow_down")
+        return {"number": number}
+
+    RETRIES.take()
+    entries = run_recorded_tasks(prepare, [f"unit-{number}" for number in range(5)], str(tmp_path))
+    assert entries == [{"number": number} for number in range(5)]
+    assert json.loads(RETRIES.take()) == {"s3://bucket": {"slow_down": 10}}
+    said = [line for line in capsys.readouterr().err.splitlines() if "were repeated" in line]
+    assert len(said) == 1
+    assert re.search(r": \d+ to s3://bucket \(last reason: slow_down\); \d+ so far$", said[0])

@@ -17,6 +17,8 @@ from process_support import run_together
 from s3_support import ObjectStore
 
 from pipelines.block_cache import BlockCache
+from pipelines.images.archives import list_image_archives
+from pipelines.images.units import divide_archive
 from pipelines.object_store import BLOCK_BYTES, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
 from pipelines.tars import tar_members
@@ -142,6 +144,25 @@ def test_members_of_a_tar_in_a_bucket(store: ObjectStore) -> None:
             assert member.read(info.size) == np.random.default_rng(number).bytes(2**19)
     counts = store.counts()
     assert counts.num_bytes <= len(buffer.getvalue())
+    assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
+
+
+def test_a_tar_in_a_bucket_is_divided_as_a_local_one_in_large_requests(store: ObjectStore, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "small.tar", "w") as tar:
+        for number in range(300):
+            for suffix, size in (("jpg", 2**16 + number), ("txt", 40)):
+                info = tarfile.TarInfo(f"{number}.{suffix}")
+                info.size = size
+                tar.addfile(info, io.BytesIO(bytes(size)))
+    store.upload(tmp_path, "bucket/tars")
+    store.behave()
+    uri = "s3://bucket/tars/small.tar"
+    (local,), (remote,) = list_image_archives(str(tmp_path / "small.tar")), list_image_archives(uri)
+    parts = divide_archive(uri, remote, 2**20)
+    assert parts == divide_archive(str(tmp_path / "small.tar"), local, 2**20)
+    assert len(parts) > 15
+    counts = store.counts()
+    assert counts.num_bytes <= 1.05 * local.num_bytes
     assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
 
 

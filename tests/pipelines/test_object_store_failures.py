@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
 from pipelines.object_store import BLOCK_BYTES, TRAFFIC, RemoteObject, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
+from pipelines.retries import RETRIES, count_all, count_by_reason
 from pipelines.storage import read_json, write_json
 from tests.pipelines.stored_contents import CONTENTS, expected, path, random_ranges
 
@@ -32,13 +34,19 @@ def test_requests_that_fail_lose_nothing(store: ObjectStore, tmp_path: Path, sha
 
 def test_retries_are_counted_and_end(store: ObjectStore) -> None:
     remote = RemoteObject(store.filesystem, path("small"))
-    before = TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes
+    before = RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes
     assert remote.read(0, 1000) == CONTENTS["small"]
-    assert (TRAFFIC.num_retries, TRAFFIC.num_gets, TRAFFIC.num_bytes) == (before[0], before[1] + 1, before[2] + 1000)
+    assert (RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes) == (before[0], before[1] + 1, before[2] + 1000)
+    RETRIES.take()
     store.behave(share_failing=1.0)
     with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
         remote.read(0, 1000)
-    assert TRAFFIC.num_retries - before[0] == 7
+    assert RETRIES.num_total - before[0] == 7
+    counts = json.loads(RETRIES.take())
+    assert counts.keys() == {f"s3://bucket at 127.0.0.1:{store.port}"}
+    assert count_all(counts) == 7
+    assert set(count_by_reason(counts)) <= {"slow_down", "service_unavailable", "network_connection"}
+    assert RETRIES.take() == ""
     assert store.counts().num_failed >= 8
 
 
@@ -46,12 +54,12 @@ def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: P
     reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
     assert reader.read([ByteRange(path("rest"), 0, 10)]) == [CONTENTS["rest"][:10]]
     store.behave(gone="rest")
-    retries = TRAFFIC.num_retries
+    retries = RETRIES.num_total
     with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
         reader.read([ByteRange(path("rest"), 2 * BLOCK_BYTES, 10)])
     with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
         open_for_reading(store.filesystem, path("rest"))
-    assert TRAFFIC.num_retries == retries
+    assert RETRIES.num_total == retries
 
 
 @pytest.mark.parametrize("call", [list_archives, read_json, lambda uri: write_json(uri, {})])
