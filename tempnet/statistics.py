@@ -209,6 +209,24 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
     return (ranks[0] @ ranks[1]) / (norms[0] * norms[1]) if bool((norms > 0).all()) else ranks.new_zeros(())
 
 
+def spearman_interval(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Return Spearman's rank correlation of two samples (N,), and the half-width of its 95 % interval.
+
+    The interval is that of Fisher's z = artanh r with the standard error √((1 + r²/2)/(N − 3)) (Bonett and Wright, 2000,
+    Psychometrika 65), carried back to r; of its two ends the one farther from r counts.
+
+    Raises:
+        ValueError: if there are fewer than 4 values.
+    """
+    if len(x) < 4:
+        raise ValueError(f"a rank correlation with an interval needs 4 values, not {len(x)}")
+    r = float(spearman(x, y))
+    inside = max(-1 + 1e-12, min(1 - 1e-12, r))
+    error = 1.96 * math.sqrt((1 + inside**2 / 2) / (len(x) - 3))
+    ends = [math.tanh(math.atanh(inside) + sign * error) for sign in (-1, 1)]
+    return r, max(abs(end - r) for end in ends)
+
+
 def _mean_ranks(x: Tensor) -> Tensor:
     """Return ranks 0 … N−1 in float64; equal values have the mean of their ranks."""
     _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)

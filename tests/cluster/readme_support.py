@@ -43,6 +43,7 @@ RUN_BY = {
     "jobs.calibrate tau-max *": "test_readme_text.py::test_generating",
     "jobs.playground *": "../jobs/scoring/test_playground.py::test_the_command_serves_until_ctrl_c",
     "jobs.evaluate_lm *": "test_readme_text.py::test_evaluating",
+    "jobs.analyse subjectivity *": "test_readme_text.py::test_analysing_groups_of_texts",
     "jobs.prepare_text *": "test_readme_text.py::test_preparing_text",
     "jobs.predict_temperatures * --text *": "test_readme_text.py::test_predicting_temperatures_of_texts",
     "jobs.reproduce *": "test_readme_text.py::test_reproducing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -105,6 +106,34 @@ def test_predicting_temperatures_of_texts(home: Path, reference: dict[str, Any])
     rows = [row for part in (home / "temperatures").glob("part-*.parquet") for row in pq.read_table(part).to_pylist()]
     assert len(rows) == 3 * 20  # The command takes 20 documents of each of 3 archives.
     assert all(0.001 <= row["tau_mean"] <= 2.0 for row in rows)
+
+
+def test_analysing_groups_of_texts(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "subjqa").mkdir()
+    with (home / "subjqa" / "test.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "human_ans_spans", "question_subj_level", "answer_subj_level"])
+        for number in range(40):
+            answer = "ANSWERNOTFOUND" if number % 8 == 7 else f"abc def {number}"
+            writer.writerow([f"ab cd ef{number}?", answer, 1 + number % 5, 1])
+    for _ in range(2):
+        run_line(*lines_like("jobs.analyse subjectivity *"))
+    shown = capsys.readouterr().out
+    assert shown.count("35 records; left out: 5 without an answer") == 2
+    assert "1 of 1 archives are complete" in shown  # The second time the model reads nothing.
+    values = json.loads((home / "runs" / "subjectivity" / "results.json").read_text())
+    assert [row["group"] for row in values["groups"]] == ["5, least subjective", "4", "3", "2", "1, most subjective"]
+    rows = pq.read_table(home / "runs" / "subjectivity" / "temperatures").to_pylist()
+    assert values["tau_mean"] == pytest.approx(sum(row["tau_mean"] for row in rows) / 35)
+    assert (home / "runs" / "subjectivity" / "groups.png").stat().st_size > 5000
+    client = MlflowClient(f"sqlite:///{home}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("analyses").experiment_id])
+    assert run.data.metrics["spearman"] == pytest.approx(values["spearman"]["mean"])
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "groups.png",
+        "results.json",
+        "results.md",
+    }
 
 
 def test_reproducing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

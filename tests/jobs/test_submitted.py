@@ -21,7 +21,7 @@ PRESETS = {
     "reproduce": "T4",
 }
 """Maps each job that has presets to one of them."""
-OTHERS = ("calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "export", "generate", "playground",
+OTHERS = ("analyse", "calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "export", "generate", "playground",
           "predict_temperatures", "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit")  # fmt: skip
 """These jobs have no presets."""
 

@@ -75,3 +75,8 @@ def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--images", "--help"])
     assert exit.value.code == 0
     assert "--with-embeddings" in capsys.readouterr().out
+
+
+def test_a_label_needs_a_page() -> None:
+    with pytest.raises(ValueError, match="label = n is shown on the page only: html must name a file"):
+        PredictPairTemperaturesConfig(model="m", images="i", output="o", label="n")

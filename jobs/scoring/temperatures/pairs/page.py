@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import prepare_images
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_bytes
-from tempnet.statistics import spearman
+from tempnet.statistics import spearman_interval
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -37,28 +36,6 @@ _EXPLANATION = """A temperature says how hard the loss of a sample pushes away t
 the optimum of the robust loss the weights of the contrasts diverge equally from uniform ones for every sample. Where ρ is
 small, samples with many close contrasts, such as those of frequent concepts, get a high τ; where ρ is large, they get the
 lowest, because no τ can make so many equal contrasts differ (docs/method.md)."""
-
-
-def correlate(tau: np.ndarray, label: np.ndarray) -> tuple[float, float]:
-    """Return Spearman's rank correlation of τ and a label, and the half-width of its 95 % interval over pairs.
-
-    The interval is that of Fisher's z with the standard error √((1 + r²/2)/(n − 3)) (Bonett and Wright, 2000), carried
-    back to r at the end that is farther from 0 in z.
-
-    Args:
-        tau: temperatures (n,).
-        label: numbers (n,).
-
-    Raises:
-        ValueError: if there are fewer than 4 pairs.
-    """
-    if len(tau) < 4:
-        raise ValueError(f"a rank correlation with an interval needs 4 pairs, and {len(tau)} have the label")
-    r = float(spearman(torch.from_numpy(tau.astype(np.float64)), torch.from_numpy(label.astype(np.float64))))
-    r_inside = max(-1 + 1e-12, min(1 - 1e-12, r))
-    error = 1.96 * math.sqrt((1 + r_inside**2 / 2) / (len(tau) - 3))
-    ends = [math.tanh(math.atanh(r_inside) + sign * error) for sign in (-1, 1)]
-    return r, max(abs(end - r) for end in ends)
 
 
 def write_pair_page(
@@ -90,7 +67,10 @@ def write_pair_page(
         has_label = np.array([key in numbers for key in keys])
         values = np.array([numbers[key] for key in keys if key in numbers])
         tau = {name: table[name].to_numpy()[has_label].astype(np.float64) for name in _MODALITIES}
-        correlations = {_MODALITIES[name]: correlate(tau[name], values) for name in _MODALITIES}
+        labels = torch.from_numpy(values)
+        correlations = {
+            _MODALITIES[name]: spearman_interval(torch.from_numpy(tau[name]), labels) for name in _MODALITIES
+        }
         sections.append(_label_section(label, values, tau, correlations))
     sections += [_example_section(name, table, manifest, settings) for name in _MODALITIES]
     write_bytes(path, _page(f"Temperatures of {settings.images.source}", sections).encode())

@@ -95,7 +95,7 @@ def _figure_6_left(scale: Scale) -> tuple[Study, ...]:
         "SubjQA: mean τ of question and answer by subjectivity",
         {"llama2-chat-7b-frozen": "LLaMA-2 Chat 7B"},
         PaperTable(columns=(), rows={}),
-        ("`python -m jobs.predict_temperatures --model EXPORT --text subjqa.jsonl --output TABLE`, a row a question",),
+        ("`python -m jobs.analyse subjectivity --model EXPORT --data SubjQA --output DIR`",),
     )
 
 
@@ -105,9 +105,7 @@ def _figure_6_right(scale: Scale) -> tuple[Study, ...]:
         "Alpaca: mean τ of instructions by root verb",
         {"llama2-chat-7b-frozen": "LLaMA-2 Chat 7B"},
         PaperTable(columns=(), rows={}),
-        (
-            "`python -m jobs.predict_temperatures --model EXPORT --text alpaca.jsonl --output TABLE`, a row an instruction",
-        ),
+        ("`python -m jobs.analyse instructions --model EXPORT --data alpaca_data.json --output DIR`",),
     )
 
 

@@ -1,0 +1,1 @@
+"""Analyses: what the temperatures of a trained network say about groups of texts."""

@@ -1,0 +1,190 @@
+"""The job: records → a text archive → temperatures of every record → figures of the groups, a picture and MLflow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from jobs.engine.export import open_export
+from jobs.engine.identity import flatten
+from jobs.engine.tables import markdown_table
+from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
+from jobs.scoring.analyses.config import Analysis
+from jobs.scoring.analyses.records import Records
+from jobs.scoring.temperatures.tables import existing_parts
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts.job import predict_archives
+from jobs.scoring.temperatures.texts.settings import claim_output, record_digest, resolve_settings
+from pipelines.storage import join, resolve, write_bytes
+from tempnet.statistics import spearman_interval
+
+RESULTS_FILE = "results.json"
+TABLE_FILE = "results.md"
+PICTURE_FILE = "groups.png"
+RECORDS_FILE = "records.jsonl"
+TEMPERATURES_DIRECTORY = "temperatures"
+
+
+def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
+    """Run or continue an analysis, print its table, and return the figures.
+
+    Args:
+        config: the model and the places of data and results.
+        records: the records to compare.
+        title: name of the analysis, for the picture and MLflow.
+
+    Raises:
+        ValueError, OSError: before any work starts, if model, TempNet and records do not fit together.
+        ScoringFailedError, TooManyProblemsError: see `predict_archives`.
+    """
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
+    output = config.output if "://" in config.output else resolve(config.output)[1]
+    filesystem, path = resolve(output)
+    filesystem.create_dir(path, recursive=True)
+    lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
+    write_bytes(join(output, RECORDS_FILE), lines.encode())
+    settings, archives = resolve_settings(
+        PredictTemperaturesConfig(
+            model=config.model,
+            tempnet=config.tempnet,
+            text=join(output, RECORDS_FILE),
+            context_length=config.context_length,
+            batch_size=config.batch_size,
+            precision=config.precision,
+            with_entropy=False,
+            max_bad_share=config.max_bad_share,
+            workers=config.workers,
+        )
+    )
+    temperatures = join(output, TEMPERATURES_DIRECTORY)
+    record = settings.record(archives) | {"records": record_digest({"lines": lines})}
+    claim_output(temperatures, record)
+    predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
+    groups, tau = _match(records, read_means(temperatures))
+    values = figures(records, groups, tau) | {"title": title, "settings": record}
+    with open_export(output) as directory:
+        (directory / RESULTS_FILE).write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        (directory / TABLE_FILE).write_text(table(values) + "\n")
+        plot(values, directory / PICTURE_FILE)
+        if uri:
+            with survive_outage("the analysis"):
+                tracked = open_run(
+                    uri=uri,
+                    experiment=config.tracking.experiment,
+                    name=title,
+                    directory=f"{output}#{record_digest(record)}",
+                    parameters=flatten(config),
+                    tags={},
+                    data_sets={"evaluation": ("text", record_digest(record), config.data)},
+                )
+                metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
+                if values["spearman"]:
+                    metrics["spearman"] = values["spearman"]["mean"]
+                finish_run(tracked, status="FINISHED", artifacts=directory, metrics=metrics, note=table(values))
+    print(f"\n{table(values)}\n\n{conclusion(values)}\n{output}/{RESULTS_FILE}, {TABLE_FILE} and {PICTURE_FILE}")
+    return values
+
+
+def read_means(output: str) -> dict[int, float]:
+    """Return number of the record → mean τ of its tokens, from the tables of a prediction; empty records are absent."""
+    filesystem, path = resolve(output)
+    tables = [
+        pq.read_table(f"{path}/{name}", filesystem=filesystem, columns=["key", "tau_mean"])
+        for name in sorted(existing_parts(output))
+    ]
+    if not tables:
+        return {}
+    columns = pa.concat_tables(tables).to_pydict()
+    pairs = zip(columns["key"], columns["tau_mean"], strict=True)
+    return {int(key.rpartition(":")[2]): tau for key, tau in pairs if tau is not None and math.isfinite(tau)}
+
+
+def figures(records: Records, groups: Sequence[str], tau: np.ndarray) -> dict[str, Any]:
+    """Return the figures of all groups, each mean with its 95 % half-width over records.
+
+    Args:
+        records: names and order of the groups, and what was left out.
+        groups: group of every record (n).
+        tau: mean τ of every record (n,).
+    """
+    rows = []
+    names = np.array(groups)
+    for group in records.groups:
+        values = tau[names == group]
+        if len(values):
+            half = 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+            rows.append({"group": group, "num_records": len(values), "mean": float(values.mean()), "half_width": half})
+    correlation = None
+    if records.has_order:
+        positions = {group: number for number, group in enumerate(records.groups)}
+        order = torch.tensor([positions[group] for group in groups], dtype=torch.float64)
+        r, half = spearman_interval(torch.from_numpy(tau), order)
+        correlation = {"mean": r, "half_width": half}
+    return {
+        "groups": rows,
+        "num_records": len(tau),
+        "tau_mean": float(tau.mean()),
+        "spearman": correlation,
+        "left_out": dict(records.left_out),
+    }
+
+
+def conclusion(values: dict[str, Any]) -> str:
+    """Return one line that says whether τ differs between the groups."""
+    left_out = ", ".join(f"{count} {reason}" for reason, count in values["left_out"].items()) or "none"
+    counts = f"{values['num_records']} records; left out: {left_out}"
+    if correlation := values["spearman"]:
+        r, half = correlation["mean"], correlation["half_width"]
+        word = "τ rises" if r > half else "τ falls" if r < -half else "no trend of τ can be seen"
+        return f"{word} from the first group to the last: Spearman {r:+.3f} ± {half:.3f}. {counts}"
+    ordered = sorted(values["groups"], key=lambda row: row["mean"])
+    low, high = ordered[0], ordered[-1]
+    return (
+        f"lowest {low['group']} {low['mean']:.3f} ± {low['half_width']:.3f}, highest {high['group']} "
+        f"{high['mean']:.3f} ± {high['half_width']:.3f} (each interval is that of one group alone). {counts}"
+    )
+
+
+def table(values: dict[str, Any]) -> str:
+    """Return a Markdown table with a row for each group: records, and mean τ with its 95 % interval."""
+    rows = [["group", "records", "mean τ"]]
+    ordered = values["groups"] if values["spearman"] else sorted(values["groups"], key=lambda row: -row["mean"])
+    rows += [[row["group"], f"{row['num_records']}", f"{row['mean']:.4f} ± {row['half_width']:.4f}"] for row in ordered]
+    return markdown_table(rows)
+
+
+def plot(values: dict[str, Any], path: Path) -> None:
+    """Plot the mean τ of every group with its 95 % interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = values["groups"] if values["spearman"] else sorted(values["groups"], key=lambda row: row["mean"])
+    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.3 * len(rows)), layout="constrained")
+    places = range(len(rows))
+    means, halves = (
+        [row["mean"] for row in rows],
+        [0.0 if math.isnan(row["half_width"]) else row["half_width"] for row in rows],
+    )
+    axes.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
+    axes.set_yticks(list(places), [f"{row['group']} ({row['num_records']})" for row in rows])
+    axes.axvline(values["tau_mean"], color="black", linestyle="--", linewidth=0.8, label="mean of all records")
+    axes.set(xlabel="mean τ of a record, 95 % interval over records", title=values["title"])
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _match(records: Records, means: dict[int, float]) -> tuple[list[str], np.ndarray]:
+    """Return the groups and mean τ of the records that have one, in order."""
+    numbers = sorted(means)
+    return [records.records[number].group for number in numbers], np.array([means[number] for number in numbers])
