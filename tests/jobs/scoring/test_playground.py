@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -26,6 +27,7 @@ from jobs.scoring.playground.server import make_server
 from jobs.scoring.playground.streams import Playground
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
+from tests.jobs.scoring.browser_support import CHROMIUM, open_page
 
 ROOT = Path(__file__).parents[3]
 QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
@@ -159,6 +161,44 @@ def test_the_page_asks_nobody_else(server: ThreadingHTTPServer) -> None:
     assert json.loads(get(server, "/about")[2])["tau_max"] == 2.0
     assert get(server, "/else")[0] == 404
     assert get(server, "/about", Host="example.org")[0] == 403
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    """Tokens appear one after the other, a hovered one shows what it was drawn from, and moving τ_max generates again."""
+    home = f"http://127.0.0.1:{server.server_port}/"
+    taus = "[...document.querySelectorAll('#tempnet span')].map(span => Number(span.dataset.tau))"
+    has_ended = f"source === null && {taus}.length > 0"
+
+    async def visit() -> None:
+        async with open_page(home, tmp_path / "profile") as page:
+            await page.wait_for("document.readyState === 'complete' && at('tau_max_value').textContent !== ''")
+            assert await page.run("document.querySelectorAll('#texts span').length") == 0
+            for field in ("prompt", "num_tokens", "constant", "min_p", "seed"):
+                await page.run(f"at('{field}').value = {json.dumps(QUERY[field])}")
+            await page.run("at('start').click()")
+            await page.wait_for(has_ended)
+            tau_max = float(await page.run("at('tau_max').value"))
+            streamed = [data["tempnet"] for name, data in events(server, tau_max=tau_max) if name == "tokens"]
+            assert await page.run(taus) == pytest.approx([token["tau"] for token in streamed], abs=1e-4)
+            assert await page.run("document.querySelectorAll('#texts section').length") == 3
+            assert f"{len(streamed)} tokens, mean τ " in await page.run("at('mean_tempnet').textContent")
+
+            await page.hover("#tempnet span")
+            hovered = await page.run(
+                "[...document.querySelectorAll('#hover td:nth-child(2)')].map(cell => Number(cell.textContent))"
+            )
+            assert hovered == pytest.approx([share for _, share in streamed[0]["alternatives"]], abs=1e-4)
+            if folder := os.environ.get("TEMPNET_SCREENSHOTS"):
+                await page.screenshot(Path(folder) / "playground.png")
+
+            await page.run("at('tau_max').value = 0.5; at('tau_max').dispatchEvent(new Event('change'))")
+            await page.wait_for(has_ended)
+            assert max(await page.run(taus)) <= 0.5
+            assert [url for url in page.requested if not url.startswith(home)] == []
+            assert sum("generate?" in url for url in page.requested) == 2
+
+    asyncio.run(visit())
 
 
 def test_the_command_serves_until_ctrl_c(model: Path) -> None:
