@@ -88,7 +88,8 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
         if config.html:
             from jobs.scoring.temperatures.pairs.page import write_pair_page
 
-            for name, (r, half) in write_pair_page(config.html, output, settings, config.label).items():
+            correlations = write_pair_page(config.html, config.images, output, settings, config.label)
+            for name, (r, half) in correlations.items():
                 print(f"Spearman(τ of {name}, {config.label}) = {r:+.3f} ± {half:.3f} (95 %)")
             print(f"{config.html} shows the images and captions with the lowest and the highest τ")
     except (ValueError, OSError, TooManyProblemsError) as error:

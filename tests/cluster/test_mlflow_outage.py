@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_support import free_port, wait_for_ports
+from server_support import WITHOUT_BACKGROUND_JOBS, free_port, wait_for_ports
 from support import BIN, ROOT, wait_for
 
 from jobs.engine.metrics import MetricLogger, metric_history
@@ -44,7 +44,9 @@ class Server:
         ]  # fmt: skip
         with (self.directory / "server.log").open("ab") as log:
             # The server has its own session, so that its workers get the signals too.
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env=os.environ | WITHOUT_BACKGROUND_JOBS, stdout=log, stderr=log, start_new_session=True
+            )
         wait_for_ports(self._process, self.port, timeout=120)
         # The workers of the server take a while to load after the port is open.
         wait_for(self._answers, seconds=120)

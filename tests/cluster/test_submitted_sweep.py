@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from server_support import free_port, wait_for_ports
+from server_support import WITHOUT_BACKGROUND_JOBS, free_port, wait_for_ports
 from support import BIN, ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -28,7 +29,10 @@ def server(tmp_path: Path) -> Iterator[str]:
         sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", f"sqlite:///{directory}/mlflow.db", "--artifacts-destination", str(directory / "artifacts"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = os.environ | WITHOUT_BACKGROUND_JOBS
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         wait_for_ports(process, port, timeout=120)
         yield f"127.0.0.1:{port}"

@@ -39,12 +39,13 @@ lowest, because no τ can make so many equal contrasts differ (docs/method.md)."
 
 
 def write_pair_page(
-    path: str, output: str, settings: PairPredictionSettings, label: str = ""
+    path: str, images: str, output: str, settings: PairPredictionSettings, label: str = ""
 ) -> dict[str, tuple[float, float]]:
     """Write the page of a finished table.
 
     Args:
         path: path or URI of the HTML file.
+        images: name of the images, for the title.
         output: directory or URI of the table, beside which the images were prepared.
         settings: the settings that the table was made with.
         label: name of a field of the samples' JSON files with a number, which τ is compared with; empty for none.
@@ -73,7 +74,7 @@ def write_pair_page(
         }
         sections.append(_label_section(label, values, tau, correlations))
     sections += [_example_section(name, table, manifest, settings) for name in _MODALITIES]
-    write_bytes(path, _page(f"Temperatures of {settings.images.source}", sections).encode())
+    write_bytes(path, _page(f"Temperatures of {images}", sections).encode())
     return correlations
 
 
