@@ -30,6 +30,8 @@ REFUSED = {
     "predict_temperatures --images": ["--images", "nowhere", "--model", "nowhere", "--output", "tables"],
     "generate": ["--model", "nowhere", "--prompts", "nowhere", "--output", "texts.jsonl"],
     "playground": ["--model", "nowhere"],
+    "analyse subjectivity": ["subjectivity", "--model", "nowhere", "--data", "nowhere", "--output", "analysis"],
+    "analyse instructions": ["instructions", "--model", "nowhere", "--data", "nowhere", "--output", "analysis"],
     "calibrate rho": ["rho", "--model", "nowhere", "--text", "nowhere"],
     "calibrate tau-max": ["tau-max", "--model", "nowhere", "--prompts", "nowhere"],
     "export": ["runs/nowhere"],

@@ -44,7 +44,7 @@ def test_zero_stages_divide_optimizer_gradients_and_weights_in_turn() -> None:
     config = PRESETS["gpt2-scratch-small"]()
 
     def bytes_at(stage: int, num_frozen: int = 0) -> float:
-        workers = replace(config.workers, num_workers=4, zero_stage=stage)
+        workers = replace(config.workers, num_workers=4, zero_stage=stage, precision="bf16")
         return state_bytes_per_worker(1000, num_frozen, workers)
 
     assert [bytes_at(stage) for stage in (0, 1, 2, 3)] == [16_000, 11_000, 8_000, 5_000]

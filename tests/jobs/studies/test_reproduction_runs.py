@@ -151,7 +151,7 @@ def test_a_change_applies_to_the_runs_that_have_the_field(tmp_path: Path) -> Non
         (["T4", "--change", "run.num_steps=abc"], "run.num_steps = 'abc' must be int"),
         (["T4", "--change", "run.num_steps=1.5"], "run.num_steps = 1.5 must be int"),
         (["T4", "--change", "temperature.stop_gradient=false"], "temperature.stop_gradient = 'false' must be bool"),
-        (["T4", "--change", "workers.precision=fp16"], "workers.precision = 'fp16' must be 'fp32' or 'bf16'"),
+        (["T4", "--change", "workers.precision=fp16"], "workers.precision = 'fp16' must be 'auto' or 'fp32' or 'bf16'"),
         (
             ["T4", "--change", "optimizer.learning_rate_base=fast"],
             "optimizer.learning_rate_base = 'fast' must be float",

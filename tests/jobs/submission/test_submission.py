@@ -54,7 +54,7 @@ def test_a_job_without_a_run_is_named_by_its_arguments() -> None:
         ([], "no job is named"),
         (["trian_lm"], "did you mean train_lm"),
         (["submit", "ray"], "job 'submit' is unknown"),
-        (["xyzzy"], "there are: calibrate,"),
+        (["xyzzy"], "there are: analyse, calibrate,"),
     ],
 )
 def test_an_unknown_job_is_refused(words: list[str], message: str) -> None:
