@@ -14,10 +14,8 @@ number of samples and n the number of contrasts that tie with the best.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
+from pipelines.images.archives import list_image_archives
+from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.text.tokenization import load_tokenizer
@@ -66,18 +66,6 @@ class Arguments:
     """Number of negatives of a sample in a training batch, whose logarithm is marked in the figure. 0: no mark."""
     figure: str = ""
     """PNG file to write the figure to. Empty: no figure."""
-
-
-def read_concept_frequencies(directory: str, keys: list[str]) -> Tensor:
-    """Return how often the concept of each of N keys occurs in the training set, as a tensor (N,)."""
-    frequencies: dict[str, int] = {}
-    for path in sorted(Path(directory).glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.name.endswith(".json"):
-                    record = json.load(tar.extractfile(member))  # type: ignore[arg-type]
-                    frequencies[record["key"]] = record["concept_frequency"]
-    return torch.tensor([frequencies[key] for key in keys], dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -128,7 +116,8 @@ def main(arguments: Arguments) -> None:
         num_text_tokens=encoder.num_text_tokens,
     )
     keys = [key for number in range(len(manifest.shards)) for key in read_index(manifest, number)["key"].to_pylist()]
-    frequency = read_concept_frequencies(arguments.train, keys)
+    frequencies = dict(read_numbers(arguments.train, list_image_archives(arguments.train), "concept_frequency"))
+    frequency = torch.tensor([frequencies[key] for key in keys], dtype=torch.float64)
     rng = np.random.default_rng(0)
     anchors = torch.from_numpy(np.sort(rng.choice(len(keys), min(arguments.num_anchors, len(keys)), replace=False)))
     image, text = embed(arguments.base, source, torch.arange(manifest.num_images))

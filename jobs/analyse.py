@@ -11,8 +11,9 @@ from typing import Any
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.scoring.analyses.config import Instructions, Subjectivity
+from jobs.scoring.command import ending_in_one_line
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,18 +26,12 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, so that `--help` and a wrong option are answered at once.
     from jobs.scoring.analyses.job import analyse
     from jobs.scoring.analyses.records import read_instructions, read_subjectivity
-    from jobs.scoring.stages import ScoringFailedError
-    from pipelines.problems import TooManyProblemsError
 
-    try:
+    with ending_in_one_line():
         if isinstance(config, Subjectivity):
             analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
         else:
             analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
     return 0
 
 

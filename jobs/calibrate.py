@@ -12,8 +12,9 @@ from typing import Any
 
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.scoring.calibration.config import Rho, TauMax
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.headroom.config import Headroom
 
 
@@ -40,15 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         job = tyro.extras.subcommand_cli_from_dict(
             jobs, args=arguments, prog="python -m jobs.calibrate", description=__doc__
         )
-    from jobs.scoring.stages import ScoringFailedError
-    from pipelines.problems import TooManyProblemsError
-
-    try:
+    with ending_in_one_line():
         calibrate(job)
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
     return 0
 
 

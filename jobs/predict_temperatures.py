@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tyro
 
-from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import refusals_on_one_line, run_job
+from jobs.scoring.command import ending_in_one_line
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 
@@ -34,14 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--images" for argument in arguments):
         return _predict_pairs(arguments)
     config = _parse(PredictTemperaturesConfig, arguments)
-    from jobs.scoring.stages import ScoringFailedError
     from jobs.scoring.temperatures.texts.page import check_page, first_documents, write_page
     from jobs.scoring.temperatures.texts.settings import claim_output, resolve_settings
-    from pipelines.problems import TooManyProblemsError
     from pipelines.storage import resolve
 
     html = config.html or ("" if config.output else DEFAULT_PAGE)
-    try:
+    with ending_in_one_line():
         settings, archives = resolve_settings(config)
         if html:
             check_page(html)
@@ -57,32 +56,26 @@ def main(arguments: Sequence[str]) -> int:
             sections = predict(settings, archives, config.html_tokens, use_gpu=config.workers.use_gpu)
             write_page(html, config.text, sections)
             _print_page(html, np.concatenate([tau for _, tau, _ in sections.values()]))
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
     return 0
 
 
 def _predict_pairs(arguments: Sequence[str]) -> int:
     config = _parse(PredictPairTemperaturesConfig, arguments)
-    from jobs.scoring.stages import ScoringFailedError
     from jobs.scoring.temperatures.pairs.job import predict_pairs
     from jobs.scoring.temperatures.pairs.settings import resolve_settings
     from jobs.scoring.temperatures.texts.page import check_page
     from jobs.scoring.temperatures.texts.settings import claim_output
     from pipelines.images.archives import list_image_archives
     from pipelines.images.labels import read_numbers
-    from pipelines.problems import TooManyProblemsError
     from pipelines.storage import resolve
 
-    try:
+    with ending_in_one_line():
         settings = resolve_settings(config)
         output = config.output if "://" in config.output else resolve(config.output)[1]
         if config.html:
             check_page(config.html)
-        if config.label:  # One archive shows whether the samples have it; all of them may take minutes to read.
-            read_numbers(settings.images.source, list_image_archives(settings.images.source)[:1], config.label)
+        if config.label:  # One sample with it is enough to begin; reading all of them may take minutes.
+            next(read_numbers(settings.images.source, list_image_archives(settings.images.source), config.label))
         claim_output(output, settings.record())
         _print_pair_summary(predict_pairs(settings, output, config.workers), output)
         if config.html:
@@ -92,10 +85,6 @@ def _predict_pairs(arguments: Sequence[str]) -> int:
             for name, (r, half) in correlations.items():
                 print(f"Spearman(τ of {name}, {config.label}) = {r:+.3f} ± {half:.3f} (95 %)")
             print(f"{config.html} shows the images and captions with the lowest and the highest τ")
-    except (ValueError, OSError, TooManyProblemsError) as error:
-        fail(str(error))
-    except ScoringFailedError as error:
-        fail(str(error), FAILED)
     return 0
 
 

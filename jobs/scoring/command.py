@@ -1,8 +1,9 @@
-"""The command line of the evaluations."""
+"""The command line of the evaluations, and how every scoring job ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import tyro
@@ -11,6 +12,20 @@ from jobs.engine.command_line import FAILED, fail, refusals_on_one_line
 from jobs.scoring.config import EvaluationConfig
 
 Config = TypeVar("Config", bound=EvaluationConfig)
+
+
+@contextmanager
+def ending_in_one_line() -> Iterator[None]:
+    """End the job with a message of one line and status 2 if the block refuses something, and status 1 if units fail."""
+    from jobs.scoring.stages import ScoringFailedError
+    from pipelines.problems import TooManyProblemsError
+
+    try:
+        yield
+    except (ValueError, OSError, TooManyProblemsError) as error:
+        fail(str(error))
+    except ScoringFailedError as error:
+        fail(str(error), FAILED)
 
 
 def run_evaluation(

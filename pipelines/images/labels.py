@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TypeGuard
 
@@ -18,8 +18,8 @@ from pipelines.tars import tar_members
 _SUFFIX = ".json"
 
 
-def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> dict[str, float]:
-    """Return key → number for every sample whose JSON file has a finite number in a field.
+def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iterator[tuple[str, float]]:
+    """Yield key and number of every sample whose JSON file has a finite number in a field, in stored order.
 
     Samples without one are left out, and so is what follows the place where a tar is damaged.
 
@@ -29,12 +29,12 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> dict
         field: name of the field.
 
     Raises:
-        ValueError: if no sample has a number in this field; the message names the fields of a sample that have one.
+        ValueError: at the end, if no sample has a number in this field; the message names fields of a sample that have one.
         OSError: if an archive cannot be opened.
     """
     filesystem, _ = resolve(uri)
-    numbers: dict[str, float] = {}
-    others: dict[str, None] = {}
+    is_found = False
+    others: set[str] = set()
     for archive in archives:
         if archive.files:
             continue
@@ -45,15 +45,15 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> dict
                     continue
                 record = _parse(member.read(info.size))
                 if _is_number(value := record.get(field)):
-                    numbers[name[: -len(_SUFFIX)]] = float(value)
+                    is_found = True
+                    yield name[: -len(_SUFFIX)], float(value)
                 elif not others:
-                    others = dict.fromkeys(key for key, value in record.items() if _is_number(value))
-    if not numbers:
+                    others = {key for key, value in record.items() if _is_number(value)}
+    if not is_found:
         raise ValueError(
             f"label = {field}: no .json in {uri} has a number in this field"
             + (f"; fields with numbers are {', '.join(sorted(others))}" if others else "")
         )
-    return numbers
 
 
 def _parse(data: bytes) -> dict[str, object]:

@@ -22,7 +22,12 @@ from jobs.scoring.analyses.records import Records
 from jobs.scoring.temperatures.tables import existing_parts
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.job import predict_archives
-from jobs.scoring.temperatures.texts.settings import claim_output, record_digest, resolve_settings
+from jobs.scoring.temperatures.texts.settings import (
+    claim_output,
+    list_sources,
+    model_settings,
+    record_digest,
+)
 from pipelines.storage import join, resolve, write_bytes
 from tempnet.statistics import spearman_interval
 
@@ -31,6 +36,8 @@ TABLE_FILE = "results.md"
 PICTURE_FILE = "groups.png"
 RECORDS_FILE = "records.jsonl"
 TEMPERATURES_DIRECTORY = "temperatures"
+LEAST_RECORDS = 4
+"""Number of records that `spearman_interval` needs."""
 
 
 def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
@@ -45,13 +52,14 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
         ValueError, OSError: before any work starts, if model, TempNet and records do not fit together.
         ScoringFailedError, TooManyProblemsError: see `predict_archives`.
     """
+    if records.has_order and len(records.records) < LEAST_RECORDS:
+        raise ValueError(
+            f"data = {config.data} has {len(records.records)} records that can be used, and an interval of a rank "
+            f"correlation needs {LEAST_RECORDS}"
+        )
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     output = config.output if "://" in config.output else resolve(config.output)[1]
-    filesystem, path = resolve(output)
-    filesystem.create_dir(path, recursive=True)
-    lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
-    write_bytes(join(output, RECORDS_FILE), lines.encode())
-    settings, archives = resolve_settings(
+    settings = model_settings(
         PredictTemperaturesConfig(
             model=config.model,
             tempnet=config.tempnet,
@@ -64,9 +72,12 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
             workers=config.workers,
         )
     )
+    lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
+    record = settings.record([]) | {"analysis": title, "records": record_digest({"lines": lines})}
     temperatures = join(output, TEMPERATURES_DIRECTORY)
-    record = settings.record(archives) | {"records": record_digest({"lines": lines})}
     claim_output(temperatures, record)
+    write_bytes(settings.source, lines.encode())
+    archives = list_sources(settings.source)
     predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
     groups, tau = _match(records, read_means(temperatures))
     values = figures(records, groups, tau) | {"title": title, "settings": record}
@@ -108,7 +119,7 @@ def read_means(output: str) -> dict[int, float]:
 
 
 def figures(records: Records, groups: Sequence[str], tau: np.ndarray) -> dict[str, Any]:
-    """Return the figures of all groups, each mean with its 95 % half-width over records.
+    """Return the figures of all groups, each mean with its 95 % half-width over records (None for a single record).
 
     Args:
         records: names and order of the groups, and what was left out.
@@ -120,7 +131,7 @@ def figures(records: Records, groups: Sequence[str], tau: np.ndarray) -> dict[st
     for group in records.groups:
         values = tau[names == group]
         if len(values):
-            half = 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+            half = 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
             rows.append({"group": group, "num_records": len(values), "mean": float(values.mean()), "half_width": half})
     correlation = None
     if records.has_order:
@@ -148,8 +159,8 @@ def conclusion(values: dict[str, Any]) -> str:
     ordered = sorted(values["groups"], key=lambda row: row["mean"])
     low, high = ordered[0], ordered[-1]
     return (
-        f"lowest {low['group']} {low['mean']:.3f} ± {low['half_width']:.3f}, highest {high['group']} "
-        f"{high['mean']:.3f} ± {high['half_width']:.3f} (each interval is that of one group alone). {counts}"
+        f"lowest {low['group']} {_interval(low)}, highest {high['group']} {_interval(high)} (each interval is that of one "
+        f"group alone). {counts}"
     )
 
 
@@ -157,8 +168,12 @@ def table(values: dict[str, Any]) -> str:
     """Return a Markdown table with a row for each group: records, and mean τ with its 95 % interval."""
     rows = [["group", "records", "mean τ"]]
     ordered = values["groups"] if values["spearman"] else sorted(values["groups"], key=lambda row: -row["mean"])
-    rows += [[row["group"], f"{row['num_records']}", f"{row['mean']:.4f} ± {row['half_width']:.4f}"] for row in ordered]
+    rows += [[row["group"], f"{row['num_records']}", _interval(row)] for row in ordered]
     return markdown_table(rows)
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"{row['mean']:.4f}" + ("" if row["half_width"] is None else f" ± {row['half_width']:.4f}")
 
 
 def plot(values: dict[str, Any], path: Path) -> None:
@@ -173,7 +188,7 @@ def plot(values: dict[str, Any], path: Path) -> None:
     places = range(len(rows))
     means, halves = (
         [row["mean"] for row in rows],
-        [0.0 if math.isnan(row["half_width"]) else row["half_width"] for row in rows],
+        [row["half_width"] or 0.0 for row in rows],
     )
     axes.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
     axes.set_yticks(list(places), [f"{row['group']} ({row['num_records']})" for row in rows])

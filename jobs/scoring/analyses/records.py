@@ -59,13 +59,18 @@ def read_subjectivity(data: str, by: Literal["question", "answer"]) -> Records:
     left_out: Counter[str] = Counter()
     for path in _csv_files(data):
         for row in _csv_rows(path, {"question", "human_ans_spans", _LEVELS[by]}):
-            answer, level = (row["human_ans_spans"] or "").strip(), (row[_LEVELS[by]] or "").strip()
-            if not answer or answer == _NOT_ANSWERED:
+            # A row that is too short has None in the place of what it lacks.
+            question, answer, level = (
+                (row[name] or "").strip() for name in ("question", "human_ans_spans", _LEVELS[by])
+            )
+            if not question:
+                left_out["without a question"] += 1
+            elif not answer or answer == _NOT_ANSWERED:
                 left_out["without an answer"] += 1
             elif level not in set("12345"):
                 left_out["without a level from 1 to 5"] += 1
             else:
-                records.append(Record(f"{row['question'].strip()}\n{answer}", _group_of_level(level)))
+                records.append(Record(f"{question}\n{answer}", _group_of_level(level)))
     return _checked(records, [_group_of_level(level) for level in "54321"], left_out, data, has_order=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from jobs.scoring.analyses.config import Instructions, Subjectivity
-from jobs.scoring.analyses.job import conclusion, figures, table
+from jobs.scoring.analyses.job import analyse, conclusion, figures, table
 from jobs.scoring.analyses.records import Record, Records, first_verb, read_instructions, read_subjectivity
 
 COLUMNS = ["question", "human_ans_spans", "question_subj_level", "answer_subj_level"]
@@ -77,6 +77,19 @@ def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "other.csv", [["Why?", "so", 1, 1]])
     with pytest.raises(ValueError, match="has 1 records in 1 groups, and 2 are needed; left out: there are no others"):
         read_subjectivity(str(tmp_path), "question")
+    write_csv(tmp_path / "other.csv", [["Why?", "so", 1, 1], ["Who?", "I", 2, 1], ["When?"]])
+    few = read_subjectivity(str(tmp_path), "question")
+    assert few.left_out == Counter({"without an answer": 1})
+    output = tmp_path / "output"
+    with pytest.raises(
+        ValueError, match="has 2 records that can be used, and an interval of a rank correlation needs 4"
+    ):
+        analyse(Subjectivity(model="m", data=str(tmp_path), output=str(output)), few, "title")
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": f"{verb} it"} for verb in ("sort", "name")]))
+    instructions = read_instructions(str(tmp_path / "a.json"), 20)
+    with pytest.raises(OSError, match="nowhere"):
+        analyse(Instructions(model=str(tmp_path / "nowhere"), data="d", output=str(output)), instructions, "title")
+    assert not output.exists()
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no list of records"):
         read_instructions(str(tmp_path / "a.json"), 20)
@@ -109,4 +122,7 @@ def test_groups_without_order_are_listed_by_their_mean() -> None:
     values = figures(Records([], ["a", "b"], Counter(), False), ["a", "b", "b", "a"], np.array([1.0, 2.0, 4.0, 1.5]))
     assert values["spearman"] is None
     assert table(values).index("| b") < table(values).index("| a")
-    assert conclusion(values).startswith("lowest a 1.250 ± 0.490, highest b 3.000 ± 1.960")
+    assert conclusion(values).startswith("lowest a 1.2500 ± 0.4900, highest b 3.0000 ± 1.9600")
+    single = figures(Records([], ["a", "b"], Counter(), False), ["a", "b"], np.array([1.0, 2.0]))
+    assert conclusion(single).startswith("lowest a 1.0000, highest b 2.0000")
+    json.dumps(single, allow_nan=False)

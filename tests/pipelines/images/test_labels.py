@@ -32,10 +32,16 @@ def test_finite_numbers_are_read_and_everything_else_is_left_out(tmp_path: Path)
     whole = (tmp_path / "1.tar").read_bytes()
     (tmp_path / "2.tar").write_bytes(whole[:520])  # cut within its first member
     numbers = read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "n")
-    assert numbers == {"a": 3.0, "b/c.v1": 0.5, "d": -1.0}
+    assert dict(numbers) == {"a": 3.0, "b/c.v1": 0.5, "d": -1.0}
 
 
 def test_a_field_that_no_sample_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", {"a.json": b'{"width": 3, "similarity": 0.5, "caption": "x"}'})
     with pytest.raises(ValueError, match=r"label = size: no \.json in .* fields with numbers are similarity, width"):
-        read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "size")
+        next(read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "size"))
+
+
+def test_the_first_archive_may_lack_the_field(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {"a.json": b'{"m": 3}'})
+    write_tar(tmp_path / "1.tar", {"b.json": b'{"n": 4}'})
+    assert next(read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "n")) == ("b", 4.0)

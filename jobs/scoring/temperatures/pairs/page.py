@@ -6,7 +6,6 @@ import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,10 +16,11 @@ from PIL import Image
 from jobs.scoring.dual_encoders.encoder import caption_encoder
 from jobs.scoring.temperatures.pairs.job import PREPARED_DIRECTORY
 from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
+from jobs.tasks.base import naming_field
 from pipelines.images.archives import list_image_archives
 from pipelines.images.labels import read_numbers
-from pipelines.images.manifest import ImageManifest, read_index
-from pipelines.images.pairs import PairSource
+from pipelines.images.manifest import read_index
+from pipelines.images.pairs import PairSource, find_shards
 from pipelines.images.prepare import prepare_images
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_bytes
@@ -55,27 +55,38 @@ def write_pair_page(
         empty without a label.
 
     Raises:
-        ValueError: if no sample has the label.
+        ValueError: if fewer than 4 samples have the label.
     """
     table = read_table(output, ["id", "key", "caption", *_MODALITIES])
-    manifest = prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}")  # which is done already
+    source = PairSource(
+        manifest=prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}"),  # which is done already
+        tokenizer=caption_encoder(settings.model).tokenizer,
+        image_size=settings.model.image_size,
+    )
     sections = []
     correlations: dict[str, tuple[float, float]] = {}
     if label:
-        archives = list_image_archives(settings.images.source)
-        numbers = read_numbers(settings.images.source, archives, label)
-        keys = table["key"].to_pylist()
-        has_label = np.array([key in numbers for key in keys])
-        values = np.array([numbers[key] for key in keys if key in numbers])
+        values = _match_numbers(table["key"].to_pylist(), settings.images.source, label)
+        has_label = ~np.isnan(values)
+        values = values[has_label]
         tau = {name: table[name].to_numpy()[has_label].astype(np.float64) for name in _MODALITIES}
         labels = torch.from_numpy(values)
-        correlations = {
-            _MODALITIES[name]: spearman_interval(torch.from_numpy(tau[name]), labels) for name in _MODALITIES
-        }
+        with naming_field(f"label = {label}: "):
+            correlations = {
+                _MODALITIES[name]: spearman_interval(torch.from_numpy(tau[name]), labels) for name in _MODALITIES
+            }
         sections.append(_label_section(label, values, tau, correlations))
-    sections += [_example_section(name, table, manifest, settings) for name in _MODALITIES]
+    sections += [_example_section(name, table, source) for name in _MODALITIES]
     write_bytes(path, _page(f"Temperatures of {images}", sections).encode())
     return correlations
+
+
+def _match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
+    """Return the label (n,) of every pair, NaN where it has none; of samples with the same key the first one counts."""
+    numbers: dict[str, float] = {}
+    for key, number in read_numbers(source, list_image_archives(source), label):
+        numbers.setdefault(key, number)
+    return np.array([numbers.get(key, np.nan) for key in keys])
 
 
 def _label_section(
@@ -106,22 +117,20 @@ def _label_section(
     )
 
 
-def _example_section(name: str, table: pa.Table, manifest: ImageManifest, settings: PairPredictionSettings) -> str:
+def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
     """Return the pairs with the lowest and the highest τ of one modality; an image counts once."""
     tau = table[name].to_numpy()
-    order = np.argsort(tau, kind="stable")
+    rows = np.arange(len(tau))
     if name == "tau_image":
-        keys = table["key"].to_pylist()
-        seen: set[str] = set()
-        order = np.array([row for row in order if not (keys[row] in seen or seen.add(keys[row]))])  # type: ignore[func-returns-value]
-    count = min(_NUM_SHOWN, len(order) // 2 or 1)
+        _, rows = np.unique(table["key"].to_numpy(), return_index=True)
+    rows = rows[np.argsort(tau[rows], kind="stable")]
+    count = min(_NUM_SHOWN, len(rows) // 2 or 1)
     parts = []
-    for title, rows in (("lowest", order[:count]), ("highest", order[::-1][:count])):
-        figures = zip(rows, _thumbnails(table["id"].take(rows).to_pylist(), manifest, settings), strict=True)
+    for title, chosen in (("lowest", rows[:count]), ("highest", rows[::-1][:count])):
         cards = "".join(
             f"<figure><img src='{image}' alt=''><figcaption><b>τ {tau[row]:.4f}</b> "
             f"{html.escape(table['caption'][int(row)].as_py())}</figcaption></figure>"
-            for row, image in figures
+            for row, image in zip(chosen, _thumbnails(table["id"].to_numpy()[chosen], source), strict=True)
         )
         parts.append(f"<h3>{title} τ</h3>\n<div class='row'>{cards}</div>")
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
@@ -131,15 +140,14 @@ def _example_section(name: str, table: pa.Table, manifest: ImageManifest, settin
     )
 
 
-def _thumbnails(ids: Sequence[int], manifest: ImageManifest, settings: PairPredictionSettings) -> list[str]:
+def _thumbnails(ids: np.ndarray, source: PairSource) -> list[str]:
     """Return the images of pairs as data URIs."""
-    numbers = []
-    for number in ids:
-        shard = int(np.searchsorted(manifest.first_pairs, number, side="right")) - 1
-        numbers.append(read_index(manifest, shard)["image"][number - int(manifest.first_pairs[shard])].as_py())
-    source = PairSource(
-        manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
-    )
+    manifest = source.manifest
+    shards = find_shards(ids, manifest.first_pairs, "pair")
+    numbers = [
+        read_index(manifest, int(shard))["image"][int(number - manifest.first_pairs[shard])].as_py()
+        for number, shard in zip(ids, shards, strict=True)
+    ]
     uris = []
     for pixels in source.read_images(numbers):
         stream = io.BytesIO()
@@ -152,7 +160,7 @@ def _data_uri(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _page(title: str, sections: Sequence[Any]) -> str:
+def _page(title: str, sections: Sequence[str]) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <style>
