@@ -21,7 +21,7 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their TempNets, print where to look (8 to 15 minutes from nothing)
+run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their TempNets, print where to look (10 to 20 minutes from nothing)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.sample_data
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_lm gpt2-scratch-small
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_clip clip-cc3m-tempnet-small --run.name clip-short --run.num-steps 300

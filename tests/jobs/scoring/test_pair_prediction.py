@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from jobs.predict_temperatures import main
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
+from jobs.scoring.temperatures.pairs.page import _rows_of
 from pipelines.sample.images import write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
@@ -80,3 +82,9 @@ def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_label_needs_a_page() -> None:
     with pytest.raises(ValueError, match="label = n is shown on the page only: html must name a file"):
         PredictPairTemperaturesConfig(model="m", images="i", output="o", label="n")
+
+
+def test_an_image_with_several_captions_counts_once() -> None:
+    table = pa.table({"key": ["b", "b", "a", "c", "c"]})
+    assert sorted(_rows_of("tau_image", table)) == [0, 2, 3]
+    assert list(_rows_of("tau_text", table)) == [0, 1, 2, 3, 4]

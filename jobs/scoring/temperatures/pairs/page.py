@@ -66,16 +66,18 @@ def write_pair_page(
     sections = []
     correlations: dict[str, tuple[float, float]] = {}
     if label:
-        values = _match_numbers(table["key"].to_pylist(), settings.images.source, label)
-        has_label = ~np.isnan(values)
-        values = values[has_label]
-        tau = {name: table[name].to_numpy()[has_label].astype(np.float64) for name in _MODALITIES}
-        labels = torch.from_numpy(values)
+        numbers = _match_numbers(table["key"].to_pylist(), settings.images.source, label)
+        samples = {}
+        for name, noun in _MODALITIES.items():
+            rows = _rows_of(name, table)
+            rows = rows[~np.isnan(numbers[rows])]
+            samples[noun] = (table[name].to_numpy()[rows].astype(np.float64), numbers[rows])
         with naming_field(f"label = {label}: "):
             correlations = {
-                _MODALITIES[name]: spearman_interval(torch.from_numpy(tau[name]), labels) for name in _MODALITIES
+                noun: spearman_interval(torch.from_numpy(tau), torch.from_numpy(values))
+                for noun, (tau, values) in samples.items()
             }
-        sections.append(_label_section(label, values, tau, correlations))
+        sections.append(_label_section(label, samples, correlations))
     sections += [_example_section(name, table, source) for name in _MODALITIES]
     write_bytes(path, _page(f"Temperatures of {images}", sections).encode())
     return correlations
@@ -89,19 +91,29 @@ def _match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
     return np.array([numbers.get(key, np.nan) for key in keys])
 
 
+def _rows_of(name: str, table: pa.Table) -> np.ndarray:
+    """Return the rows of the table that count for a modality: an image counts once, however many captions it has."""
+    return (
+        np.unique(table["key"].to_numpy(), return_index=True)[1] if name == "tau_image" else np.arange(table.num_rows)
+    )
+
+
 def _label_section(
-    label: str, values: np.ndarray, tau: Mapping[str, np.ndarray], correlations: Mapping[str, tuple[float, float]]
+    label: str,
+    samples: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    correlations: Mapping[str, tuple[float, float]],
 ) -> str:
+    """Return the section that compares τ with a label; `samples` are τ and the label of the images, and of the captions."""
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    edges = np.unique(np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)))
-    bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
-    used = np.unique(bins)
-    centres = [float(np.median(values[bins == number])) for number in used]
-    for name, colour in zip(_MODALITIES, ("tab:blue", "tab:orange"), strict=True):
+    for (noun, (tau, values)), colour in zip(samples.items(), ("tab:blue", "tab:orange"), strict=True):
+        edges = np.unique(np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)))
+        bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
+        used = np.unique(bins)
+        centres = [float(np.median(values[bins == number])) for number in used]
         low, middle, high = (
-            [float(np.quantile(tau[name][bins == number], share)) for number in used] for share in (0.1, 0.5, 0.9)
+            [float(np.quantile(tau[bins == number], share)) for number in used] for share in (0.1, 0.5, 0.9)
         )
-        axes.plot(centres, middle, marker="o", color=colour, label=f"{_MODALITIES[name]}: median, 10 % to 90 %")
+        axes.plot(centres, middle, marker="o", color=colour, label=f"{noun}: median, 10 % to 90 %")
         axes.fill_between(centres, low, high, color=colour, alpha=0.2)
     if values.min() > 0 and values.max() / values.min() > 30:
         axes.set_xscale("log")
@@ -110,19 +122,19 @@ def _label_section(
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=120)
     plt.close(figure)
-    shown = "; ".join(f"{name} {r:+.3f} ± {half:.3f}" for name, (r, half) in correlations.items())
+    shown = "; ".join(
+        f"{r:+.3f} ± {half:.3f} over {len(samples[noun][0]):,} {noun}" for noun, (r, half) in correlations.items()
+    )
     return (
-        f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation over {len(values):,} pairs, with its 95 % "
-        f"interval: {shown}.</p>\n<img src='{_data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
+        f"<h2>τ and {html.escape(label)}</h2>\n<p>Spearman's rank correlation, with its 95 % interval: {shown}.</p>\n"
+        f"<img src='{_data_uri(stream.getvalue(), 'png')}' alt='τ over {html.escape(label)}'>"
     )
 
 
 def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
     """Return the pairs with the lowest and the highest τ of one modality; an image counts once."""
     tau = table[name].to_numpy()
-    rows = np.arange(len(tau))
-    if name == "tau_image":
-        _, rows = np.unique(table["key"].to_numpy(), return_index=True)
+    rows = _rows_of(name, table)
     rows = rows[np.argsort(tau[rows], kind="stable")]
     count = min(_NUM_SHOWN, len(rows) // 2 or 1)
     parts = []
