@@ -15,10 +15,10 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.identity import configuration_hash
 from jobs.engine.job import MembersJob
-from jobs.engine.launch import claim_directory, delete_checkpoints, finish, fit, open_tracked_run
+from jobs.engine.launch import claim_directory, delete_checkpoints, fit, record_start
+from jobs.engine.outcome import finish
 from jobs.engine.recording import RecordModels, record_end
 from jobs.engine.task import CreateTask, Plan, PreparedTask
-from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun
 
 
@@ -54,18 +54,13 @@ def train_group(
         FatalTrainingError, TrainingFailedError: see `jobs.engine.launch.train`.
     """
     names = [plan.config.run.name for plan in plans]
-    prepared = []
-    for number, plan in enumerate(plans):
-        with contextlib.redirect_stdout(io.StringIO()) if number else nullcontext():  # the same lines for every member
-            prepared.append(plan.prepare())
+    prepared = _prepare(plans)
     config = _group_config(plans, directory)
     tracked: dict[str, TrackedRun] = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):
         claim_directory(plan.config)
-        task.write_records(plan.config.run.directory)
-        write_task(plan.config)
-        if plan.tracking_uri:
-            tracked[name] = open_tracked_run(plan, task, parent_run_id, origin)
+        if run := record_start(plan, task, parent_run_id, origin):
+            tracked[name] = run
     with Console(config.run.num_steps) if with_progress else nullcontext() as console:
         job = MembersJob(
             create_task=make_task(names, prepared, config),
@@ -85,6 +80,15 @@ def train_group(
         record_end(plan.config, outcomes[name], record_models)
     delete_checkpoints(config.run.directory)
     return outcomes, result["failed"]
+
+
+def _prepare(plans: Sequence[Plan]) -> list[PreparedTask]:
+    """Prepare every plan; what this prints is shown for the first one only, because it is the same for all of them."""
+    prepared = []
+    for number, plan in enumerate(plans):
+        with contextlib.redirect_stdout(io.StringIO()) if number else nullcontext():
+            prepared.append(plan.prepare())
+    return prepared
 
 
 def _group_config(plans: Sequence[Plan], directory: str) -> TrainingConfig:

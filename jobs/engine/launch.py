@@ -6,13 +6,10 @@ of the run is taken.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 from pyarrow.fs import FileSelector
@@ -22,15 +19,14 @@ from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
-from jobs.engine.fields import resolve_fields
 from jobs.engine.identity import differences, fixed_values, flatten
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
+from jobs.engine.outcome import finish
 from jobs.engine.progress import note_failure
-from jobs.engine.recording import RecordModels, keep_end, record_end
+from jobs.engine.recording import RecordModels, record_end
 from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
-from jobs.engine.rivals import verdict
 from jobs.engine.run_list import describe_run
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
@@ -39,7 +35,6 @@ from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
-from pipelines.retries import with_own_retries
 from pipelines.storage import read_json, resolve, write_json
 
 
@@ -93,37 +88,17 @@ def train(
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
     with Lease(config.run.directory):
-        find_resumption(config.run.directory, {})  # raises if the run cannot be continued
-        start_ray()
-        check_resources(
-            num_workers=config.workers.num_workers,
-            cpus_per_worker=config.workers.cpus_per_worker,
-            use_gpu=config.workers.use_gpu,
-            data_cpus=plan.data_cpus,
-        )
-        prepared = plan.prepare()
+        prepared = _prepare(plan)
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:
             return outcome  # another driver held the lease until now and finished the run
         if so_far := describe_run(config.run.directory):
             print(so_far, flush=True)
-        prepared.write_records(config.run.directory)
-        write_task(config)
-        tracked = open_tracked_run(plan, prepared, parent_run_id, origin or {}) if plan.tracking_uri else None
-        with (
-            mark_if_ended(tracked),
-            _recorded_if_failed(plan, tracked, record_models),
-            Console(config.run.num_steps) if with_progress else nullcontext() as console,
-        ):
-            job = WorkerJob(
-                create_task=prepared.create_task,
-                tracked_run=tracked,
-                mailbox=console.mailbox if console else None,
-                with_bar=sys.stderr.isatty(),
-                watch=watch,
-                shares_cores=shares_cores,
+        tracked = record_start(plan, prepared, parent_run_id, origin or {})
+        with mark_if_ended(tracked), _recorded_if_failed(plan, tracked, record_models):
+            result = _fit_plan(
+                plan, prepared, tracked, with_progress=with_progress, watch=watch, shares_cores=shares_cores
             )
-            result = fit(config, job)
         outcome = finish(plan, prepared, tracked, result)
         if not keep_checkpoints:
             delete_checkpoints(config.run.directory)
@@ -131,30 +106,49 @@ def train(
         return outcome
 
 
-def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the outcome, the report, and what remains to be sent to MLflow; return the outcome."""
+def _prepare(plan: Plan) -> PreparedTask:
+    """Prepare the data of a plan, as soon as it is certain that its run can be continued and that Ray has room for it."""
     config = plan.config
-    unsent = result.pop("unsent_metrics", [])
-    data = {"num_samples": prepared.num_samples, **prepared.read_data_outcome()}
-    num_samples = data.pop("num_samples")
-    outcome = {
-        **result,
-        "run": config.run.name,
-        "directory": config.run.directory,
-        "export": config.run.export_directory,
-        "mlflow_run_id": tracked.run_id if tracked else None,
-        "tracking_uri": masked(plan.tracking_uri),
-        **prepared.outcome,
-        **data,
-        "store_retries": with_own_retries(result.get("store_retries", {})),  # This process has prepared the data.
-        "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
-        "temperature_verdict": verdict(result),
-    }
-    _publish(plan, outcome, tracked)
-    if tracked:
-        keep_end(config, unsent, note=f"```\n{plan.summary_table(outcome)}\n```")
-    write_json(f"{config.run.directory}/outcome.json", outcome)
-    return outcome
+    find_resumption(config.run.directory, {})  # raises if the run cannot be continued
+    start_ray()
+    check_resources(
+        num_workers=config.workers.num_workers,
+        cpus_per_worker=config.workers.cpus_per_worker,
+        use_gpu=config.workers.use_gpu,
+        data_cpus=plan.data_cpus,
+    )
+    return plan.prepare()
+
+
+def record_start(
+    plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]
+) -> TrackedRun | None:
+    """Write what was prepared into the run's directory; return the run's MLflow run, or None if it is not logged."""
+    prepared.write_records(plan.config.run.directory)
+    write_task(plan.config)
+    return _open_tracked_run(plan, prepared, parent_run_id, origin) if plan.tracking_uri else None
+
+
+def _fit_plan(
+    plan: Plan,
+    prepared: PreparedTask,
+    tracked: TrackedRun | None,
+    *,
+    with_progress: bool,
+    watch: Watch | None,
+    shares_cores: bool,
+) -> dict[str, Any]:
+    """Train a plan that is prepared, as :func:`fit` does, and show its progress in this terminal if that is wanted."""
+    with Console(plan.config.run.num_steps) if with_progress else nullcontext() as console:
+        job = WorkerJob(
+            create_task=prepared.create_task,
+            tracked_run=tracked,
+            mailbox=console.mailbox if console else None,
+            with_bar=sys.stderr.isatty(),
+            watch=watch,
+            shares_cores=shares_cores,
+        )
+        return fit(plan.config, job)
 
 
 def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
@@ -249,7 +243,7 @@ def _recorded(config: Named) -> dict[str, Any]:
     return recorded
 
 
-def open_tracked_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
+def _open_tracked_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:
     """Open the MLflow run of a plan, or find it again if the run is continued."""
     config = plan.config
     tags = {**origin, **run_tags(config, config.tracking)}
@@ -270,20 +264,3 @@ def delete_checkpoints(directory: str) -> None:
     for entry in filesystem.get_file_info(FileSelector(path)):
         if entry.base_name.startswith("checkpoint-"):
             filesystem.delete_dir(entry.path)
-
-
-def _publish(plan: Plan, outcome: dict[str, Any], tracked: TrackedRun | None) -> None:
-    """Write the report into the run's directory."""
-    config = plan.config
-    with tempfile.TemporaryDirectory() as name:
-        local = Path(name)
-        (local / "summary.txt").write_text(plan.summary_table(outcome) + "\n")
-        (local / "outcome.json").write_text(json.dumps(outcome, indent=1))
-        values = masked(dataclasses.asdict(resolve_fields(config)))
-        (local / "configuration.json").write_text(json.dumps(values, indent=1))
-        plan.write_report(local, outcome, tracked)
-        filesystem, path = resolve(f"{config.run.directory}/report")
-        filesystem.create_dir(path, recursive=True)
-        for file in local.iterdir():
-            with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
-                stream.write(file.read_bytes())
