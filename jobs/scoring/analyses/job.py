@@ -23,6 +23,7 @@ from jobs.scoring.temperatures.tables import existing_parts
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.job import predict_archives
 from jobs.scoring.temperatures.texts.settings import (
+    PredictionSettings,
     claim_output,
     list_sources,
     model_settings,
@@ -59,19 +60,7 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
         )
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     output = config.output if "://" in config.output else resolve(config.output)[1]
-    settings = model_settings(
-        PredictTemperaturesConfig(
-            model=config.model,
-            tempnet=config.tempnet,
-            text=join(output, RECORDS_FILE),
-            context_length=config.context_length,
-            batch_size=config.batch_size,
-            precision=config.precision,
-            with_entropy=False,
-            max_bad_share=config.max_bad_share,
-            workers=config.workers,
-        )
-    )
+    settings = _prediction_settings(config, join(output, RECORDS_FILE))
     lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
     record = settings.record([]) | {"analysis": title, "records": record_digest({"lines": lines})}
     temperatures = join(output, TEMPERATURES_DIRECTORY)
@@ -87,21 +76,52 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
         plot(values, directory / PICTURE_FILE)
         if uri:
             with survive_outage("the analysis"):
-                tracked = open_run(
-                    uri=uri,
-                    experiment=config.tracking.experiment,
-                    name=title,
-                    directory=f"{output}#{record_digest(record)}",
-                    parameters=flatten(config),
-                    tags={},
-                    data_sets={"evaluation": ("text", record_digest(record), config.data)},
-                )
-                metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
-                if values["spearman"]:
-                    metrics["spearman"] = values["spearman"]["mean"]
-                finish_run(tracked, status="FINISHED", artifacts=directory, metrics=metrics, note=table(values))
+                _log(config, values, directory, uri=uri, output=output)
     print(f"\n{table(values)}\n\n{conclusion(values)}\n{output}/{RESULTS_FILE}, {TABLE_FILE} and {PICTURE_FILE}")
     return values
+
+
+def _prediction_settings(config: Analysis, text: str) -> PredictionSettings:
+    """Return the settings that predict the temperatures of the records, which lie in an archive at `text`."""
+    return model_settings(
+        PredictTemperaturesConfig(
+            model=config.model,
+            tempnet=config.tempnet,
+            text=text,
+            context_length=config.context_length,
+            batch_size=config.batch_size,
+            precision=config.precision,
+            with_entropy=False,
+            max_bad_share=config.max_bad_share,
+            workers=config.workers,
+        )
+    )
+
+
+def _log(config: Analysis, values: dict[str, Any], directory: Path, *, uri: str, output: str) -> None:
+    """Log an analysis as a run of MLflow, with its figures as metrics and the files in `directory` as artifacts.
+
+    Args:
+        config: configuration of the analysis.
+        values: the figures, with title and settings.
+        directory: local directory of the results.
+        uri: URI of the MLflow store.
+        output: path or URI of the results; together with the digest of the settings it identifies the run.
+    """
+    digest = record_digest(values["settings"])
+    tracked = open_run(
+        uri=uri,
+        experiment=config.tracking.experiment,
+        name=values["title"],
+        directory=f"{output}#{digest}",
+        parameters=flatten(config),
+        tags={},
+        data_sets={"evaluation": ("text", digest, config.data)},
+    )
+    metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
+    if values["spearman"]:
+        metrics["spearman"] = values["spearman"]["mean"]
+    finish_run(tracked, status="FINISHED", artifacts=directory, metrics=metrics, note=table(values))
 
 
 def read_means(output: str) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory, find_directory
+from jobs.engine.tracking import TrackedRun
 from jobs.studies.sweeps.objective import TITLE, loss_of
 from jobs.studies.sweeps.plan import Sweep
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, make_row
@@ -19,6 +20,7 @@ from jobs.studies.trials.parent import open_parent, publish
 from jobs.studies.trials.prepare import prepare_once
 from jobs.studies.trials.run import find_room, run_trials
 from jobs.studies.trials.side_by_side import run_side_by_side
+from jobs.studies.trials.trial import Outcomes
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -27,7 +29,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
     Raises:
         ValueError: if another configuration has taken the name, or the cluster is too small.
     """
-    config, band = sweep.config, sweep.config.sweep.band
+    config = sweep.config
     find_directory(config)
     print(sweep.describe(), flush=True)
     start_ray()
@@ -63,6 +65,12 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
             data_cpus=sweep.first.data_cpus,
             describe=_describe_outcome,
         )
+    return _publish(sweep, parent, record, outcomes)
+
+
+def _publish(sweep: Sweep, parent: TrackedRun | None, record: RoundRecord, outcomes: Outcomes) -> Results[Row]:
+    """Save the failures, write the results of all trials, log them to the parent run, and return them."""
+    config, band = sweep.config, sweep.config.sweep.band
     failed = {**record.final_failures, **outcomes.failed}
     record.save(failed)
     rows = [

@@ -159,15 +159,7 @@ def predict_pairs(
     failed = run_stages(stages, missing, workers, title=title, keep=keep, say=say)
     if failed:
         raise ScoringFailedError(failed)
-    summary = {
-        "num_pairs": manifest.num_pairs,
-        "num_images": manifest.num_images,
-        "num_parts": len(parts),
-        **_figures(output, settings),
-        "problems": dict(manifest.problems),
-        "data_digest": manifest.digest,
-        "settings": settings.record(),
-    }
+    summary = _summary(settings, manifest, len(parts), output)
     write_json(f"{output}/{SUMMARY_FILE}", summary)
     return summary | {"num_pairs_now": num_pairs, "seconds_now": time.monotonic() - started}
 
@@ -193,6 +185,19 @@ def _read(source: PairSource, part: _Part) -> Iterator[_DecodedPart]:
         }
     )
     yield _DecodedPart(part, pairs, source.read_images(numbers))
+
+
+def _summary(settings: PairPredictionSettings, manifest: ImageManifest, num_parts: int, output: str) -> dict[str, Any]:
+    """Returns the content of `_summary.json`: counts, figures of τ over all pairs, problems by kind, and settings."""
+    return {
+        "num_pairs": manifest.num_pairs,
+        "num_images": manifest.num_images,
+        "num_parts": num_parts,
+        **_figures(output, settings),
+        "problems": dict(manifest.problems),
+        "data_digest": manifest.digest,
+        "settings": settings.record(),
+    }
 
 
 def _figures(output: str, settings: PairPredictionSettings) -> dict[str, float]:

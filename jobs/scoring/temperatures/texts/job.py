@@ -90,11 +90,7 @@ def predict_archives(
         nonlocal num_tokens
         part, totals = written
         num_tokens += totals.num_tokens
-        mean = f"mean τ {totals.tau / totals.num_tokens:.3f}, " if totals.num_tokens else ""
-        return (
-            f"part {part}: {totals.num_documents} documents, {totals.num_tokens} tokens, {mean}"
-            f"{totals.num_tokens / seconds:,.0f} tokens/s"
-        )
+        return _describe_part(part, totals, seconds)
 
     stages: Stages[int] = Stages(read=read, model=partial(_PartPredictor, settings, workers.use_gpu), write=write)
     failed = run_stages(stages, missing, workers, title=names.__getitem__, keep=keep, say=say)
@@ -102,12 +98,7 @@ def predict_archives(
         raise ScoringFailedError(failed)
     records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
     check_problems(settings.source, [record.entry for record in records], max_bad_share, field="max_bad_share")
-    parts = [
-        read_totals(output, part_file(number, part))
-        for number, record in enumerate(records)
-        for part in range(record.num_parts)
-    ]
-    summary = _summary(settings, archives, records, Totals.sum(parts))
+    summary = _summary(settings, archives, records, _sum_totals(output, records))
     write_json(f"{output}/{SUMMARY_FILE}", summary)
     return summary | {"num_tokens_now": num_tokens, "seconds_now": time.monotonic() - started}
 
@@ -126,6 +117,26 @@ def on_worker(function: Callable[..., Any], workers: PoolSection) -> Callable[..
 def _is_complete(output: str, number: int, done: frozenset[str]) -> bool:
     record = ReadArchive.load(output, number)
     return record is not None and all(part_file(number, part) in done for part in range(record.num_parts))
+
+
+def _describe_part(part: int, totals: Totals, seconds: float) -> str:
+    """Returns what the line of progress says of a part: its size, mean τ and speed."""
+    mean = f"mean τ {totals.tau / totals.num_tokens:.3f}, " if totals.num_tokens else ""
+    return (
+        f"part {part}: {totals.num_documents} documents, {totals.num_tokens} tokens, {mean}"
+        f"{totals.num_tokens / seconds:,.0f} tokens/s"
+    )
+
+
+def _sum_totals(output: str, read: list[ReadArchive]) -> Totals:
+    """Returns the totals of all parts of the archives, which the metadata of the tables hold."""
+    return Totals.sum(
+        [
+            read_totals(output, part_file(number, part))
+            for number, archive in enumerate(read)
+            for part in range(archive.num_parts)
+        ]
+    )
 
 
 def _summary(
