@@ -37,8 +37,9 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.images.archives import list_image_archives
+from pipelines.images.assembly import assemble
 from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
 from pipelines.images.views import AugmentationConfig, random_crop

@@ -35,7 +35,8 @@ import tyro
 from PIL import Image
 
 from pipelines.images.archives import list_image_archives
-from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.assembly import assemble
+from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest, open_index
 from pipelines.images.pairs import PairSource
 from pipelines.plan import StreamPlan

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from pipelines.images.archives import ImageArchive, list_image_archives
+from pipelines.images.assembly import ASSEMBLY, assemble
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS
-from pipelines.images.index import ASSEMBLY, assemble, index_name
+from pipelines.images.index import index_name
 from pipelines.images.manifest import FORMAT_VERSION, ImageManifest
 from pipelines.images.units import IndexTask, choose_part_bytes, index_archives
 from pipelines.losses import list_losses, losses_name

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from pipelines.archives import list_archives
 from pipelines.images.archives import list_image_archives
+from pipelines.images.assembly import ASSEMBLY, assemble
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import ASSEMBLY, assemble, index_archive, index_name
+from pipelines.images.index import index_archive, index_name
 from pipelines.losses import list_losses, losses_name
 from pipelines.text.manifest import archive_from_json
 from pipelines.text.packing import PackingConfig

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from pipelines.images.archives import list_image_archives
+from pipelines.images.assembly import assemble
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.views import AugmentationConfig, evaluation_view

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.images.archives import list_image_archives
+from pipelines.images.assembly import assemble
 from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import assemble, index_archive, index_name
+from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.temperature_table import read_table, read_temperatures, table_schema
 from pipelines.sample.images import write_images
