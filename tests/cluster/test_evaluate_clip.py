@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -53,6 +54,21 @@ def clip(path: str) -> tuple[Embed, Embed]:
     return image, text
 
 
+class Model(NamedTuple):
+    path: str
+    tokenizer: str
+    """Directory of the tokenizer."""
+    load: Callable[[str], tuple[Embed, Embed]]
+    """Returns the functions that embed an image and a text, without the code of the evaluation."""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Model]:
+    """Save a dual encoder of ours and a CLIPModel, and return them by their titles in the evaluation."""
+    ours, theirs = make_dual_encoder(tmp_path / "ours" / "export"), make_clip(tmp_path / "clip")
+    return {"ours": Model(ours, f"{ours}/text_encoder", dual_encoder), "clip": Model(theirs, theirs, clip)}
+
+
 @torch.no_grad()
 def rows(embed: Embed, inputs: list[Any]) -> np.ndarray:
     return np.stack([embed(one).double().numpy() for one in inputs])
@@ -64,37 +80,86 @@ def found(scores: np.ndarray, belongs: np.ndarray, k: int) -> float:
     return float(np.take_along_axis(belongs, best, axis=1).any(1).mean())
 
 
+def retrieval_figures(image: np.ndarray, text: np.ndarray, of_text: np.ndarray) -> dict[str, float]:
+    """Return the recalls of retrieval between images (m, d) and their captions (n, d); of_text (n,) gives the images."""
+    belongs = np.arange(len(image))[:, None] == of_text
+    figures = {f"pairs/text_recall@{k}": found(image @ text.T, belongs, k) for k in (1, 5, 10)}
+    figures |= {f"pairs/image_recall@{k}": found(text @ image.T, belongs.T, k) for k in (1, 5, 10)}
+    return figures | {"pairs/mean_recall": float(np.mean(list(figures.values())))}
+
+
+def zero_shot_figures(photo: np.ndarray, prompts: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the accuracies of photos (n, d) with labels (n,), from 18 prompts of every class, (3·18, d)."""
+    classes = prompts.reshape(len(CLASSES), 18, -1).mean(1)
+    classes /= np.linalg.norm(classes, axis=1, keepdims=True)
+    is_class = labels[:, None] == np.arange(len(CLASSES))
+    return {f"classes/top@{k}": found(photo @ classes.T, is_class, k) for k in (1, 3, 5)}
+
+
+def share_cut(tokenizer: Any, texts: list[str]) -> float:
+    """Return the share of texts that are longer than the 40 tokens that the models read."""
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    return float(np.mean(np.array(lengths) > 40))
+
+
+def interrupt_evaluation(arguments: list[str], *, num_units: int) -> None:
+    """Run an evaluation that is interrupted when it is about to store a unit after the first `num_units`."""
+    write, written = EmbeddingStore.write, []
+
+    def interrupted(self: EmbeddingStore, *unit: Any) -> None:
+        if len(written) == num_units:
+            raise KeyboardInterrupt
+        write(self, *unit)
+        written.append(unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddingStore, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_clip.main(arguments)
+
+
+def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it an error to give out work."""
+
+    def no_work(*arguments: Any) -> None:
+        raise AssertionError("work was given out")
+
+    monkeypatch.setattr(stages, "_Schedule", no_work)
+
+
+def logged_metrics(storage: Path) -> dict[str | None, dict[str, float]]:
+    """Return name → metrics of every run of the evaluation in MLflow."""
+    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
+    experiment = client.get_experiment_by_name("clip-evaluation")
+    assert experiment is not None
+    return {run.info.run_name: run.data.metrics for run in client.search_runs([experiment.experiment_id])}
+
+
+def words(models: dict[str, Model], pairs: Path, classes: Path, storage: Path) -> list[str]:
+    """Return the arguments of an evaluation of all models by retrieval and by zero-shot classification."""
+    return [
+        "--models", *(model.path for model in models.values()), "--retrieval", f"pairs={pairs}",
+        "--zero-shot", f"classes={classes}", "--templates", "cifar", "--max-bad-share", "0.1",
+        "--storage", str(storage), "--name", "both", "--batch-size", "3", "--workers.num-workers", "2",
+    ]  # fmt: skip
+
+
 def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
-    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, str],
+    models: dict[str, Model],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("jobs.scoring.dual_encoders.units.NUM_IMAGES_PER_UNIT", 8)
     images, captions = make_pairs(tmp_path / "pairs")
     photos, labels = make_classes(tmp_path / "classes.tar")
-    models = {
-        "ours": (make_dual_encoder(tmp_path / "ours" / "export"), dual_encoder),
-        "clip": (make_clip(tmp_path / "clip"), clip),
-    }
     storage = tmp_path / "runs"
-    arguments = [
-        "--models", *(path for path, _ in models.values()), "--retrieval", f"pairs={tmp_path / 'pairs'}",
-        "--zero-shot", f"classes={tmp_path / 'classes.tar'}", "--templates", "cifar", "--max-bad-share", "0.1",
-        "--storage", str(storage), "--name", "both", "--batch-size", "3", "--workers.num-workers", "2",
-    ]  # fmt: skip
+    arguments = words(models, tmp_path / "pairs", tmp_path / "classes.tar", storage)
 
     # The evaluation is interrupted after three units, and started again.
-    with monkeypatch.context() as patch:
-        write, written = EmbeddingStore.write, []
-
-        def interrupted(self: EmbeddingStore, *unit: Any) -> None:
-            if len(written) == 3:
-                raise KeyboardInterrupt
-            write(self, *unit)
-            written.append(unit)
-
-        patch.setattr(EmbeddingStore, "write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate_clip.main(arguments)
+    interrupt_evaluation(arguments, num_units=3)
     store = storage / "both" / "embeddings"
     times = {path: path.stat().st_mtime_ns for path in store.iterdir()}
     assert len(times) == 3
@@ -111,25 +176,17 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
     columns = {column["title"]: column["metrics"] for column in results["columns"]}
     assert list(columns) == ["ours", "clip"]
     prompts = [template.format(name.replace("_", " ")) for name in CLASSES for template in read_templates("cifar")]
-    of_text = np.array([number for _, number in captions])
-    for title, (path, load) in models.items():
-        embed_image, embed_text = load(path)
-        image, text = rows(embed_image, images), rows(embed_text, [text for text, _ in captions])
-        belongs = np.arange(len(images))[:, None] == of_text
-        classes = rows(embed_text, prompts).reshape(len(CLASSES), 18, -1).mean(1)
-        classes /= np.linalg.norm(classes, axis=1, keepdims=True)
-        photo = rows(embed_image, photos)
-        is_class = np.array(labels)[:, None] == np.arange(len(CLASSES))
-        expected = {f"pairs/text_recall@{k}": found(image @ text.T, belongs, k) for k in (1, 5, 10)}
-        expected |= {f"pairs/image_recall@{k}": found(text @ image.T, belongs.T, k) for k in (1, 5, 10)}
-        expected["pairs/mean_recall"] = float(np.mean(list(expected.values())))
-        expected |= {f"classes/top@{k}": found(photo @ classes.T, is_class, k) for k in (1, 3, 5)}
+    texts, of_text = [text for text, _ in captions], np.array([number for _, number in captions])
+    for title, model in models.items():
+        embed_image, embed_text = model.load(model.path)
+        image, text = rows(embed_image, images), rows(embed_text, texts)
+        expected = retrieval_figures(image, text, of_text)
+        expected |= zero_shot_figures(rows(embed_image, photos), rows(embed_text, prompts), np.array(labels))
         expected |= {"pairs/num_images": 19, "pairs/num_texts": len(captions), "pairs/num_unreadable": 1}
-        tokenizer = AutoTokenizer.from_pretrained(f"{path}/text_encoder" if title == "ours" else path)
-        for data, its_texts in (("pairs", [text for text, _ in captions]), ("classes", prompts)):
-            lengths = [len(tokenizer(text)["input_ids"]) for text in its_texts]
-            expected[f"{data}/share_cut"] = float(np.mean(np.array(lengths) > 40))
         expected |= {"classes/num_images": 20, "classes/num_classes": 3, "classes/num_unreadable": 1}
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
+        for data, its_texts in (("pairs", texts), ("classes", prompts)):
+            expected[f"{data}/share_cut"] = share_cut(tokenizer, its_texts)
         assert columns[title] == pytest.approx(expected, abs=1e-6)
         for name, reference in (("image", image), ("text", text)):
             assert nearest(store, reference) < 1e-6, name
@@ -140,20 +197,13 @@ def test_an_interrupted_evaluation_goes_on_to_the_figures_of_one_process(
         assert text in table
 
     # In MLflow, the run of every model lies under the evaluation's. A second evaluation finds them and encodes nothing.
-    def no_work(*arguments: Any) -> None:
-        raise AssertionError("work was given out")
-
-    monkeypatch.setattr(stages, "_Schedule", no_work)
+    forbid_work(monkeypatch)
     assert evaluate_clip.main(arguments) == 0
     assert table in capsys.readouterr().out
-    client = MlflowClient(f"sqlite:///{storage}/mlflow.db")
-    experiment = client.get_experiment_by_name("clip-evaluation")
-    assert experiment is not None
-    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert set(runs) == {"both", "ours", "clip"}
-    for title, metrics in columns.items():
-        logged = {name.replace("@", "_at_"): value for name, value in metrics.items()}
-        assert runs[title].data.metrics == pytest.approx(logged)
+    metrics = logged_metrics(storage)
+    assert set(metrics) == {"both", "ours", "clip"}
+    for title, figures in columns.items():
+        assert metrics[title] == pytest.approx({name.replace("@", "_at_"): value for name, value in figures.items()})
 
 
 def nearest(store: Path, rows: np.ndarray) -> float:

@@ -101,14 +101,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.kill()
 
 
-@pytest.mark.parametrize("is_back", ["before the end", "after the end"])
-def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
-    ray_head: dict[str, str], corpus: Path, tmp_path: Path, server: Server, is_back: str
-) -> None:
-    run = tmp_path / "runs" / "outage"
-    command = [
-        sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", "--run.name=outage", f"--run.storage={run.parent}",
-        f"--tracking.uri={server.uri}", f"--run.num-steps={NUM_STEPS}", f"--run.log-every={LOG_EVERY}",
+def training_command(run: Path, corpus: Path, uri: str) -> list[str]:
+    """Return the command that trains a small model in the directory `run`, and logs it to the MLflow store at `uri`."""
+    return [
+        sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", f"--run.name={run.name}", f"--run.storage={run.parent}",
+        f"--tracking.uri={uri}", f"--run.num-steps={NUM_STEPS}", f"--run.log-every={LOG_EVERY}",
         "--run.checkpoint-every=100", "--run.max-restarts=0", f"--data.train={corpus / 'train'}",
         f"--data.validation={corpus / 'validation'}", f"--data.tokenizer={corpus / 'tokenizer'}",
         "--data.context-length=64", "--model.hidden-size=64", "--model.num-layers=2", "--model.num-heads=4",
@@ -116,6 +113,14 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
         f"--validation.every={VALIDATE_EVERY}", "--validation.num-blocks=32",
         "--temperature.loss=ce", "--optimizer.batch-size=8",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_back", ["before the end", "after the end"])
+def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
+    ray_head: dict[str, str], corpus: Path, tmp_path: Path, server: Server, is_back: str
+) -> None:
+    run = tmp_path / "runs" / "outage"
+    command = training_command(run, corpus, server.uri)
 
     def last_step(key: str) -> int:
         return max((step for name, step, _ in server.metrics() if name == key), default=0)

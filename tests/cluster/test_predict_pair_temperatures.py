@@ -54,8 +54,53 @@ def words(model: Path, source: Path, output: Path) -> list[str]:
     return ["--model", str(model), "--images", str(source), "--output", str(output), *options.split()]
 
 
+def two_workers(model: Path, source: Path, output: Path) -> PredictPairTemperaturesConfig:
+    """Return the configuration of `words`, with the embeddings and with two workers."""
+    return PredictPairTemperaturesConfig(
+        model=str(model),
+        images=str(source),
+        output=str(output),
+        part_pairs=7,
+        max_bad_share=0.1,
+        with_embeddings=True,
+        batch_size=4,
+        workers=PoolSection(num_workers=2, cpus_per_worker=0.5),
+    )
+
+
 def tables(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.glob("part-*.parquet")}
+
+
+def interrupt_job(model: Path, source: Path, output: Path, environment: dict[str, str]) -> None:
+    """Run the job in a process of its own, which is killed as soon as it has written a table."""
+    arguments = [*words(model, source, output), "--with-embeddings"]
+    run_until(lambda: bool(tables(output)), "jobs.predict_temperatures", arguments, environment)
+
+
+@torch.inference_mode()
+def compute_by_models(
+    model: Path, images: list[np.ndarray], captions: list[tuple[str, int]]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the embeddings and temperatures of the images and the texts of all pairs, without the job.
+
+    The images already have the model's size; the captions are encoded one by one.
+    """
+    encoder, tokenizer = (
+        DualEncoder.from_pretrained(model),
+        load_tokenizer(str(model / "text_encoder"), needs_eos=False),
+    )
+    networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
+    image = encoder.encode_images(torch.from_numpy(np.stack(images)))[[number for _, number in captions]]
+    tokens = [
+        tokenizer(text, truncation=True, max_length=encoder.config.num_text_tokens, return_tensors="pt")
+        for text, _ in captions
+    ]
+    text = torch.cat([encoder.encode_texts(one["input_ids"], one["attention_mask"]) for one in tokens])
+    return {
+        "image": (image.numpy(), networks[0](image).numpy()),
+        "text": (text.numpy(), networks[1](text).numpy()),
+    }
 
 
 def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
@@ -74,47 +119,20 @@ def test_tables_hold_the_temperatures_of_the_models_however_the_job_is_run(
     assert [row["id"] for row in rows] == list(range(len(captions)))
     assert [row["caption"] for row in rows] == [text for text, _ in captions]
 
-    # The models alone give the same values. The images already have the model's size; captions are encoded one by one.
-    encoder, tokenizer = (
-        DualEncoder.from_pretrained(model),
-        load_tokenizer(str(model / "text_encoder"), needs_eos=False),
-    )
-    networks = [TempNet.from_pretrained(model / name) for name in ("tempnet_image", "tempnet_text")]
-    with torch.inference_mode():
-        image = encoder.encode_images(torch.from_numpy(np.stack(images)))
-        tokens = [
-            tokenizer(text, truncation=True, max_length=encoder.config.num_text_tokens, return_tensors="pt")
-            for text, _ in captions
-        ]
-        text = torch.cat([encoder.encode_texts(one["input_ids"], one["attention_mask"]) for one in tokens])
-        image = image[[number for _, number in captions]]
-        for name, network, embeddings in (("image", networks[0], image), ("text", networks[1], text)):
-            stored = np.array([row[f"{name}_embedding"] for row in rows])
-            np.testing.assert_allclose(stored, embeddings.numpy(), atol=1e-5)
-            tau = np.array([row[f"tau_{name}"] for row in rows])
-            np.testing.assert_allclose(tau, network(embeddings).numpy(), atol=1e-5)
-            assert tau.std() > 1e-3
-            assert f"tau_{name}".ljust(10) + f"mean {tau.mean():.4f}, standard deviation {tau.std():.4f}" in printed
+    # The models alone give the same values.
+    for name, (expected_rows, expected_tau) in compute_by_models(model, images, captions).items():
+        stored = np.array([row[f"{name}_embedding"] for row in rows])
+        np.testing.assert_allclose(stored, expected_rows, atol=1e-5)
+        tau = np.array([row[f"tau_{name}"] for row in rows])
+        np.testing.assert_allclose(tau, expected_tau, atol=1e-5)
+        assert tau.std() > 1e-3
+        assert f"tau_{name}".ljust(10) + f"mean {tau.mean():.4f}, standard deviation {tau.std():.4f}" in printed
     summary = json.loads((tmp_path / "whole" / "_summary.json").read_text())
     assert summary["problems"] == {"corrupt_image": 1}
 
     # A job that is killed after some parts and continued by two workers keeps these parts and writes the same bytes.
-    run_until(
-        lambda: bool(tables(tmp_path / "parts")),
-        "jobs.predict_temperatures",
-        [*words(model, source, tmp_path / "parts"), "--with-embeddings"],
-        cluster,
-    )
-    config = PredictPairTemperaturesConfig(
-        model=str(model),
-        images=str(source),
-        output=str(tmp_path / "parts"),
-        part_pairs=7,
-        max_bad_share=0.1,
-        with_embeddings=True,
-        batch_size=4,
-        workers=PoolSection(num_workers=2, cpus_per_worker=0.5),
-    )
+    interrupt_job(model, source, tmp_path / "parts", cluster)
+    config = two_workers(model, source, tmp_path / "parts")
     settings = resolve_settings(config)
     claim_output(config.output, settings.record())
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from jobs.engine.resumption import registered_step
 from jobs.engine.tracking import TrackedRun, open_run
-from jobs.engine.watch import Validation
+from jobs.engine.watch import Validation, Watch
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
 from jobs.studies.cross_validation.table import Row
 from jobs.studies.trials.command import Results
@@ -157,21 +157,24 @@ def test_one_worker_trains_what_two_did_beside_trials_that_fail(
     assert len(history(second, "train/loss")) == NUM_STEPS
 
 
-@pytest.mark.long
-def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
-    cluster: dict[str, str], downstream: Path, tmp_path: Path
-) -> None:
-    changes = ["--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4"]
-    words = [*arguments(downstream, tmp_path), *changes]
+def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, Watch | None]:
+    """Return name of a trial → watch that makes its worker fail once, fail always, die, or (None) go on.
 
-    # A worker asks the watch after every validation.
+    A worker asks the watch after every validation. The classes are defined in this function, because the processes of
+    trials cannot import the module of the test.
+
+    Args:
+        cell: configuration of the trials, apart from their names.
+        marker: file that exists as soon as a worker has failed.
+    """
+
     class Raises:
         def __init__(self, directory: str, *, always: bool) -> None:
             self.directory, self.always = directory, always
 
         def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-            if len(validations) == 4 and (self.always or not os.path.exists(tmp_path / "raised")):
-                (tmp_path / "raised").touch()
+            if len(validations) == 4 and (self.always or not os.path.exists(marker)):
+                marker.touch()
                 # Checkpoints are written in the background, which takes longer than these steps on a busy machine.
                 for _ in range(600):
                     if registered_step(self.directory):
@@ -185,6 +188,20 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
             os.kill(os.getpid(), signal.SIGKILL)
             return ""
 
+    return {
+        "once": Raises(named(cell, "once").run.directory, always=False),
+        "always": Raises(named(cell, "always").run.directory, always=True),
+        "killed": Kills(),
+        "fine": None,
+    }
+
+
+@pytest.mark.long
+def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
+    cluster: dict[str, str], downstream: Path, tmp_path: Path
+) -> None:
+    changes = ["--run.max-restarts", "1", "--run.num-steps", "24", "--validation.every", "4"]
+    words = [*arguments(downstream, tmp_path), *changes]
     work = make_cross_validation(configuration(words))
     parent = open_parent(
         work.config, run=work.config.run, tracking=work.config.tracking, uri=work.examples[0].tracking_uri, num_trials=4,
@@ -192,12 +209,7 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     )  # fmt: skip
     assert parent is not None
     cell = work.cells[0]
-    watches = {
-        "once": Raises(named(cell, "once").run.directory, always=False),
-        "always": Raises(named(cell, "always").run.directory, always=True),
-        "killed": Kills(),
-        "fine": None,
-    }
+    watches = failing_watches(cell, tmp_path / "raised")
     outcomes = run_trials(
         one_round(
             [Trial(config=named(cell, name), make_plan=make_plan, watch=watch) for name, watch in watches.items()]

@@ -54,27 +54,10 @@ class Dense:
             return self.cross_entropy(similarity, tau, is_negative)
 
         h = similarity - similarity.diag()[:, None]
+        log_u = self.estimates(modality, h, tau, ids, is_negative, gamma)
         # Row by row, over the negatives only.
         total = similarity.sum() * 0
-        log_g, duals = {}, {}
-        for i in range(size):
-            if num_negatives[i] == 0:
-                continue
-            scaled = (h[i] / tau[i].detach())[is_negative[i]]
-            log_g.setdefault(int(ids[i]), []).append((scaled.logsumexp(0) - math.log(num_negatives[i])).detach())
-        log_u = {}
-        for key, values in log_g.items():
-            mean = torch.stack(values).logsumexp(0) - math.log(len(values))
-            old = self.state[modality].setdefault(key, {}).get("log_u")
-            log_u[key] = (
-                mean
-                if old is None
-                else (
-                    math.log(gamma) + mean
-                    if gamma == 1
-                    else torch.logaddexp(math.log(1 - gamma) + old.to(mean.dtype), math.log(gamma) + mean)
-                )
-            )
+        duals = {}
         rho = self.config.rho if name in ("isogclr", "tempnet") else 0.0
         for i in range(size):
             if num_negatives[i] == 0:
@@ -92,17 +75,47 @@ class Dense:
                 total = total + (through_tau - through_tau.detach())
             duals.setdefault(int(ids[i]), []).append(dual)
         self.duals = duals
+        self.update(modality, log_u, duals)
+        return total / size
+
+    def estimates(
+        self, modality: int, h: Tensor, tau: Tensor, ids: Tensor, is_negative: Tensor, gamma: float
+    ) -> dict[int, Tensor]:
+        """Return id → log u, the moving average of the batch's log mean over the negatives of exp(h/τ)."""
+        num_negatives = is_negative.sum(1)
+        log_g = {}
+        for i in range(len(ids)):
+            if num_negatives[i] == 0:
+                continue
+            scaled = (h[i] / tau[i].detach())[is_negative[i]]
+            log_g.setdefault(int(ids[i]), []).append((scaled.logsumexp(0) - math.log(num_negatives[i])).detach())
+        log_u = {}
+        for key, values in log_g.items():
+            mean = torch.stack(values).logsumexp(0) - math.log(len(values))
+            old = self.state[modality].setdefault(key, {}).get("log_u")
+            log_u[key] = (
+                mean
+                if old is None
+                else (
+                    math.log(gamma) + mean
+                    if gamma == 1
+                    else torch.logaddexp(math.log(1 - gamma) + old.to(mean.dtype), math.log(gamma) + mean)
+                )
+            )
+        return log_u
+
+    def update(self, modality: int, log_u: dict[int, Tensor], duals: dict[int, list[Tensor]]) -> None:
+        """Store the estimates of a batch, and for iSogCLR make a step with momentum of every anchor's own τ."""
         for key, estimate in log_u.items():
             entry = self.state[modality][key]
             entry["log_u"] = estimate.float()
-            if name == "isogclr":
+            if self.config.name == "isogclr":
                 gradient = torch.stack(duals[key]).mean().clamp(-5, 5)
                 beta, config = self.config.tau_momentum, self.config
                 momentum = (1 - beta) * entry.get("momentum", torch.tensor(0.0)).double() + beta * gradient
                 tau_new = entry.get("tau", torch.tensor(config.tau)).double() - config.tau_step * momentum
                 entry["tau"] = tau_new.clamp(config.tau_min, config.tau_max).float()
                 entry["momentum"] = momentum.float()
-        return total / size
 
     def tau(self, modality: int, anchors: Tensor, ids: Tensor) -> Tensor:
         if self.networks is not None:
