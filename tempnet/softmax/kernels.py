@@ -22,7 +22,7 @@ Shapes: N tokens, d hidden size, V effective vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,10 +148,6 @@ def softmax_gradients(
         dh = dL W, dW = dLᵀ h and Σ dL over tokens, each in the dtype of its tensor, or None. All sums are in float32,
         but dL, and the part of dh from one section of the vocabulary, are rounded to the dtype of the inputs.
     """
-    import triton
-
-    from tempnet.softmax.triton_kernels import logits_gradient_kernel
-
     tile = tile or Tile.for_dtype(hidden.dtype)
     inputs = KernelInputs.prepare(hidden, weight, bias, soft_cap, tau)
     num_tokens, vocab_size = len(hidden), len(weight)
@@ -168,25 +164,8 @@ def softmax_gradients(
         part = slice(start, start + width)
         part_weight = inputs.weight[part]
         gradient = scratch[:, : len(part_weight)]
-        with torch.cuda.device_of(hidden):
-            num_tiles = triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(len(part_weight), tile.num_vocab)
-            logits_gradient_kernel[(num_tiles,)](
-                inputs.hidden,
-                part_weight,
-                None if inputs.bias is None else inputs.bias[part],
-                inputs.soft_cap,
-                targets - start,
-                inputs.tau,
-                statistics.maximum,
-                statistics.log_sum,
-                row_scale,
-                gradient,
-                num_tokens,
-                len(part_weight),
-                hidden.shape[1],
-                width,
-                **launch_options(tile, hidden),
-            )
+        section = replace(inputs, weight=part_weight, bias=None if inputs.bias is None else inputs.bias[part])
+        _write_logits_gradient(section, targets - start, statistics, row_scale, gradient, tile)
         if hidden_grad is not None:
             hidden_grad += gradient @ part_weight
         if weight_grad is not None:
@@ -194,6 +173,49 @@ def softmax_gradients(
         if bias_grad is not None:
             bias_grad[part] = gradient.sum(0, dtype=torch.float32)
     return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, bias_grad
+
+
+def _write_logits_gradient(
+    inputs: KernelInputs,
+    targets: Tensor,
+    statistics: SoftmaxStatistics,
+    row_scale: Tensor,
+    gradient: Tensor,
+    tile: Tile,
+) -> None:
+    """Write dL of one section of the vocabulary to `gradient`, a view (N, width of the section) of the scratch buffer.
+
+    Args:
+        inputs: inputs of the kernel, with weight and bias of the section.
+        targets: (N,) targets, relative to the start of the section.
+        statistics, row_scale: as in `softmax_gradients`.
+        gradient: the view to write to; its rows are contiguous.
+        tile: block sizes.
+    """
+    import triton
+
+    from tempnet.softmax.triton_kernels import logits_gradient_kernel
+
+    num_tokens, vocab_size = gradient.shape
+    num_tiles = triton.cdiv(num_tokens, tile.num_tokens) * triton.cdiv(vocab_size, tile.num_vocab)
+    with torch.cuda.device_of(inputs.hidden):
+        logits_gradient_kernel[(num_tiles,)](
+            inputs.hidden,
+            inputs.weight,
+            inputs.bias,
+            inputs.soft_cap,
+            targets,
+            inputs.tau,
+            statistics.maximum,
+            statistics.log_sum,
+            row_scale,
+            gradient,
+            num_tokens,
+            vocab_size,
+            inputs.hidden.shape[1],
+            gradient.stride(0),
+            **launch_options(tile, inputs.hidden),
+        )
 
 
 def _section_width(num_tokens: int, vocab_size: int, tile: Tile, num_scratch: int) -> int:

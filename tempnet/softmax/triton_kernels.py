@@ -30,17 +30,10 @@ def _group_programs(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.ten
 
 @triton.jit
 def _logits_tile(
-    hidden: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    soft_cap: tl.tensor,
+    layer: tl.tuple,
+    sizes: tl.tuple,
     rows: tl.tensor,
     columns: tl.tensor,
-    num_tokens: tl.tensor,
-    vocab_size: tl.tensor,
-    num_hidden: tl.tensor,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -48,11 +41,18 @@ def _logits_tile(
     """Return L (BLOCK_TOKENS, BLOCK_VOCAB) in float32, after bias and soft-cap.
 
     Entries beyond the number of tokens or the vocabulary have no meaning.
+
+    Args:
+        layer: hidden states, weight, bias and soft-cap, the last two or None; what the logits are computed from.
+        sizes: N, V and d.
+        rows, columns: the numbers (BLOCK_TOKENS,) and (BLOCK_VOCAB,) of the tile's tokens and vocabulary entries.
     """
+    hidden, weight, bias, soft_cap = layer
+    num_tokens, vocab_size, num_hidden = sizes
     # Offsets are int64, because N·d and V·d may exceed 2³¹.
     hidden_rows = hidden + rows.to(tl.int64)[:, None] * num_hidden
     weight_columns = weight + columns.to(tl.int64)[None, :] * num_hidden
-    logits = tl.zeros((BLOCK_TOKENS, BLOCK_VOCAB), dtype=tl.float32)
+    logits = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for start in range(0, num_hidden, BLOCK_HIDDEN):
         k = start + tl.arange(0, BLOCK_HIDDEN)
         left_mask = (rows < num_tokens)[:, None] & (k < num_hidden)[None, :]
@@ -68,6 +68,70 @@ def _logits_tile(
         # tanh(x) = 1 − 2/(e²ˣ + 1) is correct at both infinities; its absolute error is that of float32 at 1.
         logits = soft_cap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / soft_cap)) + 1.0))
     return logits
+
+
+@triton.jit
+def _add_tile(
+    partition: tl.tensor, moment: tl.tensor, centred: tl.tensor, shift: tl.tensor, inverse_tau: tl.tensor
+) -> tl.tuple:
+    """Return Σ eˣ and Σ eˣ (L − m) of all columns so far, with those of one more tile of logits.
+
+    Args:
+        partition, moment: both sums without the tile, relative to the maximum before it.
+        centred: L − m of the tile, where m is the maximum with the tile.
+        shift: how far the maximum rose, as the maximum before minus m.
+        inverse_tau: 1/τ of every row; None for τ = 1.
+    """
+    if inverse_tau is None:
+        weights = tl.exp(centred)
+        decay = tl.exp(shift)
+    else:
+        weights = tl.exp(centred * inverse_tau[:, None])
+        decay = tl.exp(shift * inverse_tau)
+    moment = decay * (moment + shift * partition) + tl.sum(weights * centred, 1)
+    partition = decay * partition + tl.sum(weights, 1)
+    return partition, moment
+
+
+@triton.jit
+def _sum_tiles(
+    layer: tl.tuple,
+    sizes: tl.tuple,
+    rows: tl.tensor,
+    target: tl.tensor,
+    inverse_tau: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    WITH_UNIT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tuple:
+    """Return m, both sums at τ, L at the target, and both sums at τ = 1, over the tiles first … last − 1 of the rows.
+
+    They are what `statistics_kernel` writes. Without WITH_UNIT, the sums at τ = 1 are 0.
+    """
+    _, vocab_size, _ = sizes
+    maximum = tl.full((rows.shape[0],), FLOOR, dtype=tl.float32)
+    partition = tl.zeros((rows.shape[0],), dtype=tl.float32)
+    moment = tl.zeros((rows.shape[0],), dtype=tl.float32)
+    positive = tl.zeros((rows.shape[0],), dtype=tl.float32)
+    partition_unit = tl.zeros((rows.shape[0],), dtype=tl.float32)
+    moment_unit = tl.zeros((rows.shape[0],), dtype=tl.float32)
+    for tile in range(first, last):
+        columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        logits = _logits_tile(layer, sizes, rows, columns, BLOCK_HIDDEN, PRECISION, WIDEN)
+        logits = tl.where((columns < vocab_size)[None, :], logits, FLOOR)
+        positive += tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), 1)
+        raised = tl.maximum(maximum, tl.max(logits, 1))
+        shift = maximum - raised
+        maximum = raised
+        centred = logits - raised[:, None]
+        partition, moment = _add_tile(partition, moment, centred, shift, inverse_tau)
+        if WITH_UNIT:
+            partition_unit, moment_unit = _add_tile(partition_unit, moment_unit, centred, shift, None)
+    return maximum, partition, moment, positive, partition_unit, moment_unit
 
 
 @triton.jit
@@ -106,47 +170,12 @@ def statistics_kernel(
     target = tl.load(targets + rows, mask=in_rows, other=-1)
     inverse_tau = 1.0 / tl.load(tau + rows, mask=in_rows, other=1.0)
 
-    maximum = tl.full((BLOCK_TOKENS,), FLOOR, dtype=tl.float32)
-    partition = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
-    moment = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
-    positive = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
-    partition_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
-    moment_unit = tl.zeros((BLOCK_TOKENS,), dtype=tl.float32)
     first = split * num_tiles_per_split
     last = tl.minimum(first + num_tiles_per_split, tl.cdiv(vocab_size, BLOCK_VOCAB))
-    for tile in range(first, last):
-        columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        logits = _logits_tile(
-            hidden,
-            weight,
-            bias,
-            soft_cap,
-            rows,
-            columns,
-            num_tokens,
-            vocab_size,
-            num_hidden,
-            BLOCK_TOKENS,
-            BLOCK_VOCAB,
-            BLOCK_HIDDEN,
-            PRECISION,
-            WIDEN,
-        )
-        logits = tl.where((columns < vocab_size)[None, :], logits, FLOOR)
-        positive += tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), 1)
-        raised = tl.maximum(maximum, tl.max(logits, 1))
-        shift = maximum - raised
-        maximum = raised
-        centred = logits - raised[:, None]
-        weights = tl.exp(centred * inverse_tau[:, None])
-        decay = tl.exp(shift * inverse_tau)
-        moment = decay * (moment + shift * partition) + tl.sum(weights * centred, 1)
-        partition = decay * partition + tl.sum(weights, 1)
-        if WITH_UNIT:
-            weights = tl.exp(centred)
-            decay = tl.exp(shift)
-            moment_unit = decay * (moment_unit + shift * partition_unit) + tl.sum(weights * centred, 1)
-            partition_unit = decay * partition_unit + tl.sum(weights, 1)
+    layer, sizes = (hidden, weight, bias, soft_cap), (num_tokens, vocab_size, num_hidden)
+    maximum, partition, moment, positive, partition_unit, moment_unit = _sum_tiles(
+        layer, sizes, rows, target, inverse_tau, first, last, WITH_UNIT, BLOCK_VOCAB, BLOCK_HIDDEN, PRECISION, WIDEN
+    )
 
     output = partials + split * num_tokens + rows
     stride = num_splits * num_tokens
@@ -193,22 +222,8 @@ def logits_gradient_kernel(
     row_block, tile = _group_programs(tl.program_id(0), num_row_blocks, num_tiles, GROUP)
     rows = row_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     columns = tile * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-    logits = _logits_tile(
-        hidden,
-        weight,
-        bias,
-        soft_cap,
-        rows,
-        columns,
-        num_tokens,
-        vocab_size,
-        num_hidden,
-        BLOCK_TOKENS,
-        BLOCK_VOCAB,
-        BLOCK_HIDDEN,
-        PRECISION,
-        WIDEN,
-    )
+    layer, sizes = (hidden, weight, bias, soft_cap), (num_tokens, vocab_size, num_hidden)
+    logits = _logits_tile(layer, sizes, rows, columns, BLOCK_HIDDEN, PRECISION, WIDEN)
     in_rows = rows < num_tokens
     target = tl.load(targets + rows, mask=in_rows, other=-1)
     inverse_tau = 1.0 / tl.load(tau + rows, mask=in_rows, other=1.0)
