@@ -21,7 +21,7 @@ from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.linear import linear_language_model_loss
+from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
 from tempnet.softmax.planning import supports
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss, token_slopes
 from tempnet.statistics import TokenValues, token_statistics
@@ -158,38 +158,22 @@ class TemperatureCausalLM(nn.Module):
             num_oracle_tokens: number of valid tokens, from the first, for which the statistics contain the optimal τ*.
         """
         flat_targets = targets.flatten()
-        values: TokenValues | None
         if self.head is None:
             assert input_ids is not None
             assert position_ids is not None
-            logits = self.logits(input_ids, position_ids).flatten(0, 1)
-            loss, tau = language_model_loss(
-                logits, flat_targets, self.loss_config, self.tempnet, num_targets=num_targets
-            )
-            values = TokenValues.from_logits(logits, flat_targets, tau) if with_statistics else None
-            slopes = token_slopes(logits, flat_targets, tau, self.loss_config)
+            contexts = self.logits(input_ids, position_ids).flatten(0, 1)
+            loss, tau, values, slopes = self._loss_from_logits(contexts, flat_targets, num_targets, with_statistics)
         else:
             if hidden is None:
                 assert input_ids is not None
                 assert position_ids is not None
-                hidden = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
+                contexts = self._run(self.base.base_model, input_ids, position_ids)[0].flatten(0, 1)
                 weight, bias = output_weight(self.base)  # after the body, which frees a tied weight under ZeRO-3
             else:
                 weight, bias = output_weight(self.base)
-                hidden = hidden.to(weight.dtype).flatten(0, 1)
-            loss, tau, values, slopes = linear_language_model_loss(
-                self.head.scaled(hidden),
-                weight,
-                flat_targets,
-                self.loss_config,
-                self.tempnet,
-                vocab_size=self.vocab_size,
-                bias=bias if bias is None or self.head.scale == 1.0 else bias * self.head.scale,
-                soft_cap=self.head.soft_cap,
-                num_targets=num_targets,
-                with_values=with_statistics,
-                matmul_dtype=self.autocast_dtype,
-                fold_cache=self.fold_cache,
+                contexts = hidden.to(weight.dtype).flatten(0, 1)
+            loss, tau, values, slopes = self._loss_from_hidden(
+                self.head, contexts, weight, bias, flat_targets, num_targets, with_statistics
             )
         output: CausalLMOutput = {
             "loss": loss,
@@ -200,12 +184,45 @@ class TemperatureCausalLM(nn.Module):
             "logits": None,
         }
         if values is not None:
-            contexts = logits if hidden is None else hidden
             output["statistics"], output["logits"] = self.statistics(
                 contexts, flat_targets, tau.detach(), values, num_oracle_tokens
             )
             output["entropy"] = values.entropy.view_as(targets)
         return output
+
+    def _loss_from_logits(
+        self, logits: Tensor, targets: Tensor, num_targets: Tensor | float | None, with_values: bool
+    ) -> LinearLoss:
+        """Compute the loss of N tokens from their logits (N, V), as the reference does."""
+        loss, tau = language_model_loss(logits, targets, self.loss_config, self.tempnet, num_targets=num_targets)
+        values = TokenValues.from_logits(logits, targets, tau) if with_values else None
+        return LinearLoss(loss, tau, values, token_slopes(logits, targets, tau, self.loss_config))
+
+    def _loss_from_hidden(
+        self,
+        head: OutputHead,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        num_targets: Tensor | float | None,
+        with_values: bool,
+    ) -> LinearLoss:
+        """Compute the loss of N tokens from their hidden states (N, d), with the base's output weight and bias."""
+        return linear_language_model_loss(
+            head.scaled(hidden),
+            weight,
+            targets,
+            self.loss_config,
+            self.tempnet,
+            vocab_size=self.vocab_size,
+            bias=bias if bias is None or head.scale == 1.0 else bias * head.scale,
+            soft_cap=head.soft_cap,
+            num_targets=num_targets,
+            with_values=with_values,
+            matmul_dtype=self.autocast_dtype,
+            fold_cache=self.fold_cache,
+        )
 
     @torch.no_grad()
     def statistics(

@@ -27,7 +27,7 @@ from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.fused import add_tokens_by_kernels, can_fuse
 from tempnet.softmax.gradients import allocate_gradients, finish_gradients
 from tempnet.softmax.objectives import TokenResults
-from tempnet.softmax.plan import LossInputs, LossPlan
+from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
 from tempnet.softmax.planning import plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.statistics import TokenValues
@@ -96,20 +96,28 @@ def linear_language_model_loss(
             ρ is infeasible, the TempNet is not supported (see :func:`supports`), or `fold` is True although a bias, a
             soft-cap or the input shift `max` makes it impossible.
     """
-    plan, parameters = plan_loss(
-        hidden,
-        weight,
-        config,
-        tempnet,
-        vocab_size=vocab_size,
-        bias=bias,
-        soft_cap=soft_cap,
-        with_values=with_values,
-        matmul_dtype=matmul_dtype,
-        fold=fold,
-        fold_cache=fold_cache,
-        chunk_size=chunk_size,
-    )
+    layer = OutputLayer(weight=weight, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap)
+    options = ComputeOptions(matmul_dtype=matmul_dtype, fold=fold, fold_cache=fold_cache, chunk_size=chunk_size)
+    plan, parameters = plan_loss(hidden, layer, config, tempnet, options, with_values=with_values)
+    return _evaluate(plan, hidden, weight, bias, targets, parameters, num_targets, reduction)
+
+
+def _evaluate(
+    plan: LossPlan,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    parameters: tuple[Tensor, ...],
+    num_targets: Tensor | float | None,
+    reduction: Literal["mean", "none"],
+) -> LinearLoss:
+    """Carry out a plan, and return its results; autograd can differentiate the loss.
+
+    Args:
+        plan, parameters: plan of the call, and parameters of the TempNet, from `plan_loss`.
+        hidden, weight, bias, targets, num_targets, reduction: arguments of :func:`linear_language_model_loss`.
+    """
     if num_targets is None:
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)
     function = _TokenLosses if reduction == "none" else _LossSum
@@ -118,7 +126,7 @@ def linear_language_model_loss(
     return LinearLoss(
         loss=loss if reduction == "none" else loss / num_targets,
         tau=tau,
-        values=TokenValues(*values) if with_values else None,
+        values=TokenValues(*values) if plan.with_values else None,
         slopes=slopes,
     )
 

@@ -1,4 +1,4 @@
-"""What a call of the logits-free loss computes: its plan, the tensors that it reads, and its results for every token.
+"""What a call of the logits-free loss computes: what is asked of it, its plan, and the tensors that it reads.
 
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
@@ -13,6 +13,34 @@ from torch import Tensor
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.reference import TemperatureLossConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLayer:
+    """What turns hidden states into logits: L = h Wᵀ (+ bias), then soft-capped."""
+
+    weight: Tensor
+    """Output weight: (V or more, d)."""
+    vocab_size: int | None = None
+    """Effective vocabulary V; rows of the weight beyond it are padding. None: all rows are used."""
+    bias: Tensor | None = None
+    """Output bias with as many entries as the weight has rows, or None."""
+    soft_cap: float | None = None
+    """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """How a call is to be computed; none of this changes the loss by more than rounding."""
+
+    matmul_dtype: torch.dtype | None = None
+    """Dtype of the products with the output weight; None: that of the hidden states."""
+    fold: bool | None = None
+    """Whether to use W1·W instead of the chunk's logits; None: the possible way with fewer FLOPs."""
+    fold_cache: FoldCache | None = None
+    """Cache that keeps W1·W between calls; None: W1·W is computed in every call."""
+    chunk_size: int | None = None
+    """Number of tokens per chunk; None: such that a chunk has about 8 million logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

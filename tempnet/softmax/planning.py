@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network, fold_pays
-from tempnet.softmax.plan import LossPlan, network_parameters
+from tempnet.softmax.plan import ComputeOptions, LossPlan, OutputLayer, network_parameters
 from tempnet.softmax.reference import TemperatureLossConfig
 
 # Number of logits in a chunk (32 MiB in float32). With fewer, the output weight's gradient is read and written too
@@ -18,27 +20,23 @@ NUM_LOGITS_PER_CHUNK = 1 << 23
 
 def plan_loss(
     hidden: Tensor,
-    weight: Tensor,
+    layer: OutputLayer,
     config: TemperatureLossConfig,
     tempnet: TempNet | None,
+    options: ComputeOptions,
     *,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    soft_cap: float | None = None,
-    with_values: bool = False,
-    matmul_dtype: torch.dtype | None = None,
-    fold: bool | None = None,
-    fold_cache: FoldCache | None = None,
-    chunk_size: int | None = None,
+    with_values: bool,
 ) -> tuple[LossPlan, tuple[Tensor, ...]]:
     """Check the arguments of :func:`linear_language_model_loss`; return the plan of the call and TempNet's parameters.
 
     Raises:
         ValueError: see there.
     """
-    vocab_size = len(weight) if vocab_size is None else vocab_size
-    if not 1 <= vocab_size <= len(weight):
-        raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {len(weight)}, the rows of the output weight")
+    num_rows = len(layer.weight)
+    vocab_size = num_rows if layer.vocab_size is None else layer.vocab_size
+    if not 1 <= vocab_size <= num_rows:
+        raise ValueError(f"vocab_size = {vocab_size} must lie in 1 … {num_rows}, the rows of the output weight")
+    chunk_size = options.chunk_size
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} must be at least 1 token, or None for about 8 million logits")
     if config.kind.objective == "robust":
@@ -49,36 +47,54 @@ def plan_loss(
     else:
         tempnet = None
     parameters = () if tempnet is None else network_parameters(tempnet)
-    if tempnet is not None and not tempnet.config.reads_logits:
-        fold = False
-    breaks_fold = bias is not None or soft_cap is not None or (tempnet is not None and not can_fold_network(tempnet))
-    if fold and breaks_fold:
-        raise ValueError(
-            "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
-            "then not linear in h"
-        )
-    if fold is None:
-        fold = not breaks_fold and fold_pays(
-            len(hidden),
-            hidden.shape[1],
-            vocab_size,
-            1 if tempnet is None else tempnet.config.hidden_size,
-            num_uses=1 if fold_cache is None else fold_cache.num_uses,
-            trains=any(parameter.requires_grad for parameter in parameters),
-        )
+    fold = _choose_fold(hidden, layer, vocab_size, tempnet, parameters, options)
     plan = LossPlan(
         config=config,
         vocab_size=vocab_size,
         tempnet=tempnet,
-        soft_cap=soft_cap,
-        fold=(fold_cache or FoldCache()) if fold and tempnet is not None else None,
+        soft_cap=layer.soft_cap,
+        fold=(options.fold_cache or FoldCache()) if fold and tempnet is not None else None,
         chunk_size=chunk_size or max(1, NUM_LOGITS_PER_CHUNK // vocab_size),
-        matmul_dtype=matmul_dtype or hidden.dtype,
+        matmul_dtype=options.matmul_dtype or hidden.dtype,
         sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
         with_values=with_values,
         with_gradients=torch.is_grad_enabled(),
     )
     return plan, parameters
+
+
+def _choose_fold(
+    hidden: Tensor,
+    layer: OutputLayer,
+    vocab_size: int,
+    tempnet: TempNet | None,
+    parameters: Sequence[Tensor],
+    options: ComputeOptions,
+) -> bool:
+    """Return whether to fold: as the options say or, if they leave it open, where it is possible and takes fewer FLOPs.
+
+    Raises:
+        ValueError: if the options ask for a fold that is impossible.
+    """
+    if tempnet is not None and not tempnet.config.reads_logits:
+        return False
+    has_linear_logits = layer.bias is None and layer.soft_cap is None
+    can_fold = has_linear_logits and (tempnet is None or can_fold_network(tempnet))
+    if options.fold and not can_fold:
+        raise ValueError(
+            "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
+            "then not linear in h"
+        )
+    if options.fold is not None:
+        return options.fold
+    return can_fold and fold_pays(
+        len(hidden),
+        hidden.shape[1],
+        vocab_size,
+        1 if tempnet is None else tempnet.config.hidden_size,
+        num_uses=1 if options.fold_cache is None else options.fold_cache.num_uses,
+        trains=any(parameter.requires_grad for parameter in parameters),
+    )
 
 
 def _check_network(tempnet: TempNet, vocab_size: int) -> None:

@@ -22,7 +22,7 @@ from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.gradients import GradientSums, add_network_gradient, allocate_gradients, finish_gradients
 from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.objectives import SoftmaxTerms, TokenResults, evaluate_objective
-from tempnet.softmax.plan import LossInputs, LossPlan
+from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
 from tempnet.softmax.planning import plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.softmax.temperatures import NetworkGraph, shift_logits, temperatures_from_shifted
@@ -88,7 +88,7 @@ def side_by_side_losses(
         ValueError: see `linear_language_model_loss`.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        works = [_prepare(hidden, weight, member, with_gradients, options) for member in members]
+        works = [_prepare(hidden, weight, member, with_gradients, **options) for member in members]
         first = works[0]
         size = min(first.plan.chunk_size, len(hidden))
         logits = first.results.losses.new_empty(size, first.plan.vocab_size)
@@ -113,12 +113,23 @@ def side_by_side_losses(
     ]
 
 
-def _prepare(hidden: Tensor, weight: Tensor, member: Member, with_gradients: bool, options: dict[str, Any]) -> _Work:
+def _prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    member: Member,
+    with_gradients: bool,
+    *,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
+    with_values: bool = False,
+    matmul_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None,
+) -> _Work:
+    layer = OutputLayer(weight=weight, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap)
+    options = ComputeOptions(matmul_dtype=matmul_dtype, fold_cache=member.fold_cache, chunk_size=chunk_size)
     with torch.enable_grad() if with_gradients else torch.no_grad():
-        plan, parameters = plan_loss(
-            hidden, weight, member.config, member.tempnet, fold_cache=member.fold_cache, **options
-        )
-    bias: Tensor | None = options.get("bias")
+        plan, parameters = plan_loss(hidden, layer, member.config, member.tempnet, options, with_values=with_values)
     inputs = LossInputs.prepare(plan, hidden, weight, bias, parameters)
     needs = [False] * 5 + [with_gradients] * len(parameters)
     return _Work(
