@@ -87,7 +87,8 @@ def epoch(
     plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=0, window_size=settings.window)
     windows = list(plan.windows(number * manifest.num_pairs, (number + 1) * manifest.num_pairs))
     for index, window in enumerate(windows):
-        source.read_ahead([shard for near in windows[index : index + 2] for shard in near.shards])
+        later = windows[index + 1].shards if index + 1 < len(windows) else ()
+        source.read_ahead(window.shards, later)
         for start in range(window.start, window.stop, settings.batch_size):
             places = np.arange(start, min(start + settings.batch_size, window.stop))
             yield source.read(*plan.locate(window, places), number)

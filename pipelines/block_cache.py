@@ -1,7 +1,8 @@
 """Keep blocks of remote files on the node's own disk, in a directory that all processes of the node share.
 
 The directory is $TEMPNET_CACHE, or `tempnet-cache-<user id>` in the system's directory of temporary files. Every block
-is a file that never changes once it has its name. Its time of modification says when it was last used, and its last four
+is a file that never changes once it has its name. The name begins with that of the object that the block is part of,
+and a hyphen. Its time of modification says when it was last used, and its last four
 bytes are a checksum of the others.
 
 Two kinds of locks keep threads and processes apart, and reading a block that is there needs neither:
@@ -23,8 +24,12 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
+
+from pipelines.file_locks import has_path, open_locked, unlock
 
 DIRECTORY_VARIABLE = "TEMPNET_CACHE"
 """Environment variable that names the directory of the node's cache."""
@@ -37,13 +42,43 @@ _NUM_CHECKED = 2**16
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class Need(IntEnum):
+    """How much a process needs a block."""
+
+    NONE = 0
+    """It is not known to be needed."""
+    NEAR = 1
+    """Another process may still read its window, or it belongs to the next window."""
+    NOW = 2
+    """It belongs to the window that is being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Names of the objects that a process needs; of all others it does not know."""
+
+    now: frozenset[str] = frozenset()
+    """Objects of the window that is being read."""
+    near: frozenset[str] = frozenset()
+    """Objects of the window before, which another process may still read, and of the next one."""
+
+    def of(self, block: str) -> Need:
+        """Return how much a block is needed, given its name."""
+        name = block.partition("-")[0]
+        return Need.NOW if name in self.now else Need.NEAR if name in self.near else Need.NONE
+
+
 class BlockCache:
-    """A directory of blocks that never holds more than `max_bytes`; the least recently used ones make room.
+    """A directory of blocks that never holds more than `max_bytes`; blocks that are needed less make room for others.
+
+    A block that is being read replaces blocks that are not needed, then those that are needed soon, but none of the
+    window that is being read: their samples come in random order, so that every block of it is as likely to be read
+    next as any other. A block that is fetched ahead only replaces blocks that are not needed. Among blocks that are
+    needed alike, those that were not used for longest make room. What is needed is what this process says (`needs`).
 
     The limit holds at every moment for the sizes of all files in the directory together: of blocks, with their
-    checksums, and of the room that is reserved for blocks that are being written. It does not bound the memory of those
-    who fetch, each of whom holds one block before room is reserved for it. Nor does it bound the space that the disk
-    keeps for removed blocks until the last reader has closed them.
+    checksums, and of the room that is reserved for blocks that are being fetched. It does not bound the space that the
+    disk keeps for removed blocks until the last reader has closed them.
 
     Args:
         directory: the directory, which is created if it is missing.
@@ -55,6 +90,8 @@ class BlockCache:
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self.max_bytes = directory, max_bytes
+        self.needs = Needs()
+        """What this process needs; it may be replaced at any time."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_uid != os.getuid():
             raise PermissionError(
@@ -63,7 +100,7 @@ class BlockCache:
         # Names and inodes of the blocks that this process has written or checked, so that it checks each of them once.
         self._intact: set[tuple[str, int, int]] = set()
 
-    def open(self, name: str, fetch: Callable[[], bytes]) -> BinaryIO | None:
+    def open(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> BinaryIO | None:
         """Open a block for reading; if the cache does not hold it, it is fetched first.
 
         If another thread or process is fetching the block, it is waited for. The file stays readable if the block is
@@ -71,10 +108,11 @@ class BlockCache:
 
         Args:
             name: name of the block, which is a file name and stands for its content.
-            fetch: function that returns the bytes of the block; its exceptions pass through.
+            num_bytes: size of the block, for which room is reserved before it is fetched.
+            fetch: function that returns the bytes of the block, at most `num_bytes`; its exceptions pass through.
 
         Returns:
-            The file, or None if the disk or the cache has no room for the block.
+            The file, or None if the disk or the cache has no room for the block, which is then not fetched.
         """
         while True:
             if file := self._find(name):
@@ -82,15 +120,19 @@ class BlockCache:
             if (partial := self._claim(name, waits=True)) is None:
                 continue
             with partial:
-                return self._find(name) if self._fill(partial, name, fetch) else None
+                replaced = min(self.needs.of(name), Need.NEAR)
+                return self._find(name) if self._fill(partial, name, num_bytes, fetch, replaced) else None
 
-    def fetch(self, name: str, fetch: Callable[[], bytes]) -> None:
-        """Fetch a block unless the cache holds it already, or somebody else is fetching it."""
-        if self._path(name).exists():
-            return
-        if partial := self._claim(name, waits=False):
+    def fetch(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> bool:
+        """Fetch a block ahead, unless the cache holds it already or somebody else is fetching it.
+
+        Returns:
+            False if there is no room for the block, else True.
+        """
+        if not self._path(name).exists() and (partial := self._claim(name, waits=False)):
             with partial:
-                self._fill(partial, name, fetch)
+                return self._fill(partial, name, num_bytes, fetch, Need.NONE)
+        return True
 
     def holds(self, name: str) -> bool:
         """Return whether the cache holds a block; what it holds may be damaged."""
@@ -115,7 +157,7 @@ class BlockCache:
         if known not in self._intact:
             if not _is_intact(file, status.st_size):
                 with file, self._lock():
-                    if _has_path(file, self._path(name)):  # Otherwise another thread has removed it already.
+                    if has_path(file, self._path(name)):  # Otherwise another thread has removed it already.
                         self._path(name).unlink()
                 return None
             self._note_intact(known)
@@ -125,23 +167,28 @@ class BlockCache:
     def _claim(self, name: str, *, waits: bool) -> BinaryIO | None:
         """Open and lock the partial file of a block, or return None if the block is there or somebody else's."""
         while not self._path(name).exists():
-            if partial := _open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
+            if partial := open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
                 os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
                 return partial
             if not waits:
                 break
         return None
 
-    def _fill(self, partial: BinaryIO, name: str, fetch: Callable[[], bytes]) -> bool:
-        """Write a block into its locked partial file and give it its name, unless there is no room; free the lock."""
+    def _fill(self, partial: BinaryIO, name: str, num_bytes: int, fetch: Callable[[], bytes], replaced: Need) -> bool:
+        """Fetch a block into its locked partial file and give it its name, unless there is no room; free the lock.
+
+        Blocks that are needed no more than `replaced` may make room.
+        """
         path = self._path(name + _PARTIAL)
         is_partial = True
         try:
             if self._path(name).exists():
                 return True
-            content = fetch()
-            if not self._reserve(partial, len(content) + _CHECKSUM_BYTES):
+            if not self._reserve(partial, num_bytes + _CHECKSUM_BYTES, replaced):
                 return False
+            content = fetch()
+            assert len(content) <= num_bytes
+            os.ftruncate(partial.fileno(), len(content) + _CHECKSUM_BYTES)
             _write(partial, content)
             _write(partial, zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little"))
             with self._lock():
@@ -156,23 +203,24 @@ class BlockCache:
         finally:
             if is_partial:
                 path.unlink(missing_ok=True)
-            _unlock(partial)
+            unlock(partial)
 
-    def _reserve(self, partial: BinaryIO, num_bytes: int) -> bool:
-        """Let an empty partial file have its size; if it must, it replaces the blocks that were not used for longest."""
+    def _reserve(self, partial: BinaryIO, num_bytes: int, replaced: Need) -> bool:
+        """Let an empty partial file have its size, if blocks that are needed no more than `replaced` leave room for it."""
         with self._lock():
-            blocks = sorted(self._blocks())
+            blocks = list(self._blocks())
             excess = sum(size for _, size, _ in blocks) + num_bytes - self.max_bytes
             if excess > 0:
+                needs = self.needs
                 complete = []
-                for _, size, path in blocks:
-                    if path.suffix != _PARTIAL:
-                        complete.append((size, path))
-                    elif _remove_abandoned(path):
-                        excess -= size
-                if excess > sum(size for size, _ in complete):
+                for time, size, path in blocks:
+                    if path.suffix == _PARTIAL:
+                        excess -= size if _remove_abandoned(path) else 0
+                    elif (need := needs.of(path.name)) <= replaced:
+                        complete.append((need, time, size, path))
+                if excess > sum(size for _, _, size, _ in complete):
                     return False
-                for size, path in complete:
+                for _, _, size, path in sorted(complete):
                     if excess <= 0:
                         break
                     path.unlink(missing_ok=True)
@@ -202,7 +250,7 @@ class BlockCache:
             try:
                 yield
             finally:
-                _unlock(file)
+                unlock(file)
 
     def _note_intact(self, known: tuple[str, int, int]) -> None:
         if len(self._intact) >= _NUM_CHECKED:
@@ -215,36 +263,9 @@ def node_directory() -> Path:
     return Path(os.environ.get(DIRECTORY_VARIABLE) or f"{tempfile.gettempdir()}/tempnet-cache-{os.getuid()}")
 
 
-def _open_locked(path: Path, flags: int, *, waits: bool) -> BinaryIO | None:
-    """Open and lock a file, or return None if it is missing or locked by another, or was removed before it was locked."""
-    try:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), "r+b", buffering=0)
-    except FileNotFoundError:
-        return None
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        if _has_path(file, path):
-            return file
-    file.close()
-    return None
-
-
-def _unlock(file: BinaryIO) -> None:
-    """Free the lock of a file before it is closed: a child that was forked meanwhile has it open and would keep the lock."""
-    fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _has_path(file: BinaryIO, path: Path) -> bool:
-    """Return whether a file that is open still has a path: it may have been removed, renamed or replaced."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _remove_abandoned(path: Path) -> bool:
     """Remove a partial file, unless somebody is fetching its block, and return whether it is removed."""
-    if file := _open_locked(path, 0, waits=False):
+    if file := open_locked(path, 0, waits=False):
         with file:
             path.unlink()  # The lock is still held, so that nobody can begin to fetch into the file meanwhile.
         return True

@@ -120,6 +120,17 @@ def open_for_reading(filesystem: fs.FileSystem, path: str, *, stop: int | None =
     return RemoteFile(RemoteObject(filesystem, path), stop=stop)
 
 
+def name_object(filesystem: fs.FileSystem, path: str) -> str:
+    """Return a name of 24 letters and digits for an object, which all its versions share; nothing is requested for it."""
+    store = [getattr(filesystem, "region", ""), *(environ.get(name, "") for name in _ENDPOINT_VARIABLES)]
+    return blake2b(repr((store, _uri(filesystem, path))).encode(), digest_size=12).hexdigest()
+
+
+def _uri(filesystem: fs.FileSystem, path: str) -> str:
+    scheme = {"gcs": "gs"}.get(filesystem.type_name, filesystem.type_name)
+    return f"{scheme}://{path}"
+
+
 class RemoteObject:
     """An object of a remote filesystem, of which any range can be read by several threads at the same time.
 
@@ -128,17 +139,14 @@ class RemoteObject:
     """
 
     def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
-        scheme = {"gcs": "gs"}.get(filesystem.type_name, filesystem.type_name)
-        self.uri = f"{scheme}://{path}"
+        self.uri = _uri(filesystem, path)
         self._store = name_store(filesystem, self.uri)
         self._file: pa.NativeFile = self._persist(lambda: filesystem.open_input_file(path))
         self.size: int = self._file.size()
         """Size of the object in bytes."""
-        version = self._version(filesystem, path)
-        store = [getattr(filesystem, "region", ""), *(environ.get(name, "") for name in _ENDPOINT_VARIABLES)]
-        content = repr((store, self.uri, self.size, version, BLOCK_BYTES)).encode()
-        self.key = blake2b(content, digest_size=12).hexdigest()
-        """Name for the content of the object, which another version of it does not have."""
+        version = repr((self.size, self._version(filesystem, path), BLOCK_BYTES)).encode()
+        self.key = f"{name_object(filesystem, path)}-{blake2b(version, digest_size=12).hexdigest()}"
+        """Name for the content of the object, which another version of it does not have; it begins with `name_object`."""
 
     @property
     def num_blocks(self) -> int:

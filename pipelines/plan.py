@@ -144,13 +144,12 @@ class StreamPlan:
             yield from shards
 
     def cache_need(self, shard_bytes: Sequence[int]) -> int:
-        """Return the size of a cache that holds a window while the next one is fetched: two windows, or all shards.
+        """Return the size of a cache that holds the largest window of the first epoch, in bytes.
 
         Args:
             shard_bytes: size of every shard in bytes.
         """
-        windows = [sum(shard_bytes[shard] for shard in window.shards) for window in self.epoch(0, 0)]
-        return min(sum(shard_bytes), 2 * max(windows))
+        return max(sum(shard_bytes[shard] for shard in window.shards) for window in self.epoch(0, 0))
 
     def locate(self, window: Window, places: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shard numbers and the rows in them, each (n,), of n places, which must all lie in the window."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.block_cache import BlockCache, node_directory
-from pipelines.object_store import RemoteObject, is_local
+from pipelines.block_cache import BlockCache, Needs, node_directory
+from pipelines.object_store import RemoteObject, is_local, name_object
 from pipelines.storage import resolve
 
 _NUM_OPEN_FILES = 64
@@ -52,6 +52,7 @@ class RangeReader:
 
     def __init__(self, filesystem: fs.FileSystem, cache: BlockCache | None = None) -> None:
         # Both kinds of files are thread-safe, and it does no harm if two threads open the same one.
+        self._filesystem = filesystem
         self._open_local = lru_cache(maxsize=_NUM_OPEN_FILES)(filesystem.open_input_file)
         self._open = lru_cache(maxsize=_NUM_OPEN_OBJECTS)(partial(RemoteObject, filesystem))
         self._cache = cache
@@ -59,7 +60,8 @@ class RangeReader:
         if not is_local(filesystem):
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
         self._ahead = ReadAhead()
-        self._paths_ahead: tuple[str, ...] = ()
+        # What was last asked for; None if there was no room for all of it, so that it is tried again.
+        self._request: tuple[tuple[str, ...], ...] | None = None
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range.
@@ -74,7 +76,7 @@ class RangeReader:
             return list(self._pool.map(self._read, ranges))
         list(self._pool.map(self._open, {part.path for part in ranges}))
         blocks = {(part.path, block) for part in ranges for block in self._blocks(part)}
-        missing = [block for block in blocks if not self._cache.holds(self._name(*block))]
+        missing = [block for block in blocks if not self._cache.holds(self._block(*block)[0])]
         list(self._pool.map(lambda block: self._fetch(*block), missing))
         return [self._read_cached(part, self._cache) for part in ranges]
 
@@ -102,40 +104,69 @@ class RangeReader:
             with pa.memory_map(path) as file:
                 return file.read_buffer()
         remote = self._open(path)
-        whole = self._cache.open(f"{remote.key}-whole", partial(self._get_file, path)) if self._cache else None
+        whole = None
+        if self._cache:
+            whole = self._cache.open(f"{remote.key}-whole", remote.size, partial(self._get_file, path))
         if whole is None:
             return pa.py_buffer(self._get_file(path))
         with whole:
             mapped = mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ)
             return pa.py_buffer(mapped).slice(0, remote.size)
 
-    def read_ahead(self, paths: Sequence[str], *, whole: bool = False) -> None:
+    def read_ahead(
+        self, now: Sequence[str], later: Sequence[str] = (), before: Sequence[str] = (), *, whole: bool = False
+    ) -> None:
         """Fetch files into the cache in the background, in this order; what an earlier call has not begun is dropped.
 
+        It ends when there is no room for more than the files that are named here; the same call then begins again.
         An error of the store is left to whoever reads the file. Without a cache nothing happens.
 
         Args:
-            paths: paths of the files.
-            whole: whether they are read by `read_file` rather than by `read`.
+            now: paths of the files that are being read. While they are, none of their blocks makes room for another.
+            later: paths of the files that will be read next.
+            before: paths of files that were read before and that another process may still read, so that no block of
+                theirs makes room for one that is fetched ahead.
+            whole: whether files are read by `read_file` rather than by `read`.
         """
-        if self._pool is None or self._cache is None or tuple(paths) == self._paths_ahead:
+        request = tuple(now), tuple(later), tuple(before)
+        if self._pool is None or self._cache is None or request == self._request:
             return
-        self._paths_ahead = tuple(paths)
-        cache = self._cache
+        self._request = request
+        self._cache.needs = Needs(
+            now=frozenset(name_object(self._filesystem, path) for path in now),
+            near=frozenset(name_object(self._filesystem, path) for path in (*later, *before)),
+        )
+        files = (*now, *later)
+        self._ahead.request([partial(self._begin_ahead, files, whole)] if files else [])
 
-        def fetch(path: str) -> None:
-            remote = self._open(path)
-            if whole:
-                cache.fetch(f"{remote.key}-whole", partial(self._get_file, path))
-                return
-            self._ahead.insert(
-                [
-                    partial(cache.fetch, self._name(path, block), partial(self._get_block, path, block))
-                    for block in range(remote.num_blocks)
-                ]
-            )
+    def _begin_ahead(self, paths: Sequence[str], whole: bool) -> None:
+        """Let the blocks of the first file be fetched and then those of the others.
 
-        self._ahead.request([partial(fetch, path) for path in paths])
+        A file is begun when all blocks of those before it are: what is read later must not take the room of what is
+        read now.
+        """
+        calls: list[Callable[[], object]] = []
+        with suppress(OSError):  # Whoever reads the file gets the error.
+            calls += self._calls_ahead(paths[0], whole)
+        if len(paths) > 1:
+            calls.append(partial(self._begin_ahead, paths[1:], whole))
+        self._ahead.insert(calls)
+
+    def _calls_ahead(self, path: str, whole: bool) -> Iterator[Callable[[], object]]:
+        """Yield the functions that fetch the blocks of a file ahead, in order."""
+        remote = self._open(path)
+        if whole:
+            yield partial(self._fetch_ahead, f"{remote.key}-whole", remote.size, partial(self._get_file, path))
+            return
+        for block in range(remote.num_blocks):
+            yield partial(self._fetch_ahead, *self._block(path, block), partial(self._get_block, path, block))
+
+    def _fetch_ahead(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
+        """Fetch a block, or give up what is still to be fetched ahead if there is no room for this one."""
+        assert self._cache is not None
+        if not self._cache.fetch(name, num_bytes, fetch):
+            self._ahead.request([])
+            self._request = None
 
     def _read(self, part: ByteRange) -> bytes:
         return self._open(part.path).read(part.offset, part.size)
@@ -146,7 +177,7 @@ class RangeReader:
         for block in self._blocks(part):
             begin, block_end = self._open(part.path).bounds(block)
             first, last = max(part.offset, begin), min(end, block_end)
-            file = cache.open(self._name(part.path, block), partial(self._get_block, part.path, block))
+            file = cache.open(*self._block(part.path, block), partial(self._get_block, part.path, block))
             if file is None:  # There is no room for the block, so it would be read again for the next range.
                 pieces.append(self._open(part.path).read(first, last - first))
                 continue
@@ -160,12 +191,15 @@ class RangeReader:
         last = min(part.offset + part.size, remote.size) - 1
         return range(remote.block_at(part.offset), remote.block_at(last) + 1) if part.offset <= last else range(0)
 
-    def _name(self, path: str, block: int) -> str:
-        return f"{self._open(path).key}-{block:06d}"
+    def _block(self, path: str, block: int) -> tuple[str, int]:
+        """Return the name and the size of a block in the cache."""
+        remote = self._open(path)
+        begin, end = remote.bounds(block)
+        return f"{remote.key}-{block:06d}", end - begin
 
     def _fetch(self, path: str, block: int) -> None:
         assert self._cache is not None
-        if file := self._cache.open(self._name(path, block), partial(self._get_block, path, block)):
+        if file := self._cache.open(*self._block(path, block), partial(self._get_block, path, block)):
             file.close()
 
     def _get_block(self, path: str, block: int) -> bytes:

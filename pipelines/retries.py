@@ -1,8 +1,9 @@
 """Count the requests to object stores that were repeated because the store failed, and say so.
 
 Every process counts its own (`RETRIES`), by store and by reason. The counts of a reading task travel with its next
-batch (`pipelines.stream`), and those of a preparing task with its result (`pipelines.recorded_tasks`), as a line of
-JSON, to the process that asked for it, which adds them to its own. So they arrive where a person can see them.
+batch (`pipelines.stream`), those of a preparing task with its result (`pipelines.recorded_tasks`), and those of a
+scoring job with what its stages hand on (`jobs/scoring/stages.py`), as a line of JSON, to the process that asked for
+it, which adds them to its own. So they arrive where a person can see them.
 """
 
 from __future__ import annotations
@@ -91,10 +92,14 @@ class RetryLog:
             counts = json.loads(text)
             merge_counts(self.totals, counts)
             merge_counts(self._unsaid, counts)
-        now = self._clock()
-        if self._unsaid and (self._said_at is None or now - self._said_at >= SECONDS_BETWEEN_LINES):
+        if self._said_at is None or self._clock() - self._said_at >= SECONDS_BETWEEN_LINES:
+            self.close()
+
+    def close(self) -> None:
+        """Say what was not said yet."""
+        if self._unsaid:
             self._say(describe_retries(self._unsaid, num_total=count_all(self.totals)))
-            self._said_at, self._unsaid = now, {}
+            self._said_at, self._unsaid = self._clock(), {}
 
 
 def merge_counts(counts: Counts, more: Mapping[str, Mapping[str, int]]) -> None:

@@ -9,16 +9,16 @@ the same order. What readers count of repeated requests (`pipelines.retries`) tr
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import ray.data
 from ray.data import DataContext
 
+from pipelines.patience import Patience
 from pipelines.plan import StreamPlan, Window, rank_places
 from pipelines.retries import RETRIES
 
@@ -29,6 +29,8 @@ READ_CPUS = 0.25
 # A segment ends with the first window at which it has this many tasks. Starting an execution takes a few tenths of a
 # second, in the background.
 _NUM_TASKS_PER_SEGMENT = 512
+# Share of a window during which the one before stays in the node's cache, because readers of other ranks may be behind.
+_SHARE_KEPT = 0.25
 # Array with which a task sends what it has counted of repeated requests; it is taken out of the batches.
 _RETRIES = "retries"
 
@@ -57,45 +59,16 @@ class Source(Protocol):
 class RemoteSource(Protocol):
     """Source whose shards may lie in an object store."""
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch shards into the node's cache in the background, in this order, if they are remote."""
+    def read_ahead(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
+        """Fetch shards into the node's cache in the background, in this order, if they are remote.
+
+        Args:
+            now: shards of the window that is being read; they stay in the cache.
+            later: shards of the next window.
+            before: shards of the window before, which another rank may still read; they are not fetched, but do not
+                make room for those that are.
+        """
         ...
-
-
-class Patience:
-    """Ray Data execution callback that slows down Ray Data's scheduling loop while training does not wait for data.
-
-    The loop runs in a thread of the training process. Once the read-ahead has filled its memory budget, a reader's
-    output is ready but must not be taken yet, and the loop polls for it hundreds of times a second. That costs half
-    of a worker's computing time and holds Python's global interpreter lock, which training needs too (docs/log.md).
-    """
-
-    SECONDS: ClassVar[float] = 0.05
-    """Minimum duration of a step of the loop in seconds, unless a batch is being waited for."""
-    is_awaited: ClassVar = threading.Event()
-    """Set while someone in this process waits for a batch."""
-
-    @classmethod
-    def hold(cls, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches; Ray Data's loop is slow while none is awaited."""
-        cls.is_awaited.set()
-        for batch in batches:
-            cls.is_awaited.clear()
-            yield batch
-            cls.is_awaited.set()
-
-    def before_execution_starts(self, executor: Any) -> None:
-        """Do nothing; Ray Data requires this method."""
-
-    def on_execution_step(self, executor: Any) -> None:
-        """Wait after each step of the loop, until a batch is awaited or SECONDS have passed."""
-        self.is_awaited.wait(self.SECONDS)
-
-    def after_execution_succeeds(self, executor: Any) -> None:
-        """Do nothing; Ray Data requires this method."""
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
-        """Do nothing; Ray Data requires this method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +195,9 @@ class RankStream:
         def read(row: Batch) -> Iterator[Batch]:
             for index, first, last in zip(row["window"], row["first"], row["last"], strict=True):
                 window = windows[int(index)]
-                if isinstance(self.source, RemoteSource):
-                    self.source.read_ahead([shard for near in windows[int(index) :][:2] for shard in near.shards])
                 places = self._places(window, int(first), int(last) + 1)
                 for part in self._parts(places, self.num_batches_per_output):
+                    self._read_ahead(windows, int(index), int(part[0]))
                     batch = self.read_places(window, part)
                     yield batch | {_RETRIES: _spread(RETRIES.take(), len(part))}
 
@@ -247,6 +219,17 @@ class RankStream:
             for text in filter(None, batch.pop(_RETRIES)):
                 RETRIES.receive(text)
             yield batch
+
+    def _read_ahead(self, windows: list[Window], index: int, place: int) -> None:
+        """Have the window of a place and the next one fetched; at first the window before is kept for slower ranks."""
+        if isinstance(self.source, RemoteSource):
+            window = windows[index]
+            is_kept = index > 0 and place < window.start + _SHARE_KEPT * window.num_items
+            self.source.read_ahead(
+                now=window.shards,
+                later=windows[index + 1].shards if index + 1 < len(windows) else (),
+                before=windows[index - 1].shards if is_kept else (),
+            )
 
     def _read_batch(self, windows: list[Window], first: int) -> Batch:
         """Return this rank's part of the batch that begins at place `first`; a batch may cross the end of a window."""

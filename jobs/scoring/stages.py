@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-import torch
 from ray.exceptions import RayActorError, RayError
 
 from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.engine.console import clock
 from jobs.scoring.config import PoolSection
+from jobs.scoring.stage_processes import Worker, read_items, write_result
+from pipelines.retries import RETRIES, RetryLog
 
 Unit = TypeVar("Unit")
 
@@ -83,7 +84,8 @@ def run_stages(
 ) -> dict[str, str]:
     """Take all units through the stages, in order, with a line of progress for every item; Ray is started if needed.
 
-    A unit that fails does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another.
+    Requests to object stores that were repeated are reported too, at most once a minute and at the end. A unit that
+    fails does not stop the others, unless `_MAX_FAILURES_IN_A_ROW` items failed one after another.
 
     Args:
         stages: what is done with a unit.
@@ -107,8 +109,9 @@ def run_stages(
     failed: dict[str, str] = {}
     schedule = _Schedule(stages, units, pool)
     started, num_in_a_row = time.monotonic(), 0
-    with closing(schedule.outcomes()) as outcomes:
+    with closing(schedule.outcomes()) as outcomes, closing(RetryLog(say)) as retries:
         for outcome in outcomes:
+            retries.add(RETRIES.take())
             unit, num_done = units[outcome.unit], schedule.num_done
             progress = f"{num_done:>{len(str(len(units)))}}/{len(units)}"
             if outcome.error:
@@ -142,23 +145,6 @@ def check_pool(pool: PoolSection, *, reads: bool) -> None:
     )
 
 
-class _Worker:
-    """Ray actor of the pool."""
-
-    def __init__(self, build: Callable[[], Callable[[Any], Any]], num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._build = build
-        self._model: Callable[[Any], Any] | None = None
-
-    def run(self, item: Any) -> tuple[Any, float]:
-        """Returns the model's result for an item, and the seconds that it took."""
-        if self._model is None:  # built here, not in __init__, so that an error is that of a unit
-            self._model = self._build()
-        started = time.monotonic()
-        result = self._model(item)
-        return result, time.monotonic() - started
-
-
 class _Schedule(Generic[Unit]):
     """Where every unit is: waiting, with a reader, ready for the pool, with a worker, or being written."""
 
@@ -173,11 +159,11 @@ class _Schedule(Generic[Unit]):
         self._num_open = Counter[int]()  # of a unit: its items that are on their way, and its reader
         self.num_done = 0
         """Number of units that nothing is left to do of."""
-        self._read_task: Any = ray.remote(_iterate).options(
+        self._read_task: Any = ray.remote(read_items).options(
             num_cpus=READ_CPUS, num_returns="streaming", _generator_backpressure_num_objects=_ITEMS_PER_READER
         )
         # Writing reserves no CPU: it might otherwise wait for one that a reader holds, which waits for the pool.
-        self._write_task: Any = ray.remote(_apply).options(num_cpus=0)
+        self._write_task: Any = ray.remote(write_result).options(num_cpus=0)
         # In the object store once; as part of a task it would be sent with every task.
         self._read, self._model, self._write = (
             stage and ray.put(stage) for stage in (stages.read, stages.model, stages.write)
@@ -213,7 +199,7 @@ class _Schedule(Generic[Unit]):
                 ray.kill(worker)
 
     def _start_worker(self) -> Any:
-        actor: Any = ray.remote(_Worker).options(
+        actor: Any = ray.remote(Worker).options(
             num_cpus=self._pool.cpus_per_worker,
             num_gpus=1 if self._pool.use_gpu else 0,
             max_restarts=_NUM_RETRIES,
@@ -244,13 +230,14 @@ class _Schedule(Generic[Unit]):
     def _feed_workers(self) -> None:
         while self._idle and self._ready:
             worker, (number, item) = self._idle.pop(), self._ready.popleft()
-            result, seconds = worker.run.options(num_returns=2).remote(item)
+            result, seconds = worker.run.options(num_returns=2).remote(item, self._read is not None)
             self._running[seconds] = (worker, number, result)
 
     def _take_result(self, ready: ray.ObjectRef) -> Generator[Outcome, None, None]:
         worker, number, result = self._running.pop(ready)
         try:
-            seconds = ray.get(ready)
+            seconds, retries = ray.get(ready)
+            RETRIES.receive(retries)
         except RayError as error:
             with suppress(RayError):
                 ray.get(result)  # else Ray logs it as an error that nobody has seen
@@ -268,21 +255,17 @@ class _Schedule(Generic[Unit]):
     def _finish(self, reference: ray.ObjectRef, number: int, seconds: float) -> Outcome:
         self._close(number)
         try:
-            return Outcome(number, ray.get(reference), seconds, "")
+            value = ray.get(reference)
+            if self._write is not None:
+                value, retries = value
+                RETRIES.receive(retries)
+            return Outcome(number, value, seconds, "")
         except RayError as error:
             return Outcome(number, None, seconds, describe_error(error))
 
     def _close(self, number: int) -> None:
         self._num_open[number] -= 1
         self.num_done += self._num_open[number] == 0
-
-
-def _iterate(read: Callable[[Any], Iterable[Any]], unit: Any) -> Generator[Any, None, None]:
-    yield from read(unit)
-
-
-def _apply(write: Callable[[Any], Any], result: Any) -> Any:
-    return write(result)
 
 
 def describe_error(error: RayError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,8 +24,8 @@ class CachedData(Protocol):
 def cache_bytes(data: CachedData, *, plan: StreamPlan, shard_bytes: Sequence[int], split: str = "") -> int:
     """Return the size in bytes of the cache for reading shards, which is 0 if the cache is smaller than they need.
 
-    The order within a window is random, so a cache that is smaller than a window and the next one would fetch a whole
-    block for almost every sample.
+    The order within a window is random, so with a cache that is smaller than a window a part of the samples would take
+    requests of their own. In a cache that holds a window, but not two, the next one is fetched when it begins.
 
     Args:
         data: the data section of the run.
@@ -39,10 +40,15 @@ def cache_bytes(data: CachedData, *, plan: StreamPlan, shard_bytes: Sequence[int
         return round(data.cache_gib * GIB)
     if split:
         print(
-            f"warning: data.cache_gib = {data.cache_gib:g} is less than the {need / GIB:.3g} GiB that two windows of "
-            f"data.{split} take, so data are read from the object store without a cache, sample by sample: set "
-            f"data.cache_gib to {need / GIB:.3g} or more, with room for it in ${DIRECTORY_VARIABLE} on every node, or "
-            "choose a smaller data.shuffle_window",
+            f"warning: data.cache_gib = {data.cache_gib:g} is less than the {_gib(need)} GiB that the largest window of "
+            f"data.{split} takes, so data are read from the object store without a cache, sample by sample: set "
+            f"data.cache_gib to {_gib(need)} or more (twice as much lets the next window be fetched ahead), with room for "
+            f"it in ${DIRECTORY_VARIABLE} on every node, or choose a smaller data.shuffle_window",
             flush=True,
         )
     return 0
+
+
+def _gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB, rounded up to two decimals, so that a cache of this size is large enough."""
+    return f"{math.ceil(num_bytes / GIB * 100) / 100:g}"

@@ -121,11 +121,13 @@ class PairSource:
             "digest": digests,
         }
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch remote tars, given by their shards, into the node's cache in the background."""
-        chosen = [self.manifest.shards[shard] for shard in shards]
-        paths = [shard.archive for shard in chosen if not shard.is_directory]
-        range_reader(self.manifest.source, self.cache_bytes).read_ahead(paths)
+    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """Fetch remote tars, given by their shards, into the node's cache (see `pipelines.stream.RemoteSource`)."""
+        paths = [
+            [shard.archive for shard in (self.manifest.shards[number] for number in shards) if not shard.is_directory]
+            for shards in (now, later, before)
+        ]
+        range_reader(self.manifest.source, self.cache_bytes).read_ahead(*paths)
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""

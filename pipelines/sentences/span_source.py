@@ -122,9 +122,9 @@ class SpanSource:
             "digest": np.array(digest, dtype=np.int64),
         }
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch remote shards into the node's cache in the background."""
-        read_shards_ahead(self.manifest, shards, self.cache_bytes)
+    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
+        read_shards_ahead(self.manifest, self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
         """Return the archive of a document and its number in it, with shard file and row, for messages."""

@@ -39,9 +39,9 @@ class BlockSource:
         table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
         return block_arrays(self.manifest, table)
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch remote shards into the node's cache in the background."""
-        read_shards_ahead(self.manifest, shards, self.cache_bytes)
+    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """Fetch remote shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
+        read_shards_ahead(self.manifest, self.cache_bytes, now, later, before)
 
     def name(self, shard: int, row: int) -> str:
         """Return the shard file, row, archive and first document of a block, for messages."""

@@ -80,14 +80,19 @@ class Features:
 
     def parts(self) -> Iterator[FeaturePart]:
         """Yield the parts of all shards, in order."""
-        for number, shard in enumerate(self.text.shards):
-            for start in range(0, shard.num_rows, self.blocks_per_file):
-                yield FeaturePart(
-                    shard=number,
-                    start=start,
-                    stop=min(start + self.blocks_per_file, shard.num_rows),
-                    file=self.file_name(number, start),
-                )
+        for number in range(len(self.text.shards)):
+            yield from self.parts_of(number)
+
+    def parts_of(self, shard: int) -> Iterator[FeaturePart]:
+        """Yield the parts of a shard, given by its number, in order."""
+        num_rows = self.text.shards[shard].num_rows
+        for start in range(0, num_rows, self.blocks_per_file):
+            yield FeaturePart(
+                shard=shard,
+                start=start,
+                stop=min(start + self.blocks_per_file, num_rows),
+                file=self.file_name(shard, start),
+            )
 
     def file_name(self, shard: int, row: int) -> str:
         """Return the name of the file that holds the features of a row of a shard."""
@@ -184,12 +189,14 @@ class FeatureSource:
                 batch[name][chosen] = values[rows[chosen] - number * size]
         return batch
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch the files of shards into the node's cache in the background, if they are remote."""
+    def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """Fetch the files of shards into the node's cache in the background (see `pipelines.stream.RemoteSource`)."""
         root = resolve(self.features.directory)[1]
-        wanted = set(shards)
-        paths = [f"{root}/{part.file}" for part in self.features.parts() if part.shard in wanted]
-        range_reader(self.features.directory, self.cache_bytes).read_ahead(paths, whole=True)
+        paths = [
+            [f"{root}/{part.file}" for shard in shards for part in self.features.parts_of(shard)]
+            for shards in (now, later, before)
+        ]
+        range_reader(self.features.directory, self.cache_bytes).read_ahead(*paths, whole=True)
 
     def name(self, shard: int, row: int) -> str:
         """Return the file of the text and the row in it, for messages."""

@@ -33,11 +33,18 @@ def read_rows(
     return table.take(pa.array(rows, pa.int64()))
 
 
-def read_shards_ahead(manifest: Manifest | GrowingManifest, shards: Iterable[int], cache_bytes: int) -> None:
-    """Fetch shards, given by number, into the node's cache in the background, if they are remote."""
+def read_shards_ahead(manifest: Manifest | GrowingManifest, cache_bytes: int, *windows: Iterable[int]) -> None:
+    """Fetch shards, given by number, into the node's cache in the background, if they are remote.
+
+    Args:
+        manifest: the prepared text.
+        cache_bytes: size of the node's cache of remote files in bytes; 0: none, so that nothing is fetched.
+        windows: the shards of the window that is being read, of the next one and of the one before
+            (see `pipelines.stream.RemoteSource`).
+    """
     root = resolve(manifest.directory)[1]
-    paths = [f"{root}/{manifest.shards[shard].file}" for shard in shards]
-    range_reader(manifest.directory, cache_bytes).read_ahead(paths, whole=True)
+    paths = [[f"{root}/{manifest.shards[shard].file}" for shard in window] for window in windows]
+    range_reader(manifest.directory, cache_bytes).read_ahead(*paths, whole=True)
 
 
 def shard_bytes(manifest: Manifest) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from jobs.scoring.config import PoolSection
 from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
+from pipelines.retries import RETRIES
 
 pytestmark = pytest.mark.cluster
 POOL = PoolSection(num_workers=2, cpus_per_worker=0.5)
@@ -129,3 +132,37 @@ def test_many_failures_in_a_row_end_the_work(cluster: dict[str, str], capsys: py
 def test_a_pool_that_is_too_large_is_refused(cluster: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"workers\.num_workers"):
         run(Stages(model=lambda: abs), [0], PoolSection(num_workers=100))
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_what_every_stage_counts_of_repeated_requests_is_said_once(cluster: dict[str, str], has_stages: bool) -> None:
+    def read(unit: int) -> Iterator[int]:
+        for _ in range(2):
+            RETRIES.add("s3://read", "slow_down")
+            yield unit
+
+    def build() -> Callable[[int], int]:
+        def compute(item: int) -> int:
+            RETRIES.add("s3://model", "slow_down")
+            return item
+
+        return compute
+
+    def write(result: int) -> int:
+        RETRIES.add("s3://write", "slow_down")
+        return result
+
+    stages = Stages(model=build, read=read, write=write) if has_stages else Stages(model=build)
+    RETRIES.take()
+    lines: list[str] = []
+    failed = run_stages(
+        stages, list(range(6)), POOL, title=str, keep=lambda unit, value, seconds: None, say=lines.append
+    )
+    assert not failed
+    said = [line for line in lines if "repeated" in line]
+    counts = Counter[str]()
+    for line in said:
+        counts.update({store: int(number) for number, store in re.findall(r"(\d+) to s3://(\w+)", line)})
+    assert counts == ({"read": 12, "model": 12, "write": 12} if has_stages else {"model": 6})
+    assert said[-1].endswith(f"; {counts.total()} so far")
+    assert len(said) == 2  # One with the first item; a minute has not passed, so the other comes at the end.

@@ -17,10 +17,11 @@ import ray
 from ray.data import DataContext, ExecutionResources
 
 from jobs.engine.cluster import check_placement
+from pipelines.patience import Patience
 from pipelines.plan import StreamPlan
 from pipelines.recorded_tasks import run_recorded_tasks
 from pipelines.retries import RETRIES
-from pipelines.stream import Batch, Patience, RankStream
+from pipelines.stream import Batch, RankStream
 
 pytestmark = pytest.mark.cluster
 
@@ -73,29 +74,36 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
 
 @dataclass
 class Asked:
-    """Returns with every item which shards were to be fetched ahead before."""
+    """Returns with every item which shards were said to be needed before it was read."""
 
     asked: tuple[int, ...] = ()
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        self.asked = tuple(shards)
+    def read_ahead(self, now: Sequence[int], later: Sequence[int], before: Sequence[int]) -> None:
+        self.asked = (*now, *(later or (-1,)), *(before or (-1,)))
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        asked = np.full((len(rows), 2), -1)
-        asked[:, : len(self.asked)] = self.asked
-        return {"digest": rows, "shard": shards, "asked": asked}
+        return {"digest": rows, "shard": shards, "asked": np.tile(self.asked, (len(rows), 1))}
 
     def name(self, shard: int, row: int) -> str:
         return f"{shard}/{row}"
 
 
-def test_a_stream_fetches_its_window_and_the_next_one_ahead(cluster: dict[str, str]) -> None:
-    plan = StreamPlan(shard_sizes=(8,) * 5, seed=0, window_size=8)
-    stream = RankStream(source=Asked(), plan=plan, batch_size=4, rank=0, world_size=1, num_batches_per_task=1)
-    order = [window.shards[0] for window in plan.windows(0, 64)]
-    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in stream.batches(0, 64)]
-    expected = list(zip(order, order, [*order[1:], -1], strict=True))
-    assert found == [entry for entry in expected for _ in range(2)]
+@pytest.mark.parametrize("num_batches_per_task", [1, None])
+def test_a_stream_fetches_its_window_and_the_next_one_ahead_and_keeps_the_one_before_for_a_quarter(
+    cluster: dict[str, str], num_batches_per_task: int | None
+) -> None:
+    plan = StreamPlan(shard_sizes=(16,) * 5, seed=0, window_size=16)
+    stream = RankStream(
+        source=Asked(), plan=plan, batch_size=2, rank=0, world_size=1, num_batches_per_task=num_batches_per_task,
+        num_batches_per_output=1,
+    )  # fmt: skip
+    order = [window.shards[0] for window in plan.windows(0, 128)]
+    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in stream.batches(0, 128)]
+    assert found == [
+        (now, now, later, before if batch < 2 else -1)
+        for before, now, later in zip([-1, *order], order, [*order[1:], -1], strict=False)
+        for batch in range(8)
+    ]
 
 
 HEAD = "node:__internal_head__"

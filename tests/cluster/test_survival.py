@@ -173,4 +173,4 @@ def test_waiting_for_machines_says_so_and_ends(
             train(make_plan(config))
     finally:
         ray.kill(neighbour)
-    assert capsys.readouterr().out.count("no room for 2 workers, as nodes are lost or busy, since 0.0") >= 2
+    assert capsys.readouterr().out.count("no room for 2 workers, as nodes are lost or busy, for 0.0") >= 2

@@ -165,7 +165,7 @@ def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, Watch | N
 
     Args:
         cell: configuration of the trials, apart from their names.
-        marker: file that exists as soon as a worker has failed.
+        marker: file that exists as soon as the worker that fails once has failed.
     """
 
     class Raises:
@@ -174,7 +174,8 @@ def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, Watch | N
 
         def reason_to_stop(self, validations: Sequence[Validation]) -> str:
             if len(validations) == 4 and (self.always or not os.path.exists(marker)):
-                marker.touch()
+                if not self.always:
+                    marker.touch()
                 # Checkpoints are written in the background, which takes longer than these steps on a busy machine.
                 for _ in range(600):
                     if registered_step(self.directory):

@@ -30,7 +30,7 @@ def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path
         return get
 
     def read(name: str) -> bytes:
-        file = cache.open(name, fetch(name))
+        file = cache.open(name, 1000, fetch(name))
         assert file is not None
         with file:
             return file.read(1000)
@@ -43,9 +43,9 @@ def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path
         time.sleep(0.002)  # The clock of the filesystem must go on between two uses.
     assert fetched == names
     assert [name for name in names if cache.holds(name)] == ["0000", *names[-9:]]
-    assert cache.open("large", lambda: bytes(20_000)) is None
+    assert cache.open("large", 20_000, fetch("large")) is None
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: cache.fetch(name, fetch(name)), names * 3))
+        list(pool.map(lambda name: cache.fetch(name, 1000, fetch(name)), names * 3))
     assert cache.num_bytes() <= cache.max_bytes
 
 
@@ -56,7 +56,7 @@ def test_threads_read_the_right_blocks_while_others_make_room(tmp_path: Path) ->
     def work(seed: int) -> None:
         for number in np.random.default_rng(seed).integers(12, size=150):
             content = bytes([number]) * 1000
-            file = caches[seed % 2].open(f"{number}", lambda content=content: content)
+            file = caches[seed % 2].open(f"{number}", 1000, lambda content=content: content)
             if file is not None:  # Otherwise all the room is that of blocks that are being fetched.
                 with file:
                     assert file.read(1000) == content
@@ -81,7 +81,7 @@ def work(seed):
     largest = 0
     for number in (numbers.randrange(12) for _ in range(150)):
         content = bytes([number]) * 1000
-        if file := cache.open(f"{number}", lambda: content):
+        if file := cache.open(f"{number}", 1000, lambda: content):
             with file:
                 assert file.read(1000) == content
         largest = max(largest, cache.num_bytes())
@@ -101,7 +101,7 @@ def test_threads_of_several_processes_stay_below_the_limit_together(tmp_path: Pa
 def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(tmp_path: Path) -> None:
     content = bytes(2**27)  # It takes so long to write that the lock is taken long before it is written.
     with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(BlockCache(tmp_path, 2**28).open, "block", lambda: content)
+        opened = pool.submit(BlockCache(tmp_path, 2**28).open, "block", len(content), lambda: content)
         while not (tmp_path / "block.partial").exists() or not (tmp_path / "block.partial").stat().st_size:
             assert not opened.done()
         with (tmp_path / ".lock").open("wb") as lock:  # as another process does that wants to know what room there is
@@ -118,8 +118,8 @@ def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(tmp_path: P
 def test_room_is_made_only_for_a_block_that_will_fit(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 3 * 1004)
     for name in ("first", "second"):
-        cache.fetch(name, lambda: bytes(1000))
-    assert cache.open("large", lambda: bytes(3009)) is None
+        cache.fetch(name, 1000, lambda: bytes(1000))
+    assert cache.open("large", 3009, lambda: bytes(3009)) is None
     assert cache.holds("first")
     assert cache.holds("second")
 
@@ -127,11 +127,11 @@ def test_room_is_made_only_for_a_block_that_will_fit(tmp_path: Path) -> None:
 def test_a_block_whose_fetching_process_died_is_fetched_by_another(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from pipelines.block_cache import BlockCache\n"
-        "BlockCache(Path(sys.argv[1]), 10**6).open('block', lambda: os._exit(3))"
+        "BlockCache(Path(sys.argv[1]), 10**6).open('block', 7, lambda: os._exit(3))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
     assert (tmp_path / "block.partial").exists()
-    file = BlockCache(tmp_path, 10**6).open("block", lambda: b"content")
+    file = BlockCache(tmp_path, 10**6).open("block", 7, lambda: b"content")
     assert file is not None
     with file:
         assert file.read(7) == b"content"
@@ -144,7 +144,7 @@ def test_what_a_process_that_died_had_reserved_is_free(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 2 * 1004)
     assert cache.num_bytes() == 2 * 1004
     for name in ("block", "new"):
-        cache.fetch(name, lambda: bytes(1000))
+        cache.fetch(name, 1000, lambda: bytes(1000))
         assert cache.holds(name)
     assert cache.num_bytes() == 2 * 1004
     assert {file.name for file in tmp_path.iterdir()} == {".lock", "block", "new"}
@@ -165,8 +165,8 @@ def fetch():
     other.start()
     time.sleep(0.2)
     return b"content"
-other = threading.Thread(target=lambda: cache.open("block", lambda: b"").close())
-cache.open("block", fetch).close()
+other = threading.Thread(target=lambda: cache.open("block", 7, lambda: b"").close())
+cache.open("block", 7, fetch).close()
 other.join()
 assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
 """
@@ -187,6 +187,6 @@ def test_an_error_while_fetching_reaches_everyone_who_waits(tmp_path: Path) -> N
         raise OSError("the store failed")
 
     with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(cache.open, "block", fail) for _ in range(4)]
+        results = [pool.submit(cache.open, "block", 7, fail) for _ in range(4)]
         assert all(isinstance(result.exception(), OSError) for result in results)
     assert not list(tmp_path.glob("block*"))

@@ -37,9 +37,10 @@ def next_value(
     """Returns the value of an axis at which the mean temperature should be in the middle of the band.
 
     Between two neighbouring observations on both sides of the middle it interpolates. Otherwise it extrapolates from the
-    nearest observation, with the slope of the two nearest unless their difference is within the noise. The slope may have
-    either sign, since in a short run the temperature may rise with ρ: with the prior alone 17 points fewer of the searches
-    on the log's dual encoders come within .5 % of the grid's best (benchmarks/README.md).
+    nearest observation, with the slope of the two nearest. If their difference is within the noise, it takes the prior's
+    slope, from the one of them that lies farthest in its direction. The slope may have either sign, since in a short run
+    the temperature may rise with ρ: with the prior alone 17 points fewer of the searches on the log's dual encoders come
+    within .5 % of the grid's best (benchmarks/README.md).
 
     Args:
         observations: (value, mean temperature) of the trials so far; NaN for the temperature of a failed trial.
@@ -68,6 +69,10 @@ def next_value(
         (nearest, distance), *others = sorted(known, key=lambda observation: abs(observation[1]))
         if others and abs(others[0][1] - distance) > _NOISE:
             slope = (others[0][1] - distance) / (others[0][0] - nearest)
+        else:
+            # Trials that only noise tells apart are equally near: go on from the one that lies farthest on the way.
+            alike = [observation for observation in known if abs(observation[1] - distance) <= _NOISE]
+            nearest, distance = max(alike, key=lambda observation: -observation[0] * distance / slope)
         candidate = nearest - distance / slope
     candidate = round_value(min(max(candidate, low), high), is_whole)
     tolerance = 0.0 if is_whole else 1e-3

@@ -232,6 +232,21 @@ def test_two_trials_that_are_equal_but_for_noise_do_not_decide_the_direction() -
     assert value == 4.5
 
 
+@pytest.mark.parametrize(("second", "third"), [(0.9809, 1.9708), (0.9741, 1.9799), (0.9908, 1.9536)])
+def test_a_search_on_flat_ground_goes_on_in_the_direction_of_the_prior(second: float, third: float) -> None:
+    """Mean temperatures of three searches that began far below the band; the second is within noise of the first."""
+    observations, ends, band = [(2.4, 0.9871)], (0.3, 4.5), (1.5, 1.95)
+    value = next_value(observations, ends=ends, band=band, start=2.4)
+    assert value == pytest.approx(0.83, abs=0.01)
+    observations.append((value, second))
+    assert next_value(observations, ends=ends, band=band, start=2.4) == 0.3
+    observations.append((0.3, third))
+    value = next_value(observations, ends=ends, band=band, start=2.4)
+    assert value == pytest.approx(0.41, abs=0.02)
+    # Where the ground is flat up to the end, nothing is left to try.
+    assert next_value([*observations[:2], (0.3, 0.98)], ends=ends, band=band, start=2.4) is None
+
+
 def test_a_start_that_is_given_is_tried_first() -> None:
     assert next(search_band(AXES, band=BAND, budget=4, start=2.2))[0][RHO] == 2.2
     assert next(search_band(AXES, band=BAND, budget=4))[0][RHO] == 3.25
