@@ -65,6 +65,9 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
         "--include-log-monitor=false",
         # If two Rays on a machine used the default port, no job could be submitted to the second one.
         f"--dashboard-agent-listen-port={agent_port}",
+        # Ray notes here which head was started last, and gives its address to submitted jobs, whatever their RAY_ADDRESS
+        # is. In a directory that several heads share it may be that of another one.
+        f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
     ]  # fmt: skip
     if not (Path.home() / ".ray" / "auth_token").exists():
         subprocess.run(
@@ -84,10 +87,6 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
         ray.shutdown()
         head.terminate()
         head.wait(timeout=60)
-        # In this file Ray notes the cluster that was started last; `ray stop` would remove it.
-        note = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-        if note.is_file() and note.read_text().strip().endswith(f":{port}"):
-            note.unlink()
 
 
 @contextmanager

@@ -48,8 +48,6 @@ def test_it_finds_its_storage_knows_its_revision_and_keeps_the_password(
     variables = {
         "TEMPNET_HOME": str(runs),
         "MLFLOW_TRACKING_URI": f"http://me:{SECRET}@{server}",
-        # Ray gives a submitted job the address "auto". With two heads on a machine, as here, it may be the other one.
-        "RAY_ADDRESS": ray_head["RAY_ADDRESS"],
     }
     arguments = [
         "gpt2-rho-lr-small", "--base.run.name=rho", "--base.run.num-steps=4", "--base.run.max-restarts=0",

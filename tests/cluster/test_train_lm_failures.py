@@ -80,11 +80,8 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
     assert not (run / "outcome.json").exists()
     config = tiny("killed-job", workers={"num_workers": num_workers})
     submit, arguments = submitted(config)
-    # Ray gives a submitted job the address "auto". With two heads on a machine, as here, it may be the other one.
     assert submit.startswith("ray job submit ")
-    assert " -- env " in submit
     submit = submit.replace("ray job submit", f"ray job submit --address {ray_head['DASHBOARD']}")
-    submit = submit.replace(" -- env ", f" -- env RAY_ADDRESS={ray_head['RAY_ADDRESS']} ")
     done = subprocess.run(
         f"{submit} python {shlex.join(arguments)}",
         shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,

@@ -13,7 +13,7 @@ from jobs.studies.sweeps.search import round_value
 # models come within .5 % of its best (benchmarks/README.md).
 PRIOR_SLOPE = -0.35
 # Prior fall of log τ̄ from one end to the other, as in that sweep; the only guess there is for an axis other than ρ. With
-# PRIOR_SLOPE 33 points fewer of the searches along such an axis reach the band (benchmarks/README.md).
+# PRIOR_SLOPE 35 points fewer of the searches along such an axis reach the band (benchmarks/README.md).
 PRIOR_FALL = PRIOR_SLOPE * 2.5
 # Noise of log τ̄ between two trials with the same seed; a smaller difference says nothing about the direction. Two of the
 # log's three searches from far away saw .987 and .981 or .974 first, and would have turned round (docs/log.md).
