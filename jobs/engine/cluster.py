@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import ray
 
+from jobs.engine.ray_token import ensure_token
+
 # Set in every process that a job starts, unless the user has set the variable. Silences DeepSpeed's and Transformers'
 # logging, keeps the tokenizers' parallelism on after a fork, turns off Ray Data's usage reports, and has the workers'
 # health checked twice a second. With Ray Train's default of two seconds, every checkpoint would wait that long for the
@@ -79,6 +81,7 @@ def _start_local_ray() -> None:
     os.environ.setdefault(
         "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
     )
+    ensure_token()
     others = set(psutil.Process().children())
     for attempt in range(1, _NUM_STARTS + 1):
         # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
@@ -121,12 +124,9 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
 
 
 def _keep_private() -> None:
-    """Close this Ray's session directory, which holds logs and sockets, and the file with the user's token to others."""
+    """Close this Ray's session directory, which holds logs and sockets, to others."""
     if (node := ray._private.worker._global_node) is not None:
         Path(node.get_session_dir_path()).chmod(0o700)
-    token = Path.home() / ".ray" / "auth_token"
-    if token.is_file() and token.stat().st_uid == os.getuid():
-        token.chmod(0o600)
 
 
 def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:

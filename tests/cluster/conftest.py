@@ -25,6 +25,7 @@ from support import (
     write_jsonl_zst,
 )
 
+from jobs.engine.ray_token import ensure_token
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.archives import list_archives
 from pipelines.text.reading import Document, read_documents
@@ -69,14 +70,7 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
         # is. In a directory that several heads share it may be that of another one.
         f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
     ]  # fmt: skip
-    if not (Path.home() / ".ray" / "auth_token").exists():
-        subprocess.run(
-            [str(BIN / "ray"), "get-auth-token", "--generate"],
-            env=environment,
-            check=True,
-            timeout=60,
-            capture_output=True,
-        )
+    ensure_token()  # `ray get-auth-token --generate` would replace the token of a head that starts at the same time
     # The head is a child process that is ended by a signal, because `ray stop` would end every Ray on this machine.
     head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
