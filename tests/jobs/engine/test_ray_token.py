@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_support import run_together
 from support import ROOT
 
 from jobs.engine.ray_token import ensure_token
@@ -35,20 +35,8 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_processes_that_start_at_once_have_the_same_token(token: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(6)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    seen = {process.communicate(timeout=60)[0].strip() for process in processes}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    seen = {printed.strip() for printed in run_together(SCRIPT, [[]] * 6, environment)}
     assert seen == {token.read_text()}
     assert len(bytes.fromhex(token.read_text())) == 32
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
