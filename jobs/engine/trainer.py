@@ -13,6 +13,7 @@ from ray.train.torch import TorchTrainer
 from jobs.engine.cleaner import ask_own_cluster
 from jobs.engine.cluster import CPU_ENVIRONMENT
 from jobs.engine.config import TrainingConfig
+from jobs.engine.controller_start import NUM_STARTS, SilentControllerError, wait_for_answer
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
 from jobs.engine.worker import pack_job, run_worker
@@ -20,7 +21,10 @@ from pipelines.storage import resolve
 
 
 class Trainer(TorchTrainer):
-    """Ray Train's trainer with a placement group cleaner that asks its own cluster, and with its own failure policy."""
+    """Ray Train's trainer with its own failure policy, a cleaner that asks its own cluster, and a controller that answers.
+
+    The controller is started again if it does not answer (`jobs.engine.controller_start`).
+    """
 
     failure_policy: RestartPolicy | None = None
     """Decides whether failed workers are restarted; None: Ray Train's policy."""
@@ -43,7 +47,17 @@ class Trainer(TorchTrainer):
     def _initialize_and_run_controller(self, **settings: Any) -> Any:
         if self.failure_policy is not None:
             settings["failure_policy"] = self.failure_policy
+        for _ in range(NUM_STARTS - 1):
+            try:
+                return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
+            except SilentControllerError as error:
+                print(f"{error}; starting another one", flush=True)
         return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        # Ray Train calls this between the controller's start and the call that runs it, in the main thread.
+        wait_for_answer(controller)
+        super()._register_sigint_handler(controller)  # type: ignore[misc]
 
 
 def worker_environment(config: TrainingConfig) -> dict[str, str]:
