@@ -63,6 +63,24 @@ def test_the_site_shows_every_page_and_modules_that_exist() -> None:
     assert [name for name in modules if not ROOT.joinpath(*name.split(".")).with_suffix(".py").is_file()] == []
 
 
+def test_every_notebook_is_executed_by_a_test_and_linked_from_a_page() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "cluster").glob("test_readme_*.py"))
+    notebooks = [path.name for path in (ROOT / "docs").glob("*.ipynb")]
+    assert notebooks
+    for name in notebooks:
+        assert f'"{name}"' in tests, name
+        assert any(f"]({name})" in (ROOT / "docs" / page).read_text() for page in PAGES), name
+
+
+def test_links_of_a_notebook_lead_to_pages_and_headings_of_the_site() -> None:
+    for path in (ROOT / "docs").glob("*.ipynb"):
+        for file, anchor in re.findall(r"\]\(([\w-]+\.md)#?([^)\s]*)\)", path.read_text()):
+            assert not anchor or anchor in anchors_of((ROOT / "docs" / file).read_text()), (
+                f"{path.name}: {file}#{anchor}"
+            )
+            assert (ROOT / "docs" / file).is_file(), f"{path.name}: {file}"
+
+
 def test_the_tools_of_the_site_are_pinned() -> None:
     lines = (ROOT / "docs/requirements.txt").read_text().splitlines()
     assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line) for line in lines)

@@ -22,16 +22,14 @@ class Worker:
         self._build = build
         self._model: Callable[[Any], Any] | None = None
 
-    def run(self, item: Any, is_read: bool) -> tuple[Any, tuple[float, str]]:
+    def run(self, read: tuple[Any, str]) -> tuple[Any, tuple[float, str]]:
         """Return the model's result for an item; and the seconds that it took, with what was counted of retries.
 
         Args:
-            item: a unit, or what `read_items` has yielded.
-            is_read: whether it is the latter.
+            read: the item, with what was counted of retries while it was read, as `read_items` yields it.
         """
-        if is_read:
-            item, retries = item
-            RETRIES.receive(retries)
+        item, retries = read
+        RETRIES.receive(retries)
         if self._model is None:  # Built here, not in __init__, so that an error is that of a unit.
             self._model = self._build()
         started = time.monotonic()

@@ -165,9 +165,8 @@ class _Schedule(Generic[Unit]):
         # Writing reserves no CPU: it might otherwise wait for one that a reader holds, which waits for the pool.
         self._write_task: Any = ray.remote(write_result).options(num_cpus=0)
         # In the object store once; as part of a task it would be sent with every task.
-        self._read, self._model, self._write = (
-            stage and ray.put(stage) for stage in (stages.read, stages.model, stages.write)
-        )
+        self._read, self._write = (stage and ray.put(stage) for stage in (stages.read, stages.write))
+        self._model = stages.model
         self._num_workers = self._max_readers = min(pool.num_workers, len(units))
         if stages.read is not None:
             self._num_workers = pool.num_workers  # a unit may have more than one item
@@ -213,7 +212,7 @@ class _Schedule(Generic[Unit]):
             number = self._waiting.popleft()
             self._num_open[number] += 1
             if self._read is None:
-                self._ready.append((number, self._units[number]))
+                self._ready.append((number, (self._units[number], "")))
             else:
                 self._readers[self._read_task.remote(self._read, self._units[number])] = number
 
@@ -230,7 +229,7 @@ class _Schedule(Generic[Unit]):
     def _feed_workers(self) -> None:
         while self._idle and self._ready:
             worker, (number, item) = self._idle.pop(), self._ready.popleft()
-            result, seconds = worker.run.options(num_returns=2).remote(item, self._read is not None)
+            result, seconds = worker.run.options(num_returns=2).remote(item)
             self._running[seconds] = (worker, number, result)
 
     def _take_result(self, ready: ray.ObjectRef) -> Generator[Outcome, None, None]:

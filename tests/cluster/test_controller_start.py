@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
+import ray
 from ray._private import state
 from support import wait_for
 
@@ -18,6 +20,36 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = pytest.mark.cluster
+
+
+def test_the_first_call_is_made_when_the_controller_lives(
+    cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver then asks for the state and is told that it lives, so it needs no message about a change."""
+
+    class Controller:
+        def __init__(self, seconds: float) -> None:
+            time.sleep(seconds)
+
+        async def get_state(self) -> int:
+            return 1
+
+    seen: list[str] = []
+    wait = ray.wait
+
+    def look_and_wait(references: list[Any], **options: Any) -> Any:
+        seen.append(state.actors(controller._actor_id.hex())["State"])
+        return wait(references, **options)
+
+    monkeypatch.setattr(ray, "wait", look_and_wait)
+    controller: Any = ray.remote(num_cpus=0)(Controller).remote(1.0)
+    controller_start.wait_for_answer(controller, patience_seconds=30)
+    assert seen == ["ALIVE"]
+    ray.kill(controller)
+    wait_for(lambda: state.actors(controller._actor_id.hex())["State"] == "DEAD")
+    controller_start.wait_for_answer(controller, patience_seconds=30)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(controller.get_state.remote())
 
 
 def test_a_controller_that_does_not_answer_is_replaced(

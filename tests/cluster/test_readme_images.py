@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from notebook_support import run_notebook
 from readme_support import lines_like, recipe, run_line
 from safetensors.torch import load_file
 from support import outcome_of
@@ -57,9 +58,22 @@ def test_what_make_run_runs(home: Path, export: Path) -> None:
     assert train == f"{line} --run.name clip-short --run.num-steps 300"
     assert "--model runs/clip-short/export " in predict
     assert (home / "data" / "sample" / "images" / "validation").is_dir()
-    (home / "runs" / "clip-short").mkdir()
+    (home / "runs" / "clip-short").mkdir(exist_ok=True)
     run_line(predict.replace("runs/clip-short/export", str(export)))
     assert "concept_frequency" in (home / "runs" / "clip-short" / "temperatures.html").read_text()
+
+
+def test_the_notebook_on_temperatures_of_images(home: Path, export: Path) -> None:
+    (home / "runs" / "clip-short").mkdir(exist_ok=True)
+    (home / "runs" / "clip-short" / "export").symlink_to(export)
+    shown = run_notebook("your-images.ipynb", home, {"jobs.predict_temperatures * --images *": []})
+    written = pq.read_table(home / "runs" / "image-temperatures")
+    num_images = len(set(written["key"].to_pylist()))
+    assert f"{num_images} images, {written.num_rows} pairs with a frequency" in shown
+    assert shown.count("<Figure size") == 2
+    similarities = [float(number) for number in re.findall(r"^(-?\d\.\d{3})  ", shown, re.MULTILINE)]
+    assert len(similarities) == 5
+    assert similarities == sorted(similarities, reverse=True)
 
 
 def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
+from notebook_support import run_notebook
 from readme_support import README, lines_like, recipe, run_line
 from server_support import free_port, wait_for_ports
-from support import BIN, ROOT
+from support import BIN, ROOT, outcome_of
 
 pytestmark = pytest.mark.cluster
 
@@ -68,6 +69,32 @@ def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytes
     (run,) = client.search_runs([client.get_experiment_by_name("headroom").experiment_id])
     assert run.data.metrics["both/gain_mnat"] == pytest.approx(1000 * values["per_token"]["both"]["gain"]["mean"])
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"headroom.json", "reliability.png"}
+
+
+def test_the_notebook_from_a_model_to_its_tempnet(home: Path, reference: dict[str, Any]) -> None:
+    frozen = [
+        "--run.num-steps=10", "--data.context-length=64", "--temperature.hidden-size=32",
+        "--temperature.num-prototypes=16", "--temperature.num-calibration-tokens=1024", "--optimizer.batch-size=8",
+        "--workers.num-workers=1", "--workers.num-threads=1", "--validation.num-blocks=32",
+        "--validation.num-oracle-tokens=256",
+    ]  # fmt: skip
+    shown = run_notebook(
+        "your-model.ipynb",
+        home,
+        {
+            "jobs.calibrate headroom *": ["--max-documents", "12", "--tokens-per-document", "100"],
+            "jobs.train_lm frozen-small *": frozen,
+        },
+    )
+    rivals = outcome_of(home, "my-tempnet")["rivals"]
+    assert json.loads((home / "headroom" / "headroom.json").read_text())["verdict"] in shown
+    for rival in ("best_constant", "mean_shift"):
+        assert f"TempNet is better by {rivals[f'robust/{rival}_gain']:+.5f} ± " in shown
+    generated = re.findall(r"^(\d\.\d{3})  '", shown, re.MULTILINE)
+    assert 0 < len(generated) <= 24
+    assert all(0 < float(tau) <= 2 for tau in generated)
+    assert shown.count("<Figure size") == 1
+    assert "The temperature of a softmax" in shown
 
 
 def test_generating(home: Path, reference: dict[str, Any]) -> None:
