@@ -2,8 +2,8 @@
 
 The directory is $TEMPNET_CACHE, or `tempnet-cache-<user id>` in the system's directory of temporary files. Every block
 is a file that never changes once it has its name. The name begins with that of the object that the block is part of,
-and a hyphen. Its time of modification says when it was last used, and its last four
-bytes are a checksum of the others.
+and a hyphen. The file's time of modification says when it was last used, and its last four bytes are a checksum of the
+others.
 
 Two kinds of locks keep threads and processes apart, and reading a block that is there needs neither:
 
