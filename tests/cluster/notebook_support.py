@@ -13,7 +13,8 @@ from support import BIN, ROOT
 
 
 def run_notebook(name: str, home: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Execute all cells of a notebook in a kernel of its own, and return what they printed and displayed as text.
+    """Execute all cells of a notebook in a kernel of its own, and return what they printed and displayed as text, without
+    warnings and progress on standard error.
 
     Args:
         name: file in docs/.
@@ -29,7 +30,13 @@ def run_notebook(name: str, home: Path, options: Mapping[str, Sequence[str]]) ->
             (added,) = (more for pattern, more in options.items() if fnmatchcase(line.removeprefix(PYTHON), pattern))
             cell.source = cell.source.replace(line, " ".join([line, *added]))
     NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(home)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.get("name") != "stderr"
+    ]
     return "".join(
         output.text if output.output_type == "stream" else f"{output.get('data', {}).get('text/plain', '')}\n"
         for output in outputs
