@@ -15,13 +15,15 @@ from typing import Any
 import ray
 from ray._private import state
 
+from jobs.engine.job import FatalTrainingError
+
 NUM_STARTS = 3
 _PATIENCE_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
-class SilentControllerError(RuntimeError):
-    """Raised if a controller does not answer, although Ray's table has it as alive."""
+class SilentControllerError(FatalTrainingError):
+    """A controller does not answer, although Ray's table has it as alive; it ends the run if others do not either."""
 
 
 def wait_for_answer(controller: Any, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:

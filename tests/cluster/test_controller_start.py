@@ -15,6 +15,7 @@ from ray._private import state
 from support import wait_for
 
 from jobs.engine import controller_start, trainer
+from jobs.engine.job import FatalTrainingError
 from jobs.engine.launch import train
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
@@ -52,29 +53,36 @@ def test_the_first_call_is_made_when_the_controller_lives(
         ray.get(controller.get_state.remote())
 
 
+@pytest.mark.parametrize("num_silent", [1, controller_start.NUM_STARTS])
 def test_a_controller_that_does_not_answer_is_replaced(
     cluster: dict[str, str],
     tiny: Callable[..., LanguageModelConfig],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    num_silent: int,
 ) -> None:
-    """The process of the first controller is stopped by a signal as soon as Ray's table has it as alive."""
+    """The process of a silent controller is stopped by a signal; if all are silent, the run ends with one line."""
     stopped: list[int] = []
 
     def wait_for_answer(controller: Any) -> None:
-        is_first = not stopped
-        if is_first:
+        is_silent = len(stopped) < num_silent
+        if is_silent:
             wait_for(lambda: state.actors(controller._actor_id.hex()).get("State") == "ALIVE")
             stopped.append(state.actors(controller._actor_id.hex())["Pid"])
-            os.kill(stopped[0], signal.SIGSTOP)
-        controller_start.wait_for_answer(controller, patience_seconds=2 if is_first else 60)
+            os.kill(stopped[-1], signal.SIGSTOP)
+        controller_start.wait_for_answer(controller, patience_seconds=2 if is_silent else 60)
 
     monkeypatch.setattr(trainer, "wait_for_answer", wait_for_answer)
-    config = tiny("silent", run={"num_steps": 2})
+    plan = make_plan(tiny("silent", run={"num_steps": 2}))
     try:
-        assert train(make_plan(config))["num_steps"] == 2
+        if num_silent == 1:
+            assert train(plan)["num_steps"] == 2
+        else:  # the commands print the message of this error and end with status 1
+            with pytest.raises(FatalTrainingError, match="has not answered for 2 s"):
+                train(plan)
     finally:
         for pid in stopped:
             with suppress(ProcessLookupError):  # Ray has ended it
                 os.kill(pid, signal.SIGKILL)
-    assert "has not answered for 2 s; starting another one" in capfd.readouterr().out
+    replaced = "has not answered for 2 s; starting another one"
+    assert capfd.readouterr().out.count(replaced) == min(num_silent, controller_start.NUM_STARTS - 1)
