@@ -90,7 +90,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path:
         ({"data": {"train": str(tmp_path / "nowhere")}}, r"data\.train: .*nowhere"),
         ({"data": {"validation": str(tmp_path / "empty")}}, r"data\.validation: .*notes\.doc"),
         ({"data": {"tokenizer": str(tmp_path / "train")}}, "tokenizer = .*train' cannot be loaded"),
-        ({"model": {"path": "runs/nothing"}}, r"model\.path = 'runs/nothing' is no Transformers model"),
+        ({"model": {"path": "nowhere/nothing"}}, r"model\.path = 'nowhere/nothing' is no Transformers model"),
         ({"model": {"path": small_vocabulary}}, "tokens, more than the vocabulary of 100"),
         ({"model": {"path": foreign}}, r"data\.tokenizer = .* is not the tokenizer of model\.path = .*foreign"),
         ({"tracking": {"uri": "mlflow:5000"}}, r"tracking\.uri = 'mlflow:5000' is no address of MLflow: give http://"),

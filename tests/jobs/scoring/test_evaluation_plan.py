@@ -64,7 +64,7 @@ def test_what_cannot_work_is_refused_before_ray_starts(export: str, tmp_path: Pa
         ({"wikitext": "nowhere.txt"}, r"wikitext = 'nowhere\.txt' is no file"),
         ({"lambada": bad}, r"bad\.jsonl, line 2: no JSON object with a string `text`"),
         ({"wikitext": ""}, "nothing to evaluate on"),
-        ({"models": ("runs/nothing",)}, "models: 'runs/nothing' is no Transformers model"),
+        ({"models": ("nowhere/nothing",)}, "models: 'nowhere/nothing' is no Transformers model"),
         ({"models": (bare,), "temperatures": ("tempnet",)}, "temperature 'tempnet' needs a TempNet, and .*bare has none"),
         ({"temperatures": ()}, "temperatures is empty: name one"),
         ({"temperatures": ("fixed:0",)}, "temperature 'fixed:0' is none of"),
@@ -90,7 +90,7 @@ def test_a_refusal_reaches_the_person_with_status_2(
     text.write_text(TEXT)
     for model, wikitext, message in [
         (export, "nowhere.txt", "error: wikitext = 'nowhere.txt' is no file"),
-        ("runs/nothing", str(text), "error: models: 'runs/nothing' is no Transformers model"),
+        ("nowhere/nothing", str(text), "error: models: 'nowhere/nothing' is no Transformers model"),
     ]:
         with pytest.raises(SystemExit) as exit_info:
             evaluate_lm.main(["--models", model, "--wikitext", wikitext, "--storage", str(tmp_path)])
