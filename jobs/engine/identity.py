@@ -95,6 +95,12 @@ def fixed_values(config: Any) -> dict[str, Any]:
     }
 
 
+def recorded_values(config: Any) -> dict[str, Any]:
+    """Return the fields that identify a run as its `configuration.json` holds them, such as tuples as lists."""
+    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    return values
+
+
 def configuration_hash(config: Any) -> str:
     """Return a hash (12 hex digits) of the fields that identify a run."""
     content = json.dumps(fixed_values(config), sort_keys=True)
