@@ -6,16 +6,11 @@ weights, moments, per-sample state, the step of the schedules, and the place in 
 
 from __future__ import annotations
 
-import re
-
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.identity import differences, recorded_values
+from jobs.engine.identity import differences, may_differ, recorded_values
 from jobs.engine.resumption import checkpoint_name, whole_checkpoints
 from pipelines.storage import read_json
-
-# These neither shape the weights nor order the data, whatever their type.
-_FREE_FIELDS = re.compile(r"run\.(name|num_steps|start_from)|(validation|tracking)\..*|optimizer\.decay")
 
 
 def start_checkpoint(run: RunSection) -> str:
@@ -52,9 +47,3 @@ def check_start(config: TrainingConfig) -> None:
             f"run.start_from = {run.start_from!r}: that run differs in what shapes the weights or orders the data: "
             f"{'; '.join(changed)}. Give it the same values; decimal numbers such as learning rates and ρ may differ"
         )
-
-
-def may_differ(name: str, held: object, own: object) -> bool:
-    """Return whether a run may have another value of a field than the run from whose checkpoint it starts."""
-    are_decimal = all(value is None or isinstance(value, float) for value in (held, own))
-    return bool(_FREE_FIELDS.fullmatch(name)) or (are_decimal and not name.startswith("data."))

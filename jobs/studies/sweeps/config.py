@@ -9,9 +9,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.fields import FREE_TO_CHANGE, added_later
-from jobs.engine.identity import with_fields
+from jobs.engine.identity import may_differ, with_fields
 from jobs.engine.named_values import named_values, twice
-from jobs.engine.start import may_differ
 from jobs.studies.sweeps.band_search import search_band
 from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
 from jobs.studies.sweeps.temperature_line import PRIOR_FALL, PRIOR_SLOPE
