@@ -18,6 +18,7 @@ import pytest
 
 from jobs.engine import lease
 from jobs.engine.lease import LEASE_FILE, Lease, RunIsTakenError, _machine, _process
+from pipelines.storage import read_json
 
 HOLD = """
 import sys, time
@@ -29,7 +30,7 @@ with Lease(sys.argv[1], seconds_between_beats=0.1):
 
 
 @contextmanager
-def holder(run: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(run: Path | str) -> Iterator[subprocess.Popen[str]]:
     """Starts another process that holds the lease, and kills it at the end of the block."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
     try:
@@ -88,6 +89,22 @@ def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monk
         started = time.monotonic()
         with Lease(str(tmp_path)):
             assert time.monotonic() - started < 2
+
+
+def test_in_an_object_store_the_second_driver_is_refused_until_the_first_is_dead(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second driver is on another machine, so that it knows of the first only what is in the store."""
+    run = f"s3://{bucket}/runs/run"
+    with holder(run) as process:
+        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
+        with pytest.raises(RunIsTakenError, match=f"process {process.pid}"):
+            Lease(run, seconds_between_beats=0.1, seconds_to_expire=100.0).__enter__()
+    started = time.monotonic()
+    with Lease(run, seconds_between_beats=0.1, seconds_to_expire=2.0):
+        assert time.monotonic() - started >= 2.0
+        assert read_json(f"{run}/{LEASE_FILE}")["machine"] == "elsewhere"  # type: ignore[index]  # it exists
+    assert read_json(f"{run}/{LEASE_FILE}") is None
 
 
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(tmp_path: Path) -> None:
