@@ -14,7 +14,8 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.checkpoint_files import find_changed_file, write_file_list
+from jobs.engine.config import TrainingConfig
 from jobs.engine.failures import DiskFullError, naming_full_disk
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments
 from jobs.engine.resumption import checkpoint_name
+from jobs.engine.schedules import keeping_settings
 
 # Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
 # which `weights_only=True` rightly refuses.
@@ -179,15 +183,18 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
         raise DamagedCheckpointError("; ".join(filter(None, problems)))
 
 
-def read_state(directory: Path, *, world_size: int, zero_stage: int, order_version: int) -> RunState:
+def read_state(directory: Path, config: TrainingConfig, *, world_size: int, order_version: int) -> RunState:
     """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
+
+    What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
+    export, its unsent metrics and its repeated requests.
 
     Raises:
         FatalTrainingError: if a different number of workers wrote the checkpoint under ZeRO 3, which partitions the
             weights themselves, or if the program that wrote it read the data in an order of another version.
     """
     state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
-    if state.world_size != world_size and zero_stage == 3:
+    if state.world_size != world_size and config.workers.zero_stage == 3:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by {state.world_size} workers under ZeRO 3, this run has "
             f"workers.num_workers = {world_size}: continue with {state.world_size} (ZeRO 0, 1 and 2 take any number)"
@@ -198,6 +205,8 @@ def read_state(directory: Path, *, world_size: int, zero_stage: int, order_versi
             f"{state.order_version}; this program has version {order_version}), so that some samples would be repeated and "
             "others left out: finish the run with the program that began it, or begin again under another run.name"
         )
+    if state.step == config.run.start_step:  # the run's own checkpoints are of later steps
+        return replace(state, best_rating=None, unsent_metrics=[], store_retries={})
     return state
 
 
@@ -206,6 +215,9 @@ def load_checkpoint(
 ) -> None:
     """Restore weights, optimizers, schedules and what `save_more` wrote.
 
+    Learning rates, weight decay and AdamW's other settings are those of the engine, not those that the checkpoint holds,
+    which may be another run's.
+
     Args:
         load_more: restores the task's own state, given the directory and `num_writers`.
         num_writers: how many workers wrote the checkpoint. The directory may also hold files of higher ranks, left by a
@@ -213,12 +225,22 @@ def load_checkpoint(
     """
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
-    engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
-    if is_divided:
-        load_moments(
-            engine,
-            directory / _TAG,
-            lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),
-            num_writers=num_writers,
-        )
+    with ExitStack() as stack:
+        for optimizer, schedule in _optimizers(engine):
+            stack.enter_context(keeping_settings(optimizer, schedule))
+        engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
+        if is_divided:
+            load_moments(
+                engine,
+                directory / _TAG,
+                lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),
+                num_writers=num_writers,
+            )
     load_more(directory, num_writers)
+
+
+def _optimizers(engine: Any) -> list[tuple[Any, LambdaLR]]:
+    """Return the optimizers with their schedules: DeepSpeed has one, `NetworksEngine` has one for each network."""
+    if isinstance(engine, DeepSpeedEngine):
+        return [(engine.optimizer, engine.lr_scheduler)]
+    return list(zip(engine.optimizers, engine.schedulers, strict=True))

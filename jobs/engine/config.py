@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from jobs.engine.checks import check_not_negative, check_positive, check_share
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, stands_for
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, stands_for
 from jobs.engine.precision import choose_precision
 
 
@@ -29,6 +30,9 @@ class RunSection:
     """Random seed of the initial weights, dropout and the order of the data."""
     num_steps: int = 1000
     """Number of optimizer steps."""
+    start_from: str = field(default="", metadata=added_later(""))
+    """NAME@STEP: a run in run.storage and the step of one of its checkpoints, after which this run goes on, with values of
+    its own. If empty: the run starts at step 0."""
     checkpoint_every: int = field(default=500, metadata=FREE_TO_CHANGE)
     """Steps between checkpoints; one more is written after the last step."""
     num_checkpoints_kept: int = field(default=2, metadata=FREE_TO_CHANGE)
@@ -48,8 +52,19 @@ class RunSection:
             "run", self, "num_steps", "checkpoint_every", "num_checkpoints_kept", "log_every", "max_wait_minutes"
         )
         check_not_negative("run", self, "seed", "grace_seconds")
+        is_start = not self.start_from or re.fullmatch(r"[^/\\\s]+@[1-9]\d*", self.start_from)
+        if not is_start or self.start_step >= self.num_steps:
+            raise ValueError(
+                f"run.start_from = {self.start_from!r} must be NAME@STEP, a run and a step before run.num_steps = "
+                f"{self.num_steps}"
+            )
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
+
+    @property
+    def start_step(self) -> int:
+        """Number of the steps that another run has made before this one begins."""
+        return int(self.start_from.rpartition("@")[2] or 0)
 
     @property
     def resolved_storage(self) -> str:

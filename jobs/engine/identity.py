@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,6 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Config = TypeVar("Config")
 
 _NO_VALUE = object()
+# These neither shape the weights nor order the data, whatever their type.
+_FREE_FIELDS = re.compile(r"run\.(name|num_steps|start_from)|(validation|tracking)\..*|optimizer\.decay")
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -95,6 +98,12 @@ def fixed_values(config: Any) -> dict[str, Any]:
     }
 
 
+def recorded_values(config: Any) -> dict[str, Any]:
+    """Return the fields that identify a run as its `configuration.json` holds them, such as tuples as lists."""
+    values: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
+    return values
+
+
 def configuration_hash(config: Any) -> str:
     """Return a hash (12 hex digits) of the fields that identify a run."""
     content = json.dumps(fixed_values(config), sort_keys=True)
@@ -114,3 +123,9 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
     return a == b
+
+
+def may_differ(name: str, held: object, own: object) -> bool:
+    """Return whether a run may have another value of a field than the run from whose checkpoint it starts."""
+    are_decimal = all(value is None or isinstance(value, float) for value in (held, own))
+    return bool(_FREE_FIELDS.fullmatch(name)) or (are_decimal and not name.startswith("data."))

@@ -101,7 +101,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
     filesystem, path = resolve(config.run.directory)
     trainer = Trainer(
         export_worker,  # type: ignore[arg-type]  # Ray's annotations are those of Train V1
-        train_loop_config=pack_job(job) | {"checkpoint": late.checkpoint},
+        train_loop_config=pack_job(job, checkpoint=late.checkpoint),
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,

@@ -6,7 +6,6 @@ of the run is taken.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
-from jobs.engine.identity import differences, fixed_values, flatten
+from jobs.engine.identity import differences, flatten, recorded_values
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
@@ -28,6 +27,7 @@ from jobs.engine.progress import note_failure
 from jobs.engine.recording import RecordModels, record_end
 from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
 from jobs.engine.run_list import describe_run
+from jobs.engine.start import check_start
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
@@ -109,7 +109,8 @@ def train(
 def _prepare(plan: Plan) -> PreparedTask:
     """Prepare the data of a plan, as soon as it is certain that its run can be continued and that Ray has room for it."""
     config = plan.config
-    find_resumption(config.run.directory, {})  # raises if the run cannot be continued
+    if not find_resumption(config.run.directory, {}).checkpoints:  # raises if the run cannot be continued
+        check_start(config)
     start_ray()
     check_resources(
         num_workers=config.workers.num_workers,
@@ -217,7 +218,7 @@ def find_directory(config: Named) -> dict[str, Any] | None:
     held = read_json(f"{config.run.directory}/configuration.json")
     if held is None:
         return None
-    if changed := differences(held, _recorded(config)):
+    if changed := differences(held, recorded_values(config)):
         raise ValueError(
             f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
             f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"
@@ -234,13 +235,8 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
     outcome = find_directory(config)
     filesystem, path = resolve(config.run.directory)
     filesystem.create_dir(path, recursive=True)
-    write_json(f"{config.run.directory}/configuration.json", _recorded(config))
+    write_json(f"{config.run.directory}/configuration.json", recorded_values(config))
     return outcome
-
-
-def _recorded(config: Named) -> dict[str, Any]:
-    recorded: dict[str, Any] = json.loads(json.dumps(fixed_values(config)))
-    return recorded
 
 
 def _open_tracked_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, origin: Mapping[str, str]) -> TrackedRun:

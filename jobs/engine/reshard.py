@@ -19,10 +19,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
-    """Set AdamW's moments, step count and learning rates from the partitions of all workers that wrote the checkpoint.
+    """Set AdamW's moments and step count from the partitions of all workers that wrote the checkpoint.
 
     Args:
-        engine: a new engine with a ZeRO 1 or 2 optimizer, whose weights and schedule are already restored.
+        engine: a new engine with a ZeRO 1 or 2 optimizer, whose weights are already restored.
         directory: directory of DeepSpeed's files in the checkpoint.
         read: reads one of these files, unpickling only tensors and DeepSpeed's own records.
         num_writers: how many workers wrote the checkpoint.
@@ -42,9 +42,6 @@ def load_moments(engine: DeepSpeedEngine, directory: Path, read: Callable[[str],
                 fragment = moments[names[parameter]][key][wanted.start : wanted.start + wanted.numel]
                 state[key][place.start : place.start + place.numel] = fragment
         zero.optimizer.state[flat_weights] = {"step": num_steps.clone(), **state}
-    # The schedule is restored, but it sets the learning rates only after its next step.
-    for values, rate in zip(zero.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
-        values["lr"] = rate
 
 
 def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], Tensor]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def decay_with_warmup(
@@ -42,3 +45,23 @@ def decay_with_warmup(
         return final_share + (1.0 - final_share) * left
 
     return factor
+
+
+@contextmanager
+def keeping_settings(optimizer: Any, schedule: LambdaLR) -> Iterator[None]:
+    """Keep learning rates, weight decay and all other settings while the block loads moments and the schedule's step.
+
+    A checkpoint holds the settings of the run that wrote it, which may be another run (`jobs.engine.start`). The rates are
+    those of the schedule's step, which PyTorch sets only after the next one.
+
+    Args:
+        optimizer: a PyTorch optimizer, or one of DeepSpeed's, with `param_groups`.
+        schedule: its schedule.
+    """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    peaks = list(schedule.base_lrs)
+    yield
+    schedule.base_lrs = peaks
+    rates = [peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)]
+    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update(own, lr=rate)

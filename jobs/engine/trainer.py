@@ -16,6 +16,7 @@ from jobs.engine.config import TrainingConfig
 from jobs.engine.controller_start import NUM_STARTS, SilentControllerError, wait_for_answer
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
+from jobs.engine.start import start_checkpoint
 from jobs.engine.worker import pack_job, run_worker
 from pipelines.storage import resolve
 
@@ -78,7 +79,7 @@ def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
     failure_config = FailureConfig(max_failures=config.run.max_restarts)
     trainer = Trainer(
         run_worker,  # type: ignore[arg-type]
-        train_loop_config=pack_job(job),
+        train_loop_config=pack_job(job, checkpoint=start_checkpoint(config.run)),
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=workers.use_gpu,

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
+if TYPE_CHECKING:  # Ray's controller unpickles these functions, and does not need what they import
+    from ray.train import Checkpoint
 
-def pack_job(job: object) -> dict[str, Any]:
-    """Pack a job into the settings that :func:`run_worker` takes."""
-    return {"job": cloudpickle.dumps(job)}
+
+def pack_job(job: object, *, checkpoint: str) -> dict[str, Any]:
+    """Pack a job into the settings that the functions below take.
+
+    Args:
+        job: the job.
+        checkpoint: path or URI of a checkpoint to load, unless the run has one of its own; empty for none.
+    """
+    return {"job": cloudpickle.dumps(job), "checkpoint": checkpoint}
 
 
 def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +40,8 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from jobs.engine.job import FatalTrainingError
     from pipelines.problems import TooManyProblemsError
 
-    checkpoint = ray.train.get_checkpoint()
+    own = ray.train.get_checkpoint()
+    checkpoint = own or (_open_checkpoint(settings["checkpoint"]) if settings["checkpoint"] else None)
     try:
         with checkpoint.as_directory() if checkpoint else nullcontext() as directory:
             loop = cloudpickle.loads(settings["job"]).make_loop(Path(directory) if directory else None)
@@ -44,29 +53,36 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
     except (FatalTrainingError, TooManyProblemsError) as error:
         return {"fatal": str(error)}
     except DamagedCheckpointError as error:
-        assert checkpoint is not None
-        return {"damaged": {Path(checkpoint.path).name: str(error)}}
+        if own is None:
+            return {"fatal": f"{settings['checkpoint']} cannot be used: {error}"}
+        return {"damaged": {Path(own.path).name: str(error)}}
 
 
 def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    """Unpack the job, load the checkpoint at the URI `checkpoint` of the settings, and write the task's export.
+    """Unpack the job, load the checkpoint of the settings, and write the task's export.
 
     Returns:
         An empty dictionary, or `{"fatal": message}` if the checkpoint cannot be used.
     """
-    from ray.train import Checkpoint
-
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.loop import TrainingLoop
-    from pipelines.storage import resolve
 
-    filesystem, path = resolve(settings["checkpoint"])
     try:
-        with Checkpoint(path, filesystem).as_directory() as directory:
+        with _open_checkpoint(settings["checkpoint"]).as_directory() as directory:
             loop = TrainingLoop(cloudpickle.loads(settings["job"]), Path(directory), reads_data=False)
         loop.task.export()
         loop.close()
     except (FatalTrainingError, DamagedCheckpointError) as error:
         return {"fatal": str(error)}
     return {}
+
+
+def _open_checkpoint(uri: str) -> Checkpoint:
+    """Return the checkpoint at a path or URI."""
+    from ray.train import Checkpoint
+
+    from pipelines.storage import resolve
+
+    filesystem, path = resolve(uri)
+    return Checkpoint(path, filesystem)

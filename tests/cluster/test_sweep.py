@@ -17,6 +17,7 @@ import ray
 from killing import kill_workers_after_checkpoints, last_checkpoint
 from mlflow import MlflowClient
 from support import readme_lines, run_until, training_worker_pids, wait_for
+from sweep_support import TINY
 
 from jobs.engine.command_line import parse_preset
 from jobs.studies.sweeps.launch import run_sweep
@@ -24,17 +25,6 @@ from jobs.studies.sweeps.plan import make_sweep
 from jobs.studies.sweeps.presets import PRESETS
 
 pytestmark = pytest.mark.cluster
-
-TINY = [
-    "--base.run.name=rho", "--base.run.num-steps=10", "--base.run.max-restarts=0", "--base.data.train=DIR/train",
-    "--base.data.validation=DIR/validation", "--base.data.tokenizer=DIR/tokenizer", "--base.data.context-length=64",
-    "--base.model.hidden-size=64", "--base.model.num-layers=2", "--base.model.num-heads=4", "--base.workers.num-workers=1",
-    "--base.workers.zero-stage=0", "--base.workers.num-threads=1", "--base.validation.num-oracle-tokens=512",
-    "--base.validation.every=2", "--base.temperature.hidden-size=32", "--base.temperature.num-prototypes=16",
-    "--base.temperature.rho=1", "--base.optimizer.batch-size=8", "--base.run.checkpoint-every=100",
-    # In so few steps the mean temperature stays near its initial value. The last learning rate is far too high.
-    "--sweep.axes", "temperature.rho=0.5,2.5", "optimizer.learning-rate-base=1e-3,3e-3,0.5", "--sweep.band", "0.6", "1.6",
-]  # fmt: skip
 
 
 @pytest.mark.long

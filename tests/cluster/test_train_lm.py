@@ -12,9 +12,9 @@ import pytest
 import torch
 from language_model_support import Make, history, models_of, train
 from mlflow import MlflowClient
-from readme_support import lines_like, run_line
+from readme_support import lines_like, recipe, run_line
 from safetensors.torch import load_file
-from support import outcome_of
+from support import LANGUAGE_MODEL_OPTIONS, outcome_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import train_lm
@@ -189,6 +189,34 @@ def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]
         assert made.keys() == own.keys()
         assert all(torch.equal(made[name], own[name]) for name in own)
     assert not list((home / "runs" / "gpt2-scratch-small").glob(".export*"))
+
+
+def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
+    home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_line, start = recipe("run")[1], ["--run.name=started", "--run.start-from=gpt2-scratch-small@35"]
+    with pytest.raises(AssertionError, match="exit status 2"):
+        run_line(train_line, *LANGUAGE_MODEL_OPTIONS, *start, "--run.seed=3")
+    assert "that run differs in what shapes the weights or orders the data: run.seed: 0 → 3" in capsys.readouterr().err
+
+    # With such learning rates the weights stay those of step 35.
+    rates = ["--optimizer.learning-rate-base=1e-30", "--optimizer.learning-rate-tempnet=1e-30"]
+    run_line(train_line, *LANGUAGE_MODEL_OPTIONS, *start, *rates)
+    outcome = outcome_of(home, "started")
+    assert (outcome["started_at_step"], outcome["num_steps"]) == (35, 40)
+    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
+    assert sorted(losses) == [36, 37, 38, 39, 40]
+    assert losses[36] == pytest.approx(expected[36], abs=1e-6)
+    assert losses[40] != pytest.approx(expected[40], abs=1e-6)
+    digests = history(reference, "train/batch_digest")
+    assert history(outcome, "train/batch_digest") == {step: digests[step] for step in losses}
+    (line,) = lines_like("jobs.export *")
+    output = home / "exports" / "step-35"
+    run_line(line, "--step=35", f"--output={output}")
+    for place in (Path(), Path("tempnet")):
+        made, own = (load_file(export / place / "model.safetensors") for export in (output, Path(outcome["export"])))
+        assert made.keys() == own.keys()
+        assert all(torch.equal(made[name], own[name]) for name in own)
 
 
 def test_finetuning_starts_from_the_saved_weights(

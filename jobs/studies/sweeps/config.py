@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from jobs.engine.config import RunSection, TrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import FREE_TO_CHANGE, added_later
+from jobs.engine.identity import may_differ, with_fields
 from jobs.engine.named_values import named_values, twice
 from jobs.studies.sweeps.band_search import search_band
 from jobs.studies.sweeps.search import Point, Search, list_corners, search_grid, search_randomly
@@ -41,10 +41,14 @@ class SweepSection:
     """Random seed of a random search. The seed of the training runs is base.run.seed."""
     band: tuple[float, float] = (0.7, 1.0)
     """Lower and upper bound of the band in which the mean temperature of the validation should lie."""
-    scheduler: Literal["none", "asha"] = dataclasses.field(default="none", metadata=FREE_TO_CHANGE)
+    scheduler: Literal["none", "asha", "pbt"] = dataclasses.field(default="none", metadata=FREE_TO_CHANGE)
     """What ends trials of a grid or random search early. none: nothing. asha: Ray Tune's ASHAScheduler, which ends
     those whose loss is above the median when half of their steps are done; trials whose mean temperature cannot end in
-    the band any more are ended before they are compared."""
+    the band any more are ended before they are compared. pbt: population based training. The points of the search train
+    for num_generations equal parts of their steps; after each of these a copy of one of the best runs, with values
+    multiplied by 0.8 or 1.2, takes the place of one of the worst."""
+    num_generations: int = dataclasses.field(default=4, metadata=added_later(4))
+    """Number of generations of population based training."""
     num_side_by_side: int = dataclasses.field(default=16, metadata=FREE_TO_CHANGE)
     """Maximum number of TempNets that a grid or random search on a frozen language model trains side by side, on the same
     hidden states. 1: every trial is a run of its own."""
@@ -61,6 +65,8 @@ class SweepSection:
             raise ValueError(f"sweep.budget = {self.budget:g} must be at least 1, for one whole trial, and finite")
         if self.num_side_by_side < 1:
             raise ValueError(f"sweep.num_side_by_side = {self.num_side_by_side} must be at least 1")
+        if self.num_generations < 2:
+            raise ValueError(f"sweep.num_generations = {self.num_generations} must be at least 2")
         if self.num_concurrent < 0:
             raise ValueError(f"sweep.num_concurrent = {self.num_concurrent} must not be negative")
         if self.scheduler != "none" and self.search == "band":
@@ -73,6 +79,11 @@ class SweepSection:
                 f"sweep.scheduler = {self.scheduler} compares trials after the same number of steps, but sweep.axes varies "
                 "run.num_steps: leave that axis out, or choose scheduler none"
             )
+
+    @property
+    def is_population(self) -> bool:
+        """Whether the runs are generations of a population (`jobs.studies.sweeps.population`)."""
+        return self.scheduler == "pbt"
 
     @property
     def values(self) -> dict[str, list[float]]:
@@ -100,19 +111,17 @@ class SweepSection:
         return values_by_name
 
     @property
-    def max_num_trials(self) -> int:
-        """Number of trials.
-
-        For a band search this is the maximum, since no trial is stopped before half of its steps.
-        """
+    def length(self) -> float:
+        """Length of the sweep in whole trials; for a band search, its maximum."""
         if self.search == "band":
-            return int(2 * self.budget)
+            return self.budget
         return math.prod(map(len, self.values.values())) if self.search == "grid" else self.num_trials
 
     @property
-    def length(self) -> float:
-        """Length of the sweep in whole trials; for a band search, its maximum."""
-        return self.budget if self.search == "band" else self.max_num_trials
+    def max_num_trials(self) -> int:
+        """Number of trials; for a band search its maximum, since it stops no trial before half of its steps."""
+        parts = {"band": 2, "pbt": self.num_generations}  # of a whole trial
+        return int(self.length * parts.get("band" if self.search == "band" else self.scheduler, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +138,10 @@ class SweepConfig(Generic[Base]):
             trial = self._set_fields(point)
             if self.sweep.search == "band" or self.sweep.scheduler != "none":
                 self._check_band(trial)
-            if self.sweep.scheduler != "none":
+            if self.sweep.scheduler == "asha":
                 self._check_validations(trial)
+            if self.sweep.is_population:
+                self._check_generations(trial)
 
     def _check_band(self, trial: Base) -> None:
         temperature: Any = trial.temperature  # type: ignore[attr-defined]  # both kinds have it
@@ -155,6 +166,24 @@ class SweepConfig(Generic[Base]):
                 f"{num_steps} steps, but validation.every = {every} may leave none there: choose at most {num_steps // 2}"
             )
 
+    def _check_generations(self, trial: Base) -> None:
+        sweep, every, num_steps = self.sweep, trial.validation.every, trial.run.num_steps
+        if fixed := [name for name in sweep.values if not _can_change(self.base, name)]:
+            raise ValueError(
+                f"sweep.scheduler = pbt changes values while a model is trained, but {fixed[0]} shapes its weights or orders "
+                "its data: leave that axis out, or choose scheduler none"
+            )
+        if sweep.length < 2:
+            raise ValueError(
+                "sweep.scheduler = pbt needs at least 2 runs, but the search has 1 point: give more values"
+            )
+        longest = num_steps // sweep.num_generations
+        if every > longest:
+            raise ValueError(
+                f"sweep.scheduler = pbt compares runs in each of {sweep.num_generations} parts of their {num_steps} steps, "
+                f"but validation.every = {every} may leave no validation there: choose at most {longest}"
+            )
+
     @property
     def run(self) -> RunSection:
         """Name and storage of the sweep as a whole."""
@@ -173,10 +202,15 @@ class SweepConfig(Generic[Base]):
         slope = PRIOR_SLOPE if first == "temperature.rho" or not width else PRIOR_FALL / width
         return search_band(sweep.values, band=sweep.band, budget=sweep.budget, start=value, slope=slope, whole=whole)
 
-    def trial(self, point: Point) -> Base:
+    def trial(self, point: Point, *, prefix: str = "", start_from: str = "") -> Base:
         """Returns the configuration of the run at a point.
 
         Its directory is within that of the sweep, and prepared data are shared.
+
+        Args:
+            point: the point.
+            prefix: what the run's name has before the values of the point.
+            start_from: another run of the sweep from which this one starts, as `run.start_from` has it.
 
         Raises:
             ValueError: naming the axis, if its field does not exist or is not a number, or if a value is invalid; also
@@ -185,7 +219,11 @@ class SweepConfig(Generic[Base]):
         name = "-".join(f"{field.rpartition('.')[2]}{value:.12g}" for field, value in point.items())
         config = self._set_fields(point)
         run = dataclasses.replace(
-            config.run, name=name, storage=self.run.directory, prepared=self.run.prepared_directory
+            config.run,
+            name=prefix + name,
+            storage=self.run.directory,
+            prepared=self.run.prepared_directory,
+            start_from=start_from,
         )
         return dataclasses.replace(config, run=run)
 
@@ -247,3 +285,8 @@ def _kind(config: TrainingConfig, name: str) -> str:
     if kind.split(" ")[0] == "int":
         return "int"
     return "float" if "float" in kind else kind
+
+
+def _can_change(config: TrainingConfig, name: str) -> bool:
+    """Returns whether runs that differ in this field can take over each other's checkpoints."""
+    return _kind(config, name) == "float" and may_differ(name, 0.0, 1.0)

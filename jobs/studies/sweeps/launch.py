@@ -10,6 +10,7 @@ from typing import Any
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory, find_directory
 from jobs.engine.tracking import TrackedRun
+from jobs.studies.sweeps.generations import make_generations
 from jobs.studies.sweeps.objective import TITLE, loss_of
 from jobs.studies.sweeps.plan import Sweep
 from jobs.studies.sweeps.report import Row, as_markdown, as_page, make_row
@@ -46,7 +47,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         data_sets=data_sets,
     )
     record = RoundRecord(config.run.directory)
-    rounds = make_rounds(sweep, record)
+    rounds = (make_generations if config.sweep.is_population else make_rounds)(sweep, record)
     if sweep.shares_base:
         outcomes = run_side_by_side(
             next(rounds, ()),

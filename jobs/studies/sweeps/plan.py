@@ -39,7 +39,7 @@ class Sweep:
     def shares_base(self) -> bool:
         """Whether the trials train side by side on one frozen base."""
         sweep = self.config.sweep
-        if not isinstance(self.config.base, LanguageModelConfig) or self.scheduler or sweep.search == "band":
+        if not isinstance(self.config.base, LanguageModelConfig) or sweep.scheduler != "none" or sweep.search == "band":
             return False
         trials = [self.config.trial(point) for point in next(self.config.start())]
         return sweep.num_side_by_side > 1 < len(trials) and can_share_base(trials)
@@ -55,6 +55,8 @@ class Sweep:
         axes = ", ".join(f"{name} {min(axis):g} to {max(axis):g}" for name, axis in config.sweep.values.items())
         limit = "at most " if config.sweep.search == "band" else ""
         early = f", ended early by {type(self.scheduler).__name__}" if self.scheduler else ""
+        if config.sweep.is_population:
+            early = f", a population in {config.sweep.num_generations} generations"
         side_by_side = "side by side on one frozen base, " if self.shares_base else ""
         return (
             f"sweep        {run.name} in {run.directory} (configuration {configuration_hash(config)})\n"

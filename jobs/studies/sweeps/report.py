@@ -66,7 +66,7 @@ def make_row(
         tau_mean=tau,
         loss=loss_of(scores),
         is_in_band=band[0] <= tau <= band[1] and not stopped,
-        num_steps=int(outcome.get("num_steps", 0)),
+        num_steps=int(outcome.get("num_steps", 0)) - int(outcome.get("started_at_step", 0)),
         history=[
             (validation["step"], validation["scores"].get("tau_mean", math.nan), loss_of(validation["scores"]))
             for validation in outcome.get("validations", [])

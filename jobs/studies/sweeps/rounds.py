@@ -49,7 +49,7 @@ def make_rounds(sweep: Sweep, record: RoundRecord) -> Rounds:
             finished = outcomes.finished
             record.save({**record.final_failures, **outcomes.failed})
         results = [
-            _read_result(point, finished.get(name), trial.run.num_steps)
+            read_result(point, finished.get(name), trial.run.num_steps)
             for point, name, trial in zip(points, names, configs, strict=True)
         ]
         if is_band and race is None:
@@ -117,7 +117,8 @@ def _calibrate_rho(config: SweepConfig[Any]) -> float | None:
     return float(prepared.outcome["rho"])
 
 
-def _read_result(point: Point, outcome: Mapping[str, Any] | None, num_steps: int) -> PointResult:
+def read_result(point: Point, outcome: Mapping[str, Any] | None, num_steps: int) -> PointResult:
+    """Returns the result of the trial at a point; an outcome of None stands for a failed trial."""
     if outcome is None:
         return PointResult(point=point, tau_mean=math.nan, loss=math.nan, share=1.0)
     share = outcome["num_steps"] / num_steps if outcome["stopped"] else 1.0

@@ -8,10 +8,9 @@ validation, and a trial that should stop ends its run itself.
 This serves every scheduler that decides by results alone and answers CONTINUE or STOP, such as `ASHAScheduler`, or
 `MedianStoppingRule` with `min_time_slice=math.inf`. It cannot serve those that pause trials (`HyperBandScheduler`).
 
-Population based training (`PopulationBasedTraining`, `PB2`) is not offered: there a trial takes over the checkpoint of
-a better one and continues with other hyperparameters. A run here has one configuration from its first step to its last.
-The run is found again by it, its schedules and its order of data follow from it, and a sweep looks for the mean
-temperature to which one value of ρ leads. A run that was trained with several values would answer for none of them.
+Nor can it serve `PopulationBasedTraining` and `PB2`, which give a trial another configuration while it runs. A run here
+has one configuration from its first step to its last, by which it is found again. Population based training is
+therefore a search of its own, in which every generation has runs of its own (`jobs.studies.sweeps.population`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import ray
 from ray.actor import ActorHandle
 
-from jobs.engine.watch import Validation
+from jobs.engine.watch import Validation, Watch
 from jobs.studies.sweeps.objective import TITLE, loss_of
 
 Rank: TypeAlias = tuple[bool, float]
@@ -62,6 +62,22 @@ class BandRule:
         return ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRule:
+    """Ends a run with its generation (`jobs.studies.sweeps.population`)."""
+
+    number: int
+    """Number of the generation, from 1."""
+    num_generations: int
+    last_step: int
+    """Step of a validation, after which the generation is over."""
+
+    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+        """Returns that the generation is over, or an empty string."""
+        is_over = validations[-1].step >= self.last_step
+        return f"generation {self.number} of {self.num_generations} is over" if is_over else ""
+
+
 class Halving:
     """Asynchronous successive halving: a trial goes on if it is in the better half of the trials that reached the rung.
 
@@ -101,13 +117,14 @@ class TrialWatch:
     """Decides when to stop one trial; see `jobs.engine.watch.Watch`."""
 
     trial: str
-    rule: BandRule | None = None
-    """The rule that the mean temperature must be able to end in the band; None: it may end anywhere."""
+    rule: Watch | None = None
+    """A rule about this trial alone: that its mean temperature can end in the band, or that its generation ends; None: there
+    is none."""
     race: ActorHandle | None = None
     """Actor with a method `goes_on`, such as `Halving`, that the trials share; None: it does not compete with others."""
 
     def reason_to_stop(self, validations: Sequence[Validation]) -> str:
-        """Returns why to stop the trial, or an empty string; checks divergence, then the band, then other trials."""
+        """Returns why to stop the trial, or an empty string; checks divergence, then the rule, then other trials."""
         last = validations[-1]
         loss = loss_of(last.scores)
         if not math.isfinite(loss):

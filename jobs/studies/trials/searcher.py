@@ -118,4 +118,5 @@ class RoundSearcher(Searcher):
 
 def _share_of_steps(trial: Trial, outcome: Mapping[str, Any]) -> float:
     """Returns the share of its steps that a trial ran for."""
-    return float(outcome["num_steps"] / trial.config.run.num_steps)
+    run = trial.config.run
+    return float((outcome["num_steps"] - run.start_step) / run.num_steps)

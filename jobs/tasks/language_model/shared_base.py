@@ -22,7 +22,10 @@ def can_share_base(configs: Sequence[LanguageModelConfig]) -> bool:
     """
     first, *others = configs
     networks_fit = all(
-        config.model.is_frozen and config.temperature.transform and config.temperature.stop_gradient
+        config.model.is_frozen
+        and config.temperature.transform
+        and config.temperature.stop_gradient
+        and not config.run.start_from
         for config in configs
     )
     return networks_fit and all(_shared(config) == _shared(first) for config in others)

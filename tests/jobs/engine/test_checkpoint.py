@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,10 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from jobs.engine.checkpoint import FRESH_STATE, SafeCheckpointEngine, read_state
+from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.job import FatalTrainingError
+
+CONFIG = TrainingConfig(run=RunSection(name="run"))
 
 
 def test_a_stage_is_pickled_by_its_value_whatever_the_python(tmp_path: Path) -> None:
@@ -37,6 +40,19 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
     state = asdict(FRESH_STATE)
     del state["order_version"]
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, world_size=1, zero_stage=0, order_version=1) == FRESH_STATE
+    assert read_state(tmp_path, CONFIG, world_size=1, order_version=1) == FRESH_STATE
     with pytest.raises(FatalTrainingError, match=r"another order \(version 1; this program has version 2\)"):
-        read_state(tmp_path, world_size=1, zero_stage=0, order_version=2)
+        read_state(tmp_path, CONFIG, world_size=1, order_version=2)
+
+
+def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> None:
+    state = replace(
+        FRESH_STATE, step=40, world_size=1, num_units=7, best_rating=0.5, unsent_metrics=[["loss", 1.0]],
+        validations=[(40, {"loss": 2.0})], store_retries={"s3": {"503": 2}},
+    )  # fmt: skip
+    (tmp_path / "state.json").write_text(json.dumps(asdict(state)))
+    own = read_state(tmp_path, CONFIG, world_size=1, order_version=1)
+    assert (own.best_rating, own.unsent_metrics, own.store_retries) == (0.5, [["loss", 1.0]], {"s3": {"503": 2}})
+    config = replace(CONFIG, run=replace(CONFIG.run, start_from="other@40"))
+    started = read_state(tmp_path, config, world_size=1, order_version=1)
+    assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries={})

@@ -83,6 +83,21 @@ def test_presets_are_grids_of_sixteen_runs(name: str) -> None:
             ["--sweep.scheduler", "asha", "--sweep.band", "1.5", "2"],
             "sweep.band = (1.5, 2.0) must lie between τ₀ = 0.001 and τ_max = 2",
         ),
+        (
+            ["--sweep.scheduler", "pbt", "--base.validation.every", "76"],
+            "4 parts of their 300 steps, but validation.every = 76 may leave no validation there: choose at most 75",
+        ),
+        (
+            ["--sweep.scheduler", "pbt", "--sweep.axes", "temperature.hidden-size=32,64"],
+            "pbt changes values while a model is trained, but temperature.hidden_size shapes its weights or orders",
+        ),
+        (
+            ["--sweep.scheduler", "pbt", "--sweep.axes", "run.seed=1,2"],
+            "pbt changes values while a model is trained, but run.seed shapes its weights or orders its data",
+        ),
+        (["--sweep.scheduler", "pbt", "--sweep.axes", "temperature.rho=2"], "pbt needs at least 2 runs"),
+        (["--sweep.scheduler", "pbt", "--sweep.search", "band"], "choose grid or random, or scheduler none"),
+        (["--sweep.num-generations", "1"], "sweep.num_generations = 1 must be at least 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
