@@ -116,10 +116,11 @@ class RangeReader:
     def read_ahead(
         self, now: Sequence[str], later: Sequence[str] = (), before: Sequence[str] = (), *, whole: bool = False
     ) -> None:
-        """Fetch files into the cache in the background, in this order; what an earlier call has not begun is dropped.
+        """Fetch files into the cache in the background, in this order. Without a cache, nothing is done.
 
-        It ends when there is no room for more than the files that are named here; the same call then begins again.
-        An error of the store is left to whoever reads the file. Without a cache nothing happens.
+        A call replaces the one before: files that have not been begun by then are not fetched. Fetching ends when the cache
+        has no room beside the files that are named here, and the same call, repeated, begins it again. Errors of the store
+        are ignored, because they come again when the file is read.
 
         Args:
             now: paths of the files that are being read. While they are, none of their blocks makes room for another.

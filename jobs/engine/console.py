@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from tqdm import tqdm
 
 from jobs.engine.progress import ProgressNotes
+from pipelines.actor_start import wait_until_started
 
 _SECONDS_BETWEEN_POLLS = 0.5
 
@@ -70,6 +71,7 @@ class Console:
             ray.kill(self.mailbox)
 
     def _run(self) -> None:
+        wait_until_started(self.mailbox)
         while not self._stop.wait(_SECONDS_BETWEEN_POLLS):
             self._show()
 

@@ -1,25 +1,20 @@
-"""The start of a run's controller, which does not depend on Ray's message that the controller lives.
+"""The start of a run's controller: it gets its first call when it lives, and is replaced if it does not answer.
 
-A call of an actor's method is sent when the caller knows that the actor is alive. With the first call the caller asks
-Ray for the actor's state and subscribes to its changes. Twice the change from pending to alive did not arrive
-(docs/log.md): the controller was up and idle, but the driver, which had asked it to run, waited for ever. Here the first
-call is made when Ray's table has the controller as alive, so that there is no change to be missed. Should a controller
-still not answer, it is replaced.
+Why the first call waits: see `pipelines.actor_start`. Twice a controller was up and idle while the driver, which had asked
+it to run, waited for ever (docs/log.md).
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import ray
-from ray._private import state
 
 from jobs.engine.job import FatalTrainingError
+from pipelines.actor_start import wait_until_started
 
 NUM_STARTS = 3
 _PATIENCE_SECONDS = 60.0
-_SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class SilentControllerError(FatalTrainingError):
@@ -38,8 +33,7 @@ def wait_for_answer(controller: Any, *, patience_seconds: float = _PATIENCE_SECO
     Raises:
         SilentControllerError: if it is alive and does not answer; it is ended.
     """
-    while state.actors(controller._actor_id.hex()).get("State") not in ("ALIVE", "DEAD"):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    wait_until_started(controller)
     answered, _ = ray.wait([controller.get_state.remote()], timeout=patience_seconds)
     if not answered:
         ray.kill(controller)

@@ -24,6 +24,7 @@ from jobs.engine.cluster import CPU_ENVIRONMENT, check_resources, start_ray
 from jobs.engine.console import clock
 from jobs.scoring.config import PoolSection
 from jobs.scoring.stage_processes import Worker, read_items, write_result
+from pipelines.actor_start import has_started
 from pipelines.retries import RETRIES, RetryLog
 
 Unit = TypeVar("Unit")
@@ -36,6 +37,7 @@ _ITEMS_PER_READER = 2
 _NUM_RETRIES = 2
 # As many failures in a row have one cause, such as a full disk: the other units would fail too.
 _MAX_FAILURES_IN_A_ROW = 20
+_SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class ScoringFailedError(RuntimeError):
@@ -172,19 +174,26 @@ class _Schedule(Generic[Unit]):
             self._num_workers = pool.num_workers  # a unit may have more than one item
             free = ray.cluster_resources().get("CPU", 0) - pool.num_workers * pool.cpus_per_worker
             self._max_readers = max(1, min(int(free / READ_CPUS), _READERS_PER_WORKER * pool.num_workers))
-        self._idle = [self._start_worker() for _ in range(self._num_workers)]
+        self._starting = [self._start_worker() for _ in range(self._num_workers)]
+        self._idle: list[Any] = []
 
     def outcomes(self) -> Generator[Outcome, None, None]:
         """Yields the outcome of every item; closing the generator ends readers and workers."""
         try:
             while self._waiting or self._readers or self._ready or self._running or self._writing:
                 self._start_readers()
+                self._admit_workers()
                 self._feed_workers()
                 # Items of a reader are fetched only while workers need them: until then they wait with the reader.
                 readers = self._readers if len(self._ready) < self._num_workers else ()
                 if not (waitables := [*readers, *self._writing, *self._running]):
+                    time.sleep(_SECONDS_BETWEEN_LOOKS)  # everything is ready for workers that are being started
                     continue
-                (ready, *_), _ = ray.wait(waitables, fetch_local=False)
+                timeout = _SECONDS_BETWEEN_LOOKS if self._starting else None
+                done, _ = ray.wait(waitables, fetch_local=False, timeout=timeout)
+                if not done:
+                    continue
+                ready = done[0]
                 if ready in self._readers:
                     self._take_item(ready)
                 elif ready in self._running:
@@ -194,7 +203,7 @@ class _Schedule(Generic[Unit]):
         finally:
             for reader in self._readers:
                 ray.cancel(reader, force=True)
-            for worker in [*self._idle, *(worker for worker, *_ in self._running.values())]:
+            for worker in [*self._starting, *self._idle, *(worker for worker, *_ in self._running.values())]:
                 ray.kill(worker)
 
     def _start_worker(self) -> Any:
@@ -206,6 +215,12 @@ class _Schedule(Generic[Unit]):
             runtime_env={"env_vars": CPU_ENVIRONMENT},
         )
         return actor.remote(self._model, max(1, int(self._pool.cpus_per_worker)))
+
+    def _admit_workers(self) -> None:
+        """Move the workers that have started to those that may be called."""
+        started = [worker for worker in self._starting if has_started(worker)]
+        self._idle += started
+        self._starting = [worker for worker in self._starting if worker not in started]
 
     def _start_readers(self) -> None:
         while self._waiting and len(self._readers) + len(self._ready) < self._max_readers:
@@ -240,7 +255,10 @@ class _Schedule(Generic[Unit]):
         except RayError as error:
             with suppress(RayError):
                 ray.get(result)  # else Ray logs it as an error that nobody has seen
-            self._idle.append(self._start_worker() if isinstance(error, RayActorError) else worker)
+            if isinstance(error, RayActorError):
+                self._starting.append(self._start_worker())
+            else:
+                self._idle.append(worker)
             self._close(number)
             yield Outcome(number, None, 0.0, describe_error(error))
             return

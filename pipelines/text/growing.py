@@ -18,6 +18,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from pipelines.actor_start import wait_until_started
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.recorded_tasks import read_records
@@ -176,6 +177,8 @@ class GrowingPlan(StreamPlan):
         if number not in self.known:
             try:
                 preparer = self.parts.preparer
+                if not self.known:
+                    wait_until_started(preparer)
                 self.known[number] = ray.get(preparer.wait_for.remote(number))
                 RETRIES.receive(ray.get(preparer.take_retries.remote()))
             except ray.exceptions.RayTaskError as error:
@@ -210,7 +213,6 @@ def load_or_grow(
     except FileNotFoundError:
         task = target.make_task()
         preparer = PartPreparer.remote(task, settings)  # type: ignore[attr-defined]  # Ray's decorator adds it
-        preparer.begin.remote()
         return GrowingManifest(
             directory=task.directory,
             layout=task.layout,

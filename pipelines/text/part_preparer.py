@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,18 +59,10 @@ class PartPreparer:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._num_wanted = 0
         self._shared_task = ray.put(task)
-
-    async def begin(self) -> None:
-        """Prepare the part that the first epoch begins with, while the workers that will ask for it are being started.
-
-        It is one part, because CPUs for one preparing task are free beside the workers; more could keep the workers from
-        their place. An error is left to whoever asks for the part.
-        """
-        part = self._order[0]
-        if part not in self._entries:
-            self._start(part)
-            with suppress(Exception):
-                await asyncio.shield(self._running[part])
+        # The part that the first epoch begins with is prepared while the workers that will ask for it are being started.
+        # It is one part, because CPUs for one preparing task are free beside the workers; more could keep the workers
+        # from their place. An error is left to whoever asks for the part.
+        self._begun = {part: self._submit(part) for part in self._order[:1] if part not in self._entries}
 
     async def wait_for(self, part: int) -> list[int]:
         """Return the number of rows of every shard of a part, as soon as it is prepared.
@@ -102,12 +93,15 @@ class PartPreparer:
         if part not in self._entries and part not in self._running:
             self._running[part] = asyncio.get_running_loop().create_task(self._prepare(part))
 
-    async def _prepare(self, part: int) -> None:
+    def _submit(self, part: int) -> Any:
+        """Submit the Ray task that prepares a part, and return the reference of its result."""
         settings = self._settings
+        options = _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources)
+        return options.remote(self._shared_task, part)
+
+    async def _prepare(self, part: int) -> None:
         try:
-            record, retries = await _run_part.options(num_cpus=settings.num_cpus, resources=settings.resources).remote(
-                self._shared_task, part
-            )
+            record, retries = await (self._begun.pop(part) if part in self._begun else self._submit(part))
             RETRIES.receive(retries)
             self._entries[part] = archive_from_json(record)
             if len(self._entries) == len(self._order):

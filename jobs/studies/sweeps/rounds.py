@@ -21,6 +21,7 @@ from jobs.studies.sweeps.stopping import BandRule, Halving, TrialWatch
 from jobs.studies.trials.trial import Rounds, Trial
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from pipelines.actor_start import wait_until_started
 from pipelines.storage import read_json
 
 
@@ -29,7 +30,7 @@ def make_rounds(sweep: Sweep, record: RoundRecord) -> Rounds:
     config = sweep.config
     is_band = config.sweep.search == "band"
     search = config.start(_calibrate_rho(config) if is_band else None)
-    race = _start(SchedulerRace, sweep.scheduler) if sweep.scheduler else None
+    race = start_race(SchedulerRace, sweep.scheduler) if sweep.scheduler else None
     points = next(search)
     while True:
         configs = [config.trial(point) for point in points]
@@ -55,7 +56,7 @@ def make_rounds(sweep: Sweep, record: RoundRecord) -> Rounds:
         if is_band and race is None:
             inside = [name for name, result in zip(names, results, strict=True) if result.is_in(config.sweep.band)]
             if inside:  # now there is a trial to compare others with
-                race = _start(Halving, config.base.run.num_steps, config.sweep.band)
+                race = start_race(Halving, config.base.run.num_steps, config.sweep.band)
                 for name in inside:
                     _report(race, name, finished[name])
         try:
@@ -69,9 +70,11 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
     return float(outcome["validation"].get("tau_mean", math.nan))
 
 
-def _start(actor_class: Any, *arguments: Any) -> Any:
+def start_race(actor_class: Any, *arguments: Any) -> Any:
     """Start the actor in which the trials of a sweep compete."""
-    return ray.remote(actor_class).options(num_cpus=0).remote(*arguments)
+    race = ray.remote(actor_class).options(num_cpus=0).remote(*arguments)
+    wait_until_started(race)
+    return race
 
 
 def _report(race: Any, name: str, outcome: Mapping[str, Any]) -> None:
