@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ MODELS = {
 }
 """Shapes of LLaMA-2."""
 VOCABULARY, TEMPNET = 32_000, 32_000 * 256 + 256 * 256
-MEASURED = ((192, 4), (384, 6), (768, 8))
-"""Hidden sizes and numbers of layers of the runs that are measured."""
+MEASURED = ("192x4", "384x6", "768x8")
+"""Hidden size × number of layers of the runs that are measured."""
 
 
 def shapes_of(model: str) -> PreTrainedModel:
@@ -77,7 +78,7 @@ def table(machine: str, workers: WorkersSection) -> str:
 
 
 def _row(name: str, title: str, memory: Memory, capacity: float) -> str:
-    items = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.loss)
+    items = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.loss, memory.overhead)
     cells = " | ".join(f"{value / GIB:.1f}" for value in (*items, memory.total))
     fits = "yes" if memory.total * 1.0 <= capacity * 1e9 else "no"
     return f"| {name} | {title} | {cells} | {fits} |"
@@ -90,40 +91,48 @@ def print_tables() -> None:
         ("1 × 24 GB", WorkersSection(num_workers=1, use_gpu=True, zero_stage=0)),
     ):
         print(f"\n{machine}\n")
-        print("| model | trained | weights | gradients | optimizer | activations | loss | sum (GiB) | fits |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print(
+            "| model | trained | weights | gradients | optimizer | activations | loss | overhead | sum (GiB) | fits |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|")
         print(table(machine, workers))
 
 
-def measure() -> None:
-    """Train three sizes for a few steps, and compare their peaks with the prediction."""
+def measure(sizes: Sequence[str], workers: Mapping[str, Any]) -> None:
+    """Train models of some sizes for a few steps, and compare their peaks with the prediction.
+
+    Args:
+        sizes: hidden size × number of layers of each model.
+        workers: settings of the workers.
+    """
     from jobs.engine.cluster import start_ray
     from jobs.engine.launch import train
     from jobs.tasks.language_model.plan import make_plan
 
     start_ray()
     with tempfile.TemporaryDirectory(prefix="memory-") as name:
-        for hidden_size, num_layers in MEASURED:
-            config = _measured(Path(name), hidden_size, num_layers)
+        for size in sizes:
+            config = _measured(Path(name), size, workers)
             plan = make_plan(config)
             peak = train(plan, with_progress=False)["peak_memory_gib"]
             predicted = plan.memory.total / GIB
             print(
-                f"hidden size {hidden_size}, {num_layers} layers: predicted {predicted:.3f} GiB, measured {peak:.3f} GiB: "
+                f"hidden size x layers {size}: predicted {predicted:.3f} GiB, measured {peak:.3f} GiB: "
                 f"{predicted / peak - 1:+.1%} (target: within 15 %)\n  {plan.memory.describe()}",
                 flush=True,
             )
 
 
-def _measured(home: Path, hidden_size: int, num_layers: int) -> LanguageModelConfig:
+def _measured(home: Path, size: str, workers: Mapping[str, Any]) -> LanguageModelConfig:
     small = gpt2_scratch_small()
+    hidden_size, num_layers = map(int, size.split("x"))
     return dataclasses.replace(
         small,
         run=dataclasses.replace(
-            small.run, name=f"d{hidden_size}", storage=str(home), num_steps=3, log_every=1, checkpoint_every=100
+            small.run, name=size, storage=str(home), num_steps=3, log_every=1, checkpoint_every=100
         ),
         model=dataclasses.replace(small.model, hidden_size=hidden_size, num_layers=num_layers),
-        workers=dataclasses.replace(small.workers, num_workers=1, cpus_per_worker=1.0, precision="fp32", zero_stage=0),
+        workers=dataclasses.replace(small.workers, cpus_per_worker=0.5, **workers),
         tracking=dataclasses.replace(small.tracking, enabled=False),
     )
 
@@ -133,9 +142,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="compare predictions with the peaks of real runs")
     parser.add_argument("--tables", action="store_true", help="print the tables of docs/memory.md")
+    parser.add_argument("--sizes", nargs="+", default=MEASURED, help="hidden size x number of layers of each model")
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, default=0)
+    parser.add_argument("--precision", default="fp32")
     arguments = parser.parse_args()
     if arguments.measure:
-        measure()
+        names = ("num_workers", "zero_stage", "precision")
+        measure(arguments.sizes, {name: getattr(arguments, name) for name in names})
     if arguments.tables:
         print_tables()
 

@@ -15,6 +15,10 @@ _BUCKET_SIZE = 500_000_000
 # ZeRO 3 gathers the weights of the layers that are run, and of the next ones, up to this number of them (DeepSpeed's
 # `stage3_max_live_parameters`).
 _MOST_GATHERED = 1_000_000_000
+# On CPUs, what the C library holds in holes of its heap, as a share of what is in use. It was fitted to runs of other sizes
+# than those of `benchmarks.memory_arithmetic` (docs/log.md). Workers do not give memory back between steps, which would cost
+# more time than all else (`jobs.engine.cluster.CPU_ENVIRONMENT`).
+_SHARE_OF_HOLES = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,8 @@ class Memory:
     """Logits of a chunk of tokens, and the gradients that the loss computes in the forward pass."""
     state: float = 0.0
     """State per sample of losses that are normalised over all data."""
+    overhead: float = 0.0
+    """What is freed and cannot be used again, or what the last validation needs beyond it, whichever is larger."""
     process: float
     """The process itself, without data."""
 
@@ -52,7 +58,14 @@ class Memory:
 
 
 def training_memory(
-    workers: WorkersSection, *, num_trained: int, num_frozen: int, activations: float, loss: float, state: float = 0.0
+    workers: WorkersSection,
+    *,
+    num_trained: int,
+    num_frozen: int,
+    activations: float,
+    loss: float,
+    state: float = 0.0,
+    validation: float = 0.0,
 ) -> Memory:
     """Return the memory of a worker.
 
@@ -61,6 +74,8 @@ def training_memory(
         num_trained: number of trained parameters, in float32.
         num_frozen: number of frozen parameters, in bfloat16 with the precision bf16, else in float32.
         activations, loss, state: bytes of these items.
+        validation: bytes that the last validation needs when those of activations and loss are free again. On CPUs they are
+            taken anew, because its tensors do not fit into the holes of the heap.
     """
     stage, count = workers.zero_stage, workers.num_workers
     share = [1.0 if stage < least else 1.0 / count for least in (1, 2, 3)]
@@ -74,13 +89,18 @@ def training_memory(
     gathered = 0.0
     if stage == 3:
         gathered = held * min(1.0, _MOST_GATHERED / max(1, num_trained + num_frozen))
+    weights = held * share[2] + gathered
+    in_use = weights + gradients + optimizer + activations + loss + state
+    holes = 0.0 if workers.use_gpu else _SHARE_OF_HOLES * in_use
+    reused = activations + loss if workers.use_gpu else 0.0
     return Memory(
-        weights=held * share[2] + gathered,
+        weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         loss=loss,
         state=state,
+        overhead=max(holes, validation - reused),
         process=_PROCESS_BYTES[workers.use_gpu],
     )
 

@@ -8,12 +8,15 @@ from transformers import PreTrainedModel
 
 from jobs.engine.memory import Memory, training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.validation import MAX_LOGITS_KEPT
 from tempnet.models.packing import document_mask
 from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
 
 # Numbers per token, layer and unit of the hidden size that a transformer saves, apart from its attention scores
 # (Korthikanti et al., arXiv 2205.05198, §4.1). Used for models whose forward pass cannot be counted.
 _NUMBERS_PER_LAYER = 34
+# Logits that the last validation keeps for the comparison with the TempNet's rivals, and what is computed of them at once.
+_COPIES_OF_KEPT_LOGITS = 8
 
 
 def estimate_memory(
@@ -41,12 +44,14 @@ def estimate_memory(
         loss += 4.0 * vocab_size * hidden_size  # gradient of the output weight
     if bytes_per_value == 2:
         loss += 2.0 * vocab_size * hidden_size  # the output weight in the dtype of the products
+    num_kept = min(config.validation.num_oracle_tokens, MAX_LOGITS_KEPT // vocab_size)
     return training_memory(
         config.workers,
         num_trained=num_tempnet + (0 if is_frozen else num_base),
         num_frozen=num_base if is_frozen else 0,
         activations=activations,
         loss=loss,
+        validation=4.0 * _COPIES_OF_KEPT_LOGITS * num_kept * vocab_size,
     )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # jobs that only prepare batches do not need DeepSpeed
     from deepspeed import DeepSpeedEngine
 
 # Maximum number of logits kept for the comparison with the rivals (float32: 256 MiB).
-_MAX_LOGITS_KEPT = 1 << 26
+MAX_LOGITS_KEPT = 1 << 26
 _NUM_PASSAGE_TOKENS = 512
 _FIELDS = ("input_ids", "position_ids", "targets")
 
@@ -134,7 +134,7 @@ def validate(
         is_valid = batch["targets"] != IGNORE_INDEX
         pairs.append(torch.stack([output["tau"].float(), output["entropy"].float(), is_valid.float()]))
         if with_details and dist.get_rank() == 0:
-            logits = output["logits"][: max(1, _MAX_LOGITS_KEPT // output["logits"].shape[-1] // num_batches)]
+            logits = output["logits"][: max(1, MAX_LOGITS_KEPT // output["logits"].shape[-1] // num_batches)]
             blocks = at + is_valid.nonzero()[:, 0]
             tokens = (batch["targets"][is_valid], output["tau"][is_valid], blocks)
             kept.append((logits, *(values[: len(logits)] for values in tokens)))

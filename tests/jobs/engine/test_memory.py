@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,6 +27,25 @@ def test_zero_divides_optimizer_gradients_and_weights_in_turn() -> None:
         memory = training_memory(workers, num_trained=1000, num_frozen=400, activations=0, loss=0)
         found.append((memory.weights, memory.gradients, memory.optimizer))
     assert found == [(5600, 4000, 8000), (5600, 8000, 3000), (5600, 9000, 3000), (7000, 1000, 3000)]
+
+
+@given(activations=st.floats(0, 1e12), loss=st.floats(0, 1e12), validation=st.floats(0, 1e12))
+def test_validation_takes_what_a_step_has_freed_on_a_gpu_and_new_memory_on_cpus(
+    activations: float, loss: float, validation: float
+) -> None:
+    """On CPUs the heap's holes grow with what is in use, and validation's tensors do not fit into them."""
+    for use_gpu in (True, False):
+        memory = training_memory(
+            WorkersSection(num_workers=1, use_gpu=use_gpu, zero_stage=0),
+            num_trained=0,
+            num_frozen=0,
+            activations=activations,
+            loss=loss,
+            validation=validation,
+        )
+        step = activations + loss
+        peak = max(step, validation) if use_gpu else max(1.3 * step, step + validation)
+        assert memory.total == pytest.approx(memory.process + peak)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
