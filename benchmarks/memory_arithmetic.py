@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from jobs.engine.config import WorkersSection
 from jobs.engine.memory import GIB, Memory
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.base import count_parameters
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.memory import estimate_memory
@@ -68,7 +68,7 @@ def table(machine: str, workers: WorkersSection) -> str:
                 config,
                 model=dataclasses.replace(config.model, path="model", **model),
                 workers=dataclasses.replace(workers, **changes),
-                optimizer=dataclasses.replace(config.optimizer, batch_size=8 * workers.num_workers, micro_batch_size=1),
+                optimizer=dataclasses.replace(config.optimizer, batch_size=8 * workers.max_workers, micro_batch_size=1),
                 data=dataclasses.replace(config.data, context_length=1024),
             )
             held = VOCABULARY * base.config.hidden_size if config.model.features else num_base

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from jobs.engine.checks import check_not_negative, check_positive, check_share
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, stands_for
-from jobs.engine.precision import choose_precision
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later
+from jobs.engine.worker_settings import WorkersSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,49 +154,6 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkersSection:
-    """Worker processes, and how they use devices and memory."""
-
-    num_workers: int = field(default=1, metadata=FREE_TO_CHANGE)
-    """Number of Ray Train workers."""
-    use_gpu: bool = False
-    """Whether every worker uses one GPU; otherwise workers compute on CPUs."""
-    cpus_per_worker: float = field(default=1.0, metadata=FREE_TO_CHANGE)
-    """Logical CPUs that Ray reserves for each worker. Reading data takes further CPUs."""
-    num_threads: int = 0
-    """PyTorch threads of each worker. 0: an equal share of the machine's cores, or `cpus_per_worker` threads in trials
-    that run side by side. The number chosen at the first start is kept while the number of workers stays the same,
-    because the rounding of sums depends on it."""
-    placement: Literal["pack", "spread"] = field(default="pack", metadata=FREE_TO_CHANGE)
-    """pack: workers on as few nodes as possible, which exchange gradients fastest. spread: on as many as possible."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """Stage of DeepSpeed ZeRO: 0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the weights."""
-    precision: Literal["auto", "fp32", "bf16"] = field(default="auto", metadata=stands_for("resolved_precision"))
-    """fp32: everything in float32. bf16: matrix products of the base model in bfloat16 by autocast, a frozen base model
-    stored in bfloat16, everything else in float32. auto: bf16 on GPUs and on CPUs with instructions for it, else fp32."""
-    activation_checkpointing: bool = False
-    """Save memory by recomputing the base model's activations in the backward pass."""
-    offload_optimizer: bool = False
-    """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
-    memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
-    """Memory that a worker may take, in GiB: that of its GPU, else of its process. A run that needs more by the arithmetic
-    of `jobs.engine.memory` is refused. None: unlimited."""
-
-    def __post_init__(self) -> None:
-        check_positive("workers", self, "num_workers", "cpus_per_worker")
-        check_not_negative("workers", self, "num_threads")
-        if self.memory_gib is not None:
-            check_positive("workers", self, "memory_gib")
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
-
-    @property
-    def resolved_precision(self) -> Literal["fp32", "bf16"]:
-        """The precision, which `auto` leaves to the machine that starts the run."""
-        return choose_precision(use_gpu=self.use_gpu) if self.precision == "auto" else self.precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSection:
     """Logging to MLflow."""
 
@@ -274,24 +231,36 @@ class TrainingConfig:
     tracking: TrackingSection = field(default_factory=TrackingSection)
 
     def __post_init__(self) -> None:
-        size, workers = self.optimizer.batch_size, self.workers.num_workers
-        if size % workers:
-            raise ValueError(
-                f"optimizer.batch_size = {size} is not divisible by workers.num_workers = {workers}: "
-                f"choose a multiple of {workers}"
-            )
-        if size // workers % self.micro_batch_size:
-            raise ValueError(
-                f"a worker's share of the batch, {size // workers}, is not divisible by "
-                f"optimizer.micro_batch_size = {self.micro_batch_size}"
-            )
+        size, micro = self.optimizer.batch_size, self.optimizer.micro_batch_size
+        for workers in (self.workers.min_workers, self.workers.max_workers):
+            if size % workers:
+                raise ValueError(
+                    f"optimizer.batch_size = {size} is not divisible by workers.num_workers = {workers}: "
+                    f"choose a multiple of {workers}"
+                )
+            if micro and size // workers % micro:
+                raise ValueError(
+                    f"a worker's share of the batch, {size // workers}, is not divisible by "
+                    f"optimizer.micro_batch_size = {micro}"
+                )
+
+    @property
+    def possible_num_workers(self) -> list[int]:
+        """Numbers of workers that the run may have, in ascending order: those that divide the batch."""
+        size, micro = self.optimizer.batch_size, self.optimizer.micro_batch_size or 1
+        numbers = range(self.workers.min_workers, self.workers.max_workers + 1)
+        return [number for number in numbers if size % number == 0 and size // number % micro == 0]
+
+    def with_num_workers(self, number: int) -> Self:
+        """Return the configuration of the run while it has this number of workers."""
+        return replace(self, workers=replace(self.workers, num_workers=number))
 
     @property
     def micro_batch_size(self) -> int:
         """Number of samples that a worker processes at a time."""
-        return self.optimizer.micro_batch_size or max(1, self.optimizer.batch_size // self.workers.num_workers)
+        return self.optimizer.micro_batch_size or max(1, self.optimizer.batch_size // self.workers.max_workers)
 
     @property
     def num_accumulation_steps(self) -> int:
         """Number of micro-batches that a worker processes for one optimizer step."""
-        return self.optimizer.batch_size // self.workers.num_workers // self.micro_batch_size
+        return self.optimizer.batch_size // self.workers.max_workers // self.micro_batch_size

@@ -29,12 +29,16 @@ class _Mailbox:
         self._lines: list[str] = []
         self._progress: tuple[int, str] | None = None
         self._must_stop = False
+        self._num_saves = 0
+
+    def ask_to_save(self) -> None:
+        self._num_saves += 1
 
     def ask_to_stop(self) -> None:
         self._must_stop = True
 
-    def must_stop(self) -> bool:
-        return self._must_stop
+    def requests(self) -> tuple[bool, int]:
+        return self._must_stop, self._num_saves
 
     def say(self, line: str) -> None:
         self._lines.append(line)

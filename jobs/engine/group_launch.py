@@ -69,7 +69,7 @@ def train_group(
             mailbox=console.mailbox if console else None,
             with_bar=sys.stderr.isatty(),
         )
-        result = fit(config, job)
+        result = fit(config, job, data_cpus=plans[0].data_cpus)
     unsent = result["unsent_metrics"]
     outcomes = {}
     for name, plan, task in zip(names, plans, prepared, strict=True):

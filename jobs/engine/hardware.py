@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from jobs.engine.config import WorkersSection
+from jobs.engine.worker_settings import WorkersSection
 
 # Peak bf16 FLOP/s without sparsity, from the vendors' data sheets; a device is recognised by a part of its name.
 PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
@@ -24,7 +24,7 @@ def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSe
         num_frozen: number of frozen parameters.
         workers: the workers of the run.
     """
-    share = [1.0 if workers.zero_stage < stage else 1.0 / workers.num_workers for stage in (1, 2, 3)]
+    share = [1.0 if workers.zero_stage < stage else 1.0 / workers.min_workers for stage in (1, 2, 3)]
     optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
     frozen = (2 if workers.resolved_precision == "bf16" else 4) * share[2]
     return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen

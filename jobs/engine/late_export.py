@@ -91,7 +91,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
     workers = config.workers
     start_ray()
     check_resources(
-        num_workers=workers.num_workers,
+        num_workers=workers.max_workers,
         cpus_per_worker=workers.cpus_per_worker,
         use_gpu=workers.use_gpu,
         data_cpus=plan.data_cpus,
@@ -103,7 +103,7 @@ def make_late_export(plan: Plan, late: LateExport) -> None:
         export_worker,  # type: ignore[arg-type]  # Ray's annotations are those of Train V1
         train_loop_config=pack_job(job, checkpoint=late.checkpoint),
         scaling_config=ScalingConfig(
-            num_workers=workers.num_workers,
+            num_workers=workers.max_workers,
             use_gpu=workers.use_gpu,
             resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
         ),

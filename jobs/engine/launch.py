@@ -108,15 +108,15 @@ def train(
 
 def _prepare(plan: Plan) -> PreparedTask:
     """Prepare the data of a plan, as soon as it is certain that its run can be continued and that Ray has room for it."""
-    config = plan.config
+    config, workers = plan.config, plan.config.workers
     if not find_resumption(config.run.directory, {}).checkpoints:  # raises if the run cannot be continued
         check_start(config)
     start_ray()
     check_resources(
-        num_workers=config.workers.num_workers,
-        cpus_per_worker=config.workers.cpus_per_worker,
-        use_gpu=config.workers.use_gpu,
-        data_cpus=plan.data_cpus,
+        num_workers=workers.min_workers,
+        cpus_per_worker=workers.cpus_per_worker,
+        use_gpu=workers.use_gpu,
+        data_cpus=plan.data_cpus * workers.min_workers / workers.max_workers,
     )
     return plan.prepare()
 
@@ -149,11 +149,11 @@ def _fit_plan(
             watch=watch,
             shares_cores=shares_cores,
         )
-        return fit(plan.config, job)
+        return fit(plan.config, job, data_cpus=plan.data_cpus)
 
 
-def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
-    """Train from the newest checkpoint that is whole, and return the result of rank 0.
+def fit(config: TrainingConfig, job: WorkerJob, *, data_cpus: float) -> dict[str, Any]:
+    """Train from the newest checkpoint that is whole, and return the result of rank 0; see `make_trainer`.
 
     Raises:
         FatalTrainingError: if restarting the workers would fail in the same way.
@@ -170,7 +170,7 @@ def fit(config: TrainingConfig, job: WorkerJob) -> dict[str, Any]:
         write_snapshot(config.run.directory, resumption.checkpoints)
         try:
             with stopping_softly(ask, grace_seconds=config.run.grace_seconds, say=print) if ask else nullcontext():
-                result: dict[str, Any] = make_trainer(config, job).fit().return_value
+                result: dict[str, Any] = make_trainer(config, job, data_cpus=data_cpus).fit().return_value
         except TrainingFailedError as error:
             if message := explain_end(error, config.run.directory, max_wait_minutes=config.run.max_wait_minutes):
                 raise FatalTrainingError(message) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from jobs.engine.config import WorkersSection
+from jobs.engine.worker_settings import WorkersSection
 
 GIB = 2**30
 # Python, PyTorch, Ray and DeepSpeed of a worker on CPUs; the context and the libraries of a CUDA device.
@@ -77,7 +77,7 @@ def training_memory(
         validation: bytes that the last validation needs when those of activations and loss are free again. On CPUs they are
             taken anew, because its tensors do not fit into the holes of the heap.
     """
-    stage, count = workers.zero_stage, workers.num_workers
+    stage, count = workers.zero_stage, workers.min_workers
     share = [1.0 if stage < least else 1.0 / count for least in (1, 2, 3)]
     optimizer = 0.0 if workers.offload_optimizer else (12 if stage else 8) * num_trained * share[0]
     gradients = 4 * num_trained * share[1]

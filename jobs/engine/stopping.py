@@ -1,4 +1,5 @@
-"""Requests to save a run before something ends it: the driver was told to end, or a node is about to be taken away.
+"""Requests to save a run before something ends it: the driver was told to end, a node is about to be taken away, or the run
+is about to have more workers.
 
 Every worker looks for requests at every step, and the loop's all-reduce tells all workers of them, so that they save the
 same step. A request costs no communication of its own.
@@ -24,22 +25,22 @@ class StopRequests:
     """The requests that a worker knows of.
 
     Args:
-        mailbox: the driver's mailbox, in which it leaves its request to stop; None: there is none.
+        mailbox: the driver's mailbox, in which it and Ray Train's controller leave requests; None: there is none.
         rank: rank of the worker; only the first one asks the driver.
     """
 
     def __init__(self, mailbox: ActorHandle | None, *, rank: int) -> None:
         self._mailbox = mailbox
-        self._is_stopping = threading.Event()
+        self._is_saving, self._is_stopping = threading.Event(), threading.Event()
         self._closed = threading.Event()
         self._is_answered = False
         if rank == 0 and mailbox is not None:
             threading.Thread(target=self._ask_driver, name="stop requests", daemon=True).start()
 
-    def read(self) -> tuple[bool, bool]:
-        """Return whether a node of this run is about to be taken away, and whether the run is to stop."""
+    def read(self) -> tuple[bool, bool, bool]:
+        """Return whether a node of this run is about to be taken away, whether to save, and whether the run is to stop."""
         is_preempted = get_train_context().preemption_context.preemption_info is not None
-        return is_preempted and not self._is_answered, self._is_stopping.is_set()
+        return is_preempted and not self._is_answered, self._is_saving.is_set(), self._is_stopping.is_set()
 
     def answer(self, num_requests: Iterable[Any]) -> tuple[bool, bool]:
         """Return whether to save and whether to stop, which is the same on all workers.
@@ -47,11 +48,13 @@ class StopRequests:
         The notice about a node reaches the workers one by one; it is answered once, when the first of them has it.
 
         Args:
-            num_requests: how many workers have returned True from :meth:`read`, for each of the two requests.
+            num_requests: how many workers have returned True from :meth:`read`, for each of the three requests.
         """
-        is_preempted, is_stopping = (bool(number) for number in num_requests)
+        is_preempted, is_saving, is_stopping = (bool(number) for number in num_requests)
         self._is_answered |= is_preempted
-        return is_preempted or is_stopping, is_stopping
+        if is_saving:
+            self._is_saving.clear()
+        return is_preempted or is_saving or is_stopping, is_stopping
 
     def close(self) -> None:
         """Stop asking the driver."""
@@ -59,9 +62,14 @@ class StopRequests:
 
     def _ask_driver(self) -> None:
         mailbox: Any = self._mailbox
+        num_saves: int | None = None  # requests from before this worker was started were answered by its predecessor
         while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
             try:
-                if ray.get(mailbox.must_stop.remote(), timeout=30):
+                must_stop, asked = ray.get(mailbox.requests.remote(), timeout=30)
+                if num_saves is not None and asked > num_saves:
+                    self._is_saving.set()
+                num_saves = asked
+                if must_stop:
                     self._is_stopping.set()
                     return
             except ray.exceptions.RayError:

@@ -14,6 +14,7 @@ from jobs.engine.cleaner import ask_own_cluster
 from jobs.engine.cluster import CPU_ENVIRONMENT
 from jobs.engine.config import TrainingConfig
 from jobs.engine.controller_start import NUM_STARTS, SilentControllerError, wait_for_answer
+from jobs.engine.elasticity import ElasticPolicy
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
 from jobs.engine.start import start_checkpoint
@@ -29,6 +30,8 @@ class Trainer(TorchTrainer):
 
     failure_policy: RestartPolicy | None = None
     """Decides whether failed workers are restarted; None: Ray Train's policy."""
+    scaling_policy: ElasticPolicy | None = None
+    """Decides how many workers there are; None: their number does not change."""
 
     def fit(self) -> Any:
         """Run the workers to their end and return Ray Train's result.
@@ -48,6 +51,8 @@ class Trainer(TorchTrainer):
     def _initialize_and_run_controller(self, **settings: Any) -> Any:
         if self.failure_policy is not None:
             settings["failure_policy"] = self.failure_policy
+        if self.scaling_policy is not None:
+            settings["scaling_policy"] = self.scaling_policy
         for _ in range(NUM_STARTS - 1):
             try:
                 return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
@@ -71,21 +76,28 @@ def worker_environment(config: TrainingConfig) -> dict[str, str]:
     return environment
 
 
-def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
-    """Create the trainer of a run: its workers and their environment, its storage and its restart policy."""
+def make_trainer(config: TrainingConfig, job: WorkerJob, *, data_cpus: float) -> Trainer:
+    """Create the trainer of a run: its workers and their environment, its storage, and its policies.
+
+    Args:
+        config: configuration of the run.
+        job: what the workers do.
+        data_cpus: logical CPUs that reading data takes in addition to the workers.
+    """
     # Ray's annotations are those of Train V1; what is ignored below exists in Train V2, which is used at run time.
     workers = config.workers
     filesystem, path = resolve(f"{config.run.resolved_storage}")
     failure_config = FailureConfig(max_failures=config.run.max_restarts)
+    scaling_config = ScalingConfig(
+        num_workers=workers.max_workers,
+        use_gpu=workers.use_gpu,
+        placement_strategy=workers.placement.upper(),
+        resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
+    )
     trainer = Trainer(
         run_worker,  # type: ignore[arg-type]
         train_loop_config=pack_job(job, checkpoint=start_checkpoint(config.run)),
-        scaling_config=ScalingConfig(
-            num_workers=workers.num_workers,
-            use_gpu=workers.use_gpu,
-            placement_strategy=workers.placement.upper(),
-            resources_per_worker={"CPU": workers.cpus_per_worker} | ({"GPU": 1} if workers.use_gpu else {}),
-        ),
+        scaling_config=scaling_config,
         run_config=RunConfig(  # type: ignore[call-arg]
             name=config.run.name,
             storage_path=path,
@@ -101,4 +113,12 @@ def make_trainer(config: TrainingConfig, job: WorkerJob) -> Trainer:
         max_wait_minutes=config.run.max_wait_minutes,
         mailbox=job.mailbox,
     )
+    if workers.min_workers < workers.max_workers:
+        trainer.scaling_policy = ElasticPolicy(
+            scaling_config,
+            possible=config.possible_num_workers,
+            data_cpus=data_cpus,
+            directory=config.run.directory,
+            mailbox=job.mailbox,
+        )
     return trainer

@@ -37,7 +37,7 @@ class BasePlan(ABC, Generic[Config]):
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading data takes in addition to the workers."""
-        return READ_CPUS * self.config.workers.num_workers
+        return READ_CPUS * self.config.workers.max_workers
 
     @abstractmethod
     def describe(self) -> str:

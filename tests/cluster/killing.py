@@ -1,10 +1,13 @@
-"""Kill the workers of a training run while they train."""
+"""Kill the workers of a training run while they train, and do other things at the same time."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from support import training_worker_pids, wait_for
@@ -34,3 +37,24 @@ def kill_workers_after_checkpoints(cluster: dict[str, str], run: str | Path, *, 
         step = last_checkpoint(run)
         wait_for(lambda step=step: last_checkpoint(run) > step)  # type: ignore[misc]
         dead.update(kill_workers(cluster))
+
+
+@contextmanager
+def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
+    """Run an action in a thread beside the block; if it raises an exception, raise that when the block has ended."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for error in errors:
+            raise error

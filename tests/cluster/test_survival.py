@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from killing import kill_workers, last_checkpoint
+from killing import at_the_same_time, kill_workers, last_checkpoint
 from support import training_worker_pids, wait_for
 
 from jobs.engine.checkpoint_files import find_changed_file, find_damage
@@ -30,27 +28,6 @@ Make = Callable[..., LanguageModelConfig]
 
 def losses(outcome: dict[str, Any]) -> dict[int, float]:
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), "train/loss")
-
-
-@contextmanager
-def at_the_same_time(action: Callable[[], None]) -> Iterator[None]:
-    """Run an action in a thread beside the block; if it raises an exception, raise that when the block has ended."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-        for error in errors:
-            raise error
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(

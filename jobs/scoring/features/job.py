@@ -194,7 +194,7 @@ def _prepare(config: LanguageModelConfig, features: Features, base: BaseReferenc
             write=partial(write_result, features),
         ),
         missing,
-        PoolSection(num_workers=workers.num_workers, use_gpu=workers.use_gpu, cpus_per_worker=workers.cpus_per_worker),
+        PoolSection(num_workers=workers.max_workers, use_gpu=workers.use_gpu, cpus_per_worker=workers.cpus_per_worker),
         title=lambda unit: unit.file,
         keep=partial(_describe, features),
     )

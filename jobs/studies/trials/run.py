@@ -128,17 +128,17 @@ def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0)
     """
     workers = config.workers
     check_resources(
-        num_workers=workers.num_workers,
+        num_workers=workers.max_workers,
         cpus_per_worker=workers.cpus_per_worker,
         use_gpu=workers.use_gpu,
         data_cpus=data_cpus + _DRIVER_CPUS,
     )
     total = ray.cluster_resources()
-    cpus_per_trial = workers.num_workers * workers.cpus_per_worker + data_cpus + _DRIVER_CPUS
+    cpus_per_trial = workers.max_workers * workers.cpus_per_worker + data_cpus + _DRIVER_CPUS
     # Rounded, since sums such as .7 + .3 may exceed the CPUs that they use up entirely by an error in the last digit.
     rooms = [math.floor(round(total.get("CPU", 0) / cpus_per_trial, 6))]
     if workers.use_gpu:
-        rooms.append(int(total.get("GPU", 0) / workers.num_workers))
+        rooms.append(int(total.get("GPU", 0) / workers.max_workers))
     room = min(rooms)
     if num_concurrent > room:
         raise ValueError(

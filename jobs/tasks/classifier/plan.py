@@ -21,7 +21,7 @@ def create_task(config: ClassifierConfig, rank: int, world_size: int) -> Task:
     """Create the task on a worker."""
     from jobs.tasks.classifier.task import ClassifierTask
 
-    return ClassifierTask(config, rank, world_size)
+    return ClassifierTask(config.with_num_workers(world_size), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

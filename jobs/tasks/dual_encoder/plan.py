@@ -42,6 +42,7 @@ def create_task(
     """
     from jobs.tasks.dual_encoder.task import ClipTask
 
+    config = config.with_num_workers(world_size)
     return ClipTask(config, ImageManifest.load(train), ImageManifest.load(validation), given_tau, rank, world_size)
 
 
@@ -62,12 +63,12 @@ class ClipPlan(BasePlan[ClipConfig]):
     @property
     def data_cpus(self) -> float:
         """Number of CPUs of the readers of all workers."""
-        return READ_CPUS * self.config.data.num_readers * self.config.workers.num_workers
+        return READ_CPUS * self.config.data.num_readers * self.config.workers.max_workers
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         config, loss = self.config, self.config.temperature.loss_config
-        size, workers = config.optimizer.batch_size, config.workers.num_workers
+        size, workers = config.optimizer.batch_size, config.workers.max_workers
         frozen = " (frozen)" if config.model.freeze else ""
         num_base_parameters = self.num_image_parameters + self.num_text_parameters
         num_frozen = num_base_parameters if config.model.freeze else 0

@@ -64,6 +64,7 @@ def create_task(
     """
     from jobs.tasks.language_model.task import LanguageModelTask
 
+    config = config.with_num_workers(world_size)
     return LanguageModelTask(config, *load_data(train, validation, base, features), rank, world_size)
 
 
@@ -99,7 +100,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
-        return READ_CPUS * self.config.workers.num_workers + self.config.data.preparing_cpus
+        return READ_CPUS * self.config.workers.max_workers + self.config.data.preparing_cpus
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
@@ -112,7 +113,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 "loss": f"{config.temperature.loss}, {self._describe_rho()}, "
                 f"τ in [{config.temperature.tau_min:g}, {config.temperature.tau_max:g}]",
                 "batch": f"{config.optimizer.batch_size} blocks × {config.data.context_length} = {tokens} tokens: "
-                f"{config.workers.num_workers} workers × {config.num_accumulation_steps} micro-batches × "
+                f"{config.workers.max_workers} workers × {config.num_accumulation_steps} micro-batches × "
                 f"{config.micro_batch_size} blocks",
             },
             num_units=tokens,
@@ -235,7 +236,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     num_base = count_parameters(base)
     num_tempnet = count_parameters(network)
     memory = estimate_memory(
-        config,
+        config.with_num_workers(config.workers.min_workers),
         base,
         num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
         num_tempnet=num_tempnet,

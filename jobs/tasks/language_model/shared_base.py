@@ -67,5 +67,6 @@ def _create_task(
     from jobs.tasks.language_model.plan import load_data
     from jobs.tasks.language_model.side_by_side import SideBySideTask
 
+    group = group.with_num_workers(world_size)
     train, validation, base, features = load_data(*data)
     return SideBySideTask(group, train, validation, base, features, rank, world_size, names=names, configs=configs)

@@ -36,6 +36,7 @@ def create_task(
     """
     from jobs.tasks.sentence_encoder.task import SentenceTask
 
+    config = config.with_num_workers(world_size)
     return SentenceTask(config, find(train), Manifest.load(validation), rank, world_size)
 
 
@@ -54,7 +55,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
     @property
     def data_cpus(self) -> float:
         """Number of logical CPUs that reading and preparing data takes in addition to the workers."""
-        return READ_CPUS * self.config.workers.num_workers + self.config.data.preparing_cpus
+        return READ_CPUS * self.config.workers.max_workers + self.config.data.preparing_cpus
 
     @property
     def _loss(self) -> str:
@@ -70,7 +71,7 @@ class SentencePlan(BasePlan[SentenceConfig]):
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         config, data = self.config, self.config.data
-        size, workers = config.optimizer.batch_size, config.workers.num_workers
+        size, workers = config.optimizer.batch_size, config.workers.max_workers
         return describe_plan(
             config,
             about={

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.engine.config import WorkersSection
 from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, state_bytes_per_worker
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet import TempNet, TempNetConfig

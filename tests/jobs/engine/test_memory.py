@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.engine.config import WorkersSection
 from jobs.engine.memory import check_fits, training_memory
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.memory import _saved_bytes, activation_bytes
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.models.packing import document_mask

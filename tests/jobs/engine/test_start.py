@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig, WorkersSection
+from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
 from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import claim_directory
 from jobs.engine.resumption import checkpoint_name
 from jobs.engine.start import check_start, start_checkpoint
+from jobs.engine.worker_settings import WorkersSection
 from pipelines.storage import write_json
 
 

@@ -75,6 +75,7 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 def test_all_workers_answer_alike() -> None:
     requests = StopRequests(None, rank=1)
-    assert requests.answer([0, 0]) == (False, False)
-    assert requests.answer([1, 0]) == (True, False)
-    assert requests.answer([0, 2]) == (True, True)
+    assert requests.answer([0, 0, 0]) == (False, False)
+    assert requests.answer([1, 0, 0]) == (True, False)
+    assert requests.answer([0, 1, 0]) == (True, False)
+    assert requests.answer([0, 0, 2]) == (True, True)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from jobs.engine.config import RunSection, WorkersSection
+from jobs.engine.config import RunSection
+from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.features.job import HiddenStates, Unit, read_unit, write_result
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection

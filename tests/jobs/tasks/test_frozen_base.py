@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
-from jobs.engine.config import RunSection, WorkersSection
+from jobs.engine.config import RunSection
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.export import export_model

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from jobs.engine.config import RunSection, WorkersSection
+from jobs.engine.config import RunSection
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.config import (
     DataSection,
     LanguageModelConfig,
