@@ -37,7 +37,7 @@ from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
 from jobs.engine.failures import DiskFullError, naming_full_disk
 from jobs.engine.job import FatalTrainingError
-from jobs.engine.reshard import load_moments
+from jobs.engine.reshard import load_moments, load_partitions, with_own_file
 from jobs.engine.resumption import checkpoint_name
 from jobs.engine.schedules import keeping_settings
 
@@ -183,22 +183,16 @@ def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist
         raise DamagedCheckpointError("; ".join(filter(None, problems)))
 
 
-def read_state(directory: Path, config: TrainingConfig, *, world_size: int, order_version: int) -> RunState:
+def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -> RunState:
     """Read the state of the run from a checkpoint, which is all that is needed to start reading data.
 
     What concerns the other run alone is left out if a run starts from another one's checkpoint: the rating of that run's
     export, its unsent metrics and its repeated requests.
 
     Raises:
-        FatalTrainingError: if a different number of workers wrote the checkpoint under ZeRO 3, which partitions the
-            weights themselves, or if the program that wrote it read the data in an order of another version.
+        FatalTrainingError: if the program that wrote the checkpoint read the data in an order of another version.
     """
     state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
-    if state.world_size != world_size and config.workers.zero_stage == 3:
-        raise FatalTrainingError(
-            f"the checkpoint of step {state.step} was written by {state.world_size} workers under ZeRO 3, this run has "
-            f"workers.num_workers = {world_size}: continue with {state.world_size} (ZeRO 0, 1 and 2 take any number)"
-        )
     if state.order_version != order_version:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by a program that reads these data in another order (version "
@@ -225,12 +219,17 @@ def load_checkpoint(
     """
     engine.checkpoint_engine = SafeCheckpointEngine()
     is_divided = num_writers != engine.dp_world_size and engine.zero_optimization()
+    has_partitions = is_divided and engine.zero_optimization_stage() == ZeroStageEnum.weights
     with ExitStack() as stack:
         for optimizer, schedule in _optimizers(engine):
             stack.enter_context(keeping_settings(optimizer, schedule))
-        engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
+        place = directory
+        if has_partitions:
+            view = with_own_file(directory / _TAG, rank=engine.global_rank, num_writers=num_writers)
+            place = stack.enter_context(view)
+        engine.load_checkpoint(str(place), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
         if is_divided:
-            load_moments(
+            (load_partitions if has_partitions else load_moments)(
                 engine,
                 directory / _TAG,
                 lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),

@@ -68,7 +68,7 @@ def find_checkpoint(directory: str, step: int | None, output: str) -> LateExport
 def configure(config: TrainingConfig, late: LateExport) -> TrainingConfig:
     """Return the configuration of the run for its export: its output, no tracking, and as few workers as can be.
 
-    Only under ZeRO 3, which divides the weights, as many workers must read a checkpoint as wrote it.
+    Under ZeRO 3, which divides the weights because they are too many for one worker, there are as many as wrote it.
     """
     workers = replace(config.workers, num_workers=late.num_writers if config.workers.zero_stage == 3 else 1)
     return replace(

@@ -59,7 +59,7 @@ class TrainingLoop:
         if directory:
             check_checkpoint(directory, rank=self.rank, world_size=self.world_size, group=self.host_group)
             version = self.task.stream.plan.order_version
-            state = read_state(directory, config, world_size=self.world_size, order_version=version)
+            state = read_state(directory, config, order_version=version)
         self.num_threads = self._set_num_threads(state, shares_cores=job.shares_cores)
         self.first_step = self.step = state.step
         self.num_units, self.seconds_before = state.num_units, state.seconds_trained

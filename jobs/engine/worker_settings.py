@@ -50,11 +50,6 @@ class WorkersSection:
             raise ValueError(
                 f"workers.num_workers = {self.num_workers!r} must be a number, or MIN:MAX with 1 <= MIN <= MAX, such as 2:8"
             )
-        elif self.zero_stage == 3:
-            raise ValueError(
-                f"workers.num_workers = {self.num_workers!r} needs workers.zero_stage 0, 1 or 2: a run under ZeRO 3 keeps "
-                "the number of its workers"
-            )
         check_positive("workers", self, "cpus_per_worker")
         check_not_negative("workers", self, "num_threads")
         if self.memory_gib is not None:

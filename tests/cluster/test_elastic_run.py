@@ -7,24 +7,27 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
+from clip_training_support import tiny_clip_config
 from killing import at_the_same_time, last_checkpoint
-from language_model_support import assert_same_losses
-from support import BIN, wait_for
+from language_model_support import history
+from sentence_support import tiny_sentences
+from support import BIN, tiny_config, wait_for
 
 from jobs.engine.launch import train
-from jobs.tasks.language_model.config import LanguageModelConfig
-from jobs.tasks.language_model.plan import make_plan
+from jobs.engine.task import Plan
+from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
+from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
+from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 
 pytestmark = pytest.mark.cluster
-
-Make = Callable[..., LanguageModelConfig]
 
 
 class Node:
@@ -73,14 +76,44 @@ def num_writers(run: Path) -> int:
     return 0
 
 
+def make(request: pytest.FixtureRequest, kind: str, storage: Path, name: str, **sections: dict[str, Any]) -> Plan:
+    """Return the plan of a small run of a kind of training."""
+    corpus: Path = request.getfixturevalue("corpus")
+    if kind == "language model":
+        return make_language_model_plan(tiny_config(corpus, storage, name, **sections))
+    if kind == "images and captions":
+        return make_clip_plan(tiny_clip_config(request.getfixturevalue("images"), storage, name, **sections))
+    wordpiece: Path = request.getfixturevalue("wordpiece")
+    return make_sentence_plan(tiny_sentences(corpus, wordpiece, storage, name, **sections))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("language model", 2),
+        pytest.param("language model", 3, marks=pytest.mark.long),
+        pytest.param("images and captions", 1, marks=pytest.mark.long),
+        pytest.param("sentences", 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
-    cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    stage: int,
 ) -> None:
-    """One worker and its reader fill a node. A node is lost in mid-run, and another one comes later."""
-    steps = {"num_steps": 400, "log_every": 20}
-    undisturbed = train(make_plan(tiny("undisturbed", run=steps, workers={"num_workers": 1})))
-    config = tiny("elastic", run=steps, workers={"num_workers": "1:2", "cpus_per_worker": 3.5})
-    run = Path(config.run.directory)
+    """One worker and its readers fill a node. A node is lost in mid-run, and another one comes later."""
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"num_steps": 400, "log_every": 20, "checkpoint_every": 5, "max_restarts": 3},
+        "validation": {"every": 200},
+    }
+    fixed = {"num_workers": 1, "zero_stage": stage}
+    undisturbed = train(make(request, kind, tmp_path, "undisturbed", **sections, workers=fixed))
+    elastic = fixed | {"num_workers": "1:2", "cpus_per_worker": 3.0}
+    plan = make(request, kind, tmp_path, "elastic", **sections, workers=elastic)
+    run = Path(plan.config.run.directory)
     capsys.readouterr()
 
     def disturb() -> None:
@@ -91,9 +124,13 @@ def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
             wait_for((run / "outcome.json").exists)
 
     with second_node(cluster) as lost, at_the_same_time(disturb):
-        outcome = train(make_plan(config))
+        outcome = train(plan)
     said = capsys.readouterr().out
     assert "the cluster has room for 1 of 2 workers: the run goes on with 1" in said
     assert "the cluster has room for 2 workers: the run grows from 1, from step " in said
     assert outcome["world_size"] == 2
-    assert_same_losses(outcome, undisturbed, tolerance=1e-5)
+    losses, expected = history(outcome, "train/loss"), history(undisturbed, "train/loss")
+    assert sorted(losses) == sorted(expected) == list(range(1, 401))
+    for step, loss in expected.items():
+        assert losses[step] == pytest.approx(loss, abs=1e-5), step
+    assert history(outcome, "train/batch_digest") == history(undisturbed, "train/batch_digest")

@@ -40,9 +40,9 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
     state = asdict(FRESH_STATE)
     del state["order_version"]
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, CONFIG, world_size=1, order_version=1) == FRESH_STATE
+    assert read_state(tmp_path, CONFIG, order_version=1) == FRESH_STATE
     with pytest.raises(FatalTrainingError, match=r"another order \(version 1; this program has version 2\)"):
-        read_state(tmp_path, CONFIG, world_size=1, order_version=2)
+        read_state(tmp_path, CONFIG, order_version=2)
 
 
 def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_what_concerns_another_run_alone_is_not_taken_over(tmp_path: Path) -> No
         validations=[(40, {"loss": 2.0})], store_retries={"s3": {"503": 2}},
     )  # fmt: skip
     (tmp_path / "state.json").write_text(json.dumps(asdict(state)))
-    own = read_state(tmp_path, CONFIG, world_size=1, order_version=1)
+    own = read_state(tmp_path, CONFIG, order_version=1)
     assert (own.best_rating, own.unsent_metrics, own.store_retries) == (0.5, [["loss", 1.0]], {"s3": {"503": 2}})
     config = replace(CONFIG, run=replace(CONFIG.run, start_from="other@40"))
-    started = read_state(tmp_path, config, world_size=1, order_version=1)
+    started = read_state(tmp_path, config, order_version=1)
     assert started == replace(own, best_rating=None, unsent_metrics=[], store_retries={})

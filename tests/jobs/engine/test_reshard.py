@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from jobs.engine.reshard import MOMENTS, load_moments
+from jobs.engine.reshard import MOMENTS, load_moments, repartition
 
 
 def write_parts(directory: Path, moment: Tensor, num_workers: int, step: int) -> None:
@@ -52,3 +54,23 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path, torch.arange(12.0), 2, step=5)
     with pytest.raises(FileNotFoundError, match="holds 2 of 3 workers' optimizer states"):
         load_moments(fresh_engine(), tmp_path, torch.load, num_writers=3)
+
+
+@given(st.lists(st.integers(1, 23), min_size=1, max_size=5), st.integers(1, 5), st.integers(1, 5))
+def test_partitions_of_zero_3_are_those_of_the_whole_parameters(
+    sizes: list[int], num_writers: int, num_readers: int
+) -> None:
+    """Padding is zero whatever the writers' padding was."""
+    parameters = [torch.arange(1.0, size + 1) + 100 * number for number, size in enumerate(sizes)]
+
+    def divide(count: int, padding: float) -> list[Tensor]:
+        lengths = [-(-size // count) * count for size in sizes]
+        padded = [
+            torch.cat([values, torch.full((length - len(values),), padding)])
+            for values, length in zip(parameters, lengths, strict=True)
+        ]
+        return [torch.cat([values.view(count, -1)[rank] for values in padded]) for rank in range(count)]
+
+    written = divide(num_writers, padding=-1.0)
+    for rank, expected in enumerate(divide(num_readers, padding=0.0)):
+        assert torch.equal(repartition(written, sizes, rank=rank, world_size=num_readers), expected)
