@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from clip_training_support import write_tiny_images
+from corpus_support import write_corpus
 from readme_support import recipe, run_line
 from server_support import S3Server, free_port, wait_for_ports
 from support import (
@@ -22,14 +22,13 @@ from support import (
     ROOT,
     outcome_of,
     tiny_config,
-    write_jsonl_zst,
 )
 
 from jobs.engine.ray_token import ensure_token
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.archives import list_archives
 from pipelines.text.reading import Document, read_documents
-from pipelines.text.tokenization import train_bpe, train_wordpiece
+from pipelines.text.tokenization import train_wordpiece
 
 
 @pytest.fixture(scope="session")
@@ -104,28 +103,8 @@ def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a few hundred documents of a small language with structure to learn.
-
-    The directory that is returned holds `train/`, `validation/` and `tokenizer/`.
-    """
-    directory = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefgh"), size=rng.integers(2, 7))) for _ in range(300)]
-    follows = rng.integers(0, 300, size=(300, 4))
-
-    def document() -> str:
-        word, sentence = int(rng.integers(300)), []
-        for _ in range(int(rng.integers(20, 120))):
-            sentence.append(words[word])
-            word = int(follows[word, rng.choice(4, p=[0.6, 0.25, 0.1, 0.05])])
-        return " ".join(sentence)
-
-    texts = [document() for _ in range(400)]
-    for shard in range(3):
-        write_jsonl_zst(directory / "train" / f"part-{shard}.jsonl.zst", texts[shard:360:3])
-    write_jsonl_zst(directory / "validation" / "part-0.jsonl.zst", texts[360:])
-    train_bpe(texts[:360], 512).save_pretrained(directory / "tokenizer")
-    return directory
+    """Write a few hundred documents of a small language with structure to learn (`corpus_support`)."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

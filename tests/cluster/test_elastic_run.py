@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from clip_training_support import tiny_clip_config
 from killing import at_the_same_time, last_checkpoint
 from language_model_support import history
+from node_support import Node
 from sentence_support import tiny_sentences
-from support import BIN, tiny_config, wait_for
+from support import tiny_config, wait_for
 
 from jobs.engine.launch import train
 from jobs.engine.task import Plan
@@ -30,42 +26,22 @@ from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 pytestmark = pytest.mark.cluster
 
 
-class Node:
-    """A second node on this machine, with 4 CPUs and a session directory of its own."""
-
-    def __init__(self, cluster: dict[str, str]) -> None:
-        num_before = self.count()
-        command = [
-            str(BIN / "ray"), "start", f"--address={cluster['RAY_ADDRESS']}", "--block", "--num-cpus=4",
-            "--disable-usage-stats", f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
-        ]  # fmt: skip
-        self.process = subprocess.Popen(command, env=cluster, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(lambda: self.count() > num_before, seconds=60)
-
-    @staticmethod
-    def count() -> int:
-        """Return the number of nodes of the cluster that are alive."""
-        return sum(node["Alive"] for node in ray.nodes())
-
-    def kill(self) -> None:
-        """End the node as a machine that loses its power: all of its processes by SIGKILL."""
-        processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                os.kill(process.pid, signal.SIGKILL)
-        self.process.wait()
+def count_nodes() -> int:
+    """Return the number of nodes of the cluster that are alive."""
+    return sum(node["Alive"] for node in ray.nodes())
 
 
 @contextmanager
 def second_node(cluster: dict[str, str]) -> Iterator[Node]:
-    """Start a second node, which is gone after the block."""
-    node = Node(cluster)
+    """Start a second node with as many CPUs as the head has, which is gone after the block."""
+    num_before = count_nodes()
+    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster)
     try:
+        wait_for(lambda: count_nodes() > num_before, seconds=60)
         yield node
     finally:
-        if node.process.poll() is None:
-            node.kill()
-        wait_for(lambda: Node.count() == 1, seconds=60)
+        node.kill()
+        wait_for(lambda: count_nodes() == 1, seconds=60)
 
 
 def num_writers(run: Path) -> int:
