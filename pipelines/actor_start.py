@@ -12,9 +12,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ray
 from ray._private import state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the scheduling strategy that keeps an actor on the caller's node, so that it is not lost with another one."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def has_started(actor: Any) -> bool:

@@ -25,6 +25,8 @@ _NUM_OPEN_OBJECTS = 4096
 _NUM_THREADS = 16
 _NUM_THREADS_AHEAD = 4
 _MAX_BYTES_AT_A_TIME = 2**26
+# Paths that are read now, that are read next, and that were read before.
+_Request = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 class ByteRange(NamedTuple):
@@ -60,8 +62,10 @@ class RangeReader:
         if not is_local(filesystem):
             self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ranges")
         self._ahead = ReadAhead()
-        # What was last asked for; None if there was no room for all of it, so that it is tried again.
-        self._request: tuple[tuple[str, ...], ...] | None = None
+        # What was last asked for; None if there was no room for all of it, so that it is tried again. The lock keeps what
+        # was begun for one request from ending, or from coming before, the one that has replaced it.
+        self._request: _Request | None = None
+        self._lock = threading.Lock()
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; they are fewer than requested where a file ends inside the range.
@@ -132,42 +136,47 @@ class RangeReader:
         request = tuple(now), tuple(later), tuple(before)
         if self._pool is None or self._cache is None or request == self._request:
             return
-        self._request = request
-        self._cache.needs = Needs(
-            now=frozenset(name_object(self._filesystem, path) for path in now),
-            near=frozenset(name_object(self._filesystem, path) for path in (*later, *before)),
-        )
         files = (*now, *later)
-        self._ahead.request([partial(self._begin_ahead, files, whole)] if files else [])
+        with self._lock:
+            self._request = request
+            self._cache.needs = Needs(
+                now=frozenset(name_object(self._filesystem, path) for path in now),
+                near=frozenset(name_object(self._filesystem, path) for path in (*later, *before)),
+            )
+            self._ahead.request([partial(self._begin_ahead, request, files, whole)] if files else [])
 
-    def _begin_ahead(self, paths: Sequence[str], whole: bool) -> None:
-        """Let the blocks of the first file be fetched and then those of the others.
+    def _begin_ahead(self, request: _Request, paths: Sequence[str], whole: bool) -> None:
+        """Let the blocks of the first file be fetched and then those of the others, unless the request was replaced.
 
         A file is begun when all blocks of those before it are: what is read later must not take the room of what is
         read now.
         """
         calls: list[Callable[[], object]] = []
         with suppress(OSError):  # Whoever reads the file gets the error.
-            calls += self._calls_ahead(paths[0], whole)
+            calls += self._calls_ahead(request, paths[0], whole)
         if len(paths) > 1:
-            calls.append(partial(self._begin_ahead, paths[1:], whole))
-        self._ahead.insert(calls)
+            calls.append(partial(self._begin_ahead, request, paths[1:], whole))
+        with self._lock:
+            if self._request == request:
+                self._ahead.insert(calls)
 
-    def _calls_ahead(self, path: str, whole: bool) -> Iterator[Callable[[], object]]:
+    def _calls_ahead(self, request: _Request, path: str, whole: bool) -> Iterator[Callable[[], object]]:
         """Yield the functions that fetch the blocks of a file ahead, in order."""
-        remote = self._open(path)
+        remote, fetch = self._open(path), partial(self._fetch_ahead, request)
         if whole:
-            yield partial(self._fetch_ahead, f"{remote.key}-whole", remote.size, partial(self._get_file, path))
+            yield partial(fetch, f"{remote.key}-whole", remote.size, partial(self._get_file, path))
             return
         for block in range(remote.num_blocks):
-            yield partial(self._fetch_ahead, *self._block(path, block), partial(self._get_block, path, block))
+            yield partial(fetch, *self._block(path, block), partial(self._get_block, path, block))
 
-    def _fetch_ahead(self, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
-        """Fetch a block, or give up what is still to be fetched ahead if there is no room for this one."""
+    def _fetch_ahead(self, request: _Request, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
+        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one."""
         assert self._cache is not None
         if not self._cache.fetch(name, num_bytes, fetch):
-            self._ahead.request([])
-            self._request = None
+            with self._lock:
+                if self._request == request:
+                    self._ahead.request([])
+                    self._request = None
 
     def _read(self, part: ByteRange) -> bytes:
         return self._open(part.path).read(part.offset, part.size)

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from tqdm import tqdm
 
 from jobs.engine.progress import ProgressNotes
-from pipelines.actor_start import wait_until_started
+from pipelines.actor_start import on_this_node, wait_until_started
 
 _SECONDS_BETWEEN_POLLS = 0.5
 
@@ -56,7 +56,8 @@ class Console:
     """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
 
     def __init__(self, num_steps: int) -> None:
-        self.mailbox: ActorHandle = ray.remote(num_cpus=0)(_Mailbox).remote()  # type: ignore[assignment]
+        mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(_Mailbox)
+        self.mailbox: ActorHandle = mailbox.remote()
         self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)

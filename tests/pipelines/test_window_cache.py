@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_support import ObjectStore
 
+from pipelines import ranges
 from pipelines.block_cache import BlockCache, Need, Needs
 from pipelines.object_store import BLOCK_BYTES, RemoteObject, name_object
 from pipelines.ranges import ByteRange, RangeReader
@@ -154,6 +157,31 @@ def test_every_block_is_fetched_once_if_the_cache_holds_a_window(
         assert num_held(cache, store, window) == 4
     assert store.counts().num_gets == 12
     assert store.counts().num_bytes == 24 * BLOCK_BYTES // 2
+
+
+def test_a_fetch_without_room_does_not_end_the_request_that_has_replaced_its_own(
+    store: ObjectStore, windows: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_NUM_THREADS_AHEAD", 1)
+    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
+    reader = RangeReader(store.filesystem, cache)
+    begun, replaced = threading.Event(), threading.Event()
+    fetch = cache.fetch
+
+    def fetch_in_vain_at_first(name: str, num_bytes: int, get: Callable[[], bytes]) -> bool:
+        if begun.is_set():
+            return fetch(name, num_bytes, get)
+        begun.set()
+        assert replaced.wait(60)
+        return False
+
+    monkeypatch.setattr(cache, "fetch", fetch_in_vain_at_first)
+    reader.read_ahead(windows[0], windows[1])
+    assert begun.wait(60)
+    reader.read_ahead(windows[1], windows[2])
+    replaced.set()
+    wait_for(lambda: num_held(cache, store, windows[1]) == num_held(cache, store, windows[2]) == 4, seconds=30)
+    assert num_held(cache, store, windows[0]) == 0
 
 
 def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(

@@ -21,7 +21,7 @@ from jobs.studies.sweeps.stopping import BandRule, Halving, TrialWatch
 from jobs.studies.trials.trial import Rounds, Trial
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
-from pipelines.actor_start import wait_until_started
+from pipelines.actor_start import on_this_node, wait_until_started
 from pipelines.storage import read_json
 
 
@@ -72,7 +72,7 @@ def tau_mean(outcome: Mapping[str, Any]) -> float:
 
 def start_race(actor_class: Any, *arguments: Any) -> Any:
     """Start the actor in which the trials of a sweep compete."""
-    race = ray.remote(actor_class).options(num_cpus=0).remote(*arguments)
+    race = ray.remote(actor_class).options(num_cpus=0, scheduling_strategy=on_this_node()).remote(*arguments)
     wait_until_started(race)
     return race
 
