@@ -37,7 +37,7 @@ from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
 from jobs.engine.failures import DiskFullError, naming_full_disk
 from jobs.engine.job import FatalTrainingError
-from jobs.engine.reshard import load_moments, load_partitions, with_own_file
+from jobs.engine.reshard import load_moments, load_partitions
 from jobs.engine.resumption import checkpoint_name
 from jobs.engine.schedules import keeping_settings
 
@@ -223,18 +223,15 @@ def load_checkpoint(
     with ExitStack() as stack:
         for optimizer, schedule in _optimizers(engine):
             stack.enter_context(keeping_settings(optimizer, schedule))
-        place = directory
+        read = partial(engine.checkpoint_engine.load, map_location="cpu")
         if has_partitions:
-            view = with_own_file(directory / _TAG, rank=engine.global_rank, num_writers=num_writers)
-            place = stack.enter_context(view)
-        engine.load_checkpoint(str(place), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided)
-        if is_divided:
-            (load_partitions if has_partitions else load_moments)(
-                engine,
-                directory / _TAG,
-                lambda file: engine.checkpoint_engine.load(file, map_location="cpu"),
-                num_writers=num_writers,
+            load_partitions(engine, directory / _TAG, read, num_writers=num_writers)
+        else:
+            engine.load_checkpoint(
+                str(directory), tag=_TAG, load_module_strict=False, load_optimizer_states=not is_divided
             )
+            if is_divided:
+                load_moments(engine, directory / _TAG, read, num_writers=num_writers)
     load_more(directory, num_writers)
 
 

@@ -66,7 +66,7 @@ def _whole_moments(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Ten
 
 
 def load_partitions(engine: DeepSpeedEngine, directory: Path, read: Callable[[str], Any], *, num_writers: int) -> None:
-    """Set weights and optimizer state under ZeRO 3 from the partitions of all workers that wrote the checkpoint.
+    """Load a checkpoint under ZeRO 3, with weights and optimizer state from the partitions of all workers that wrote it.
 
     The arguments are those of :func:`load_moments`; all workers must call this.
     """
@@ -91,6 +91,9 @@ def load_partitions(engine: DeepSpeedEngine, directory: Path, read: Callable[[st
         for group in range(len(lengths))
     }
     zero.checkpoint_event_prologue()
+    with _with_own_file(directory, rank=rank, num_writers=num_writers) as place:
+        # `load_checkpoint` would look for the partitions too.
+        engine._load_checkpoint(str(place), directory.name, load_module_strict=False)
     zero._rigid_load_state_dict(
         saved[0]
         | {"optimizer_state_dict": optimizer, "fp32_flat_groups": divide([part["fp32_flat_groups"] for part in saved])}
@@ -119,7 +122,7 @@ def repartition(vectors: Sequence[Tensor], sizes: Sequence[int], *, rank: int, w
 
 
 @contextmanager
-def with_own_file(directory: Path, *, rank: int, num_writers: int) -> Iterator[Path]:
+def _with_own_file(directory: Path, *, rank: int, num_writers: int) -> Iterator[Path]:
     """Yield a directory in which DeepSpeed finds, under the name of this rank, what a rank that wrote has saved beside
     its partitions: schedules, buffers and counters, which are the same on all ranks.
 

@@ -23,7 +23,7 @@ from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
 from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def count_nodes() -> int:
@@ -67,9 +67,9 @@ def make(request: pytest.FixtureRequest, kind: str, storage: Path, name: str, **
     ("kind", "stage"),
     [
         ("language model", 2),
-        pytest.param("language model", 3, marks=pytest.mark.long),
-        pytest.param("images and captions", 1, marks=pytest.mark.long),
-        pytest.param("sentences", 0, marks=pytest.mark.long),
+        ("language model", 3),
+        ("images and captions", 1),
+        ("sentences", 0),
     ],
 )
 def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
