@@ -56,8 +56,8 @@ class Console:
     """Prints the workers' messages in the driver; use it as a context around training, and pass `mailbox` to the workers."""
 
     def __init__(self, num_steps: int) -> None:
-        mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(_Mailbox)
-        self.mailbox: ActorHandle = mailbox.remote()
+        mailbox: Any = ray.remote(_Mailbox)
+        self.mailbox: ActorHandle = mailbox.options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         self._bar = tqdm(total=num_steps, unit="step", disable=None, dynamic_ncols=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
