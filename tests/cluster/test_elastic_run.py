@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-from clip_training_support import tiny_clip_config
 from killing import at_the_same_time, last_checkpoint
-from language_model_support import history
+from language_model_support import Make, history
 from node_support import Node
-from sentence_support import tiny_sentences
-from support import tiny_config, wait_for
+from support import wait_for
 
 from jobs.engine.launch import train
-from jobs.engine.task import Plan
-from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
-from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
-from jobs.tasks.sentence_encoder.plan import make_plan as make_sentence_plan
+from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -52,32 +47,11 @@ def num_writers(run: Path) -> int:
     return 0
 
 
-def make(request: pytest.FixtureRequest, kind: str, storage: Path, name: str, **sections: dict[str, Any]) -> Plan:
-    """Return the plan of a small run of a kind of training."""
-    corpus: Path = request.getfixturevalue("corpus")
-    if kind == "language model":
-        return make_language_model_plan(tiny_config(corpus, storage, name, **sections))
-    if kind == "images and captions":
-        return make_clip_plan(tiny_clip_config(request.getfixturevalue("images"), storage, name, **sections))
-    wordpiece: Path = request.getfixturevalue("wordpiece")
-    return make_sentence_plan(tiny_sentences(corpus, wordpiece, storage, name, **sections))
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        ("language model", 2),
-        ("language model", 3),
-        ("images and captions", 1),
-        ("sentences", 0),
-    ],
-)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
     cluster: dict[str, str],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    tiny: Make,
     capsys: pytest.CaptureFixture[str],
-    kind: str,
     stage: int,
 ) -> None:
     """One worker and its readers fill a node. A node is lost in mid-run, and another one comes later."""
@@ -86,9 +60,9 @@ def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
         "validation": {"every": 200},
     }
     fixed = {"num_workers": 1, "zero_stage": stage}
-    undisturbed = train(make(request, kind, tmp_path, "undisturbed", **sections, workers=fixed))
+    undisturbed = train(make_plan(tiny("undisturbed", **sections, workers=fixed)))
     elastic = fixed | {"num_workers": "1:2", "cpus_per_worker": 3.0}
-    plan = make(request, kind, tmp_path, "elastic", **sections, workers=elastic)
+    plan = make_plan(tiny("elastic", **sections, workers=elastic))
     run = Path(plan.config.run.directory)
     capsys.readouterr()
 
