@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from jobs.studies.sweeps.plan import Sweep
 from jobs.studies.sweeps.population import Member, breed, last_steps
 from jobs.studies.sweeps.round_record import RoundRecord
-from jobs.studies.sweeps.rounds import read_result
+from jobs.studies.sweeps.rounds import read_result, run_round
 from jobs.studies.sweeps.stopping import GenerationRule, TrialWatch
-from jobs.studies.trials.trial import Rounds, Trial
+from jobs.studies.trials.trial import Rounds
 
 
 def make_generations(sweep: Sweep, record: RoundRecord) -> Rounds:
@@ -43,16 +40,8 @@ def make_generations(sweep: Sweep, record: RoundRecord) -> Rounds:
         record.begin({name: member.point for name, member in zip(names, members, strict=True)})
         is_last = generation == len(ends)
         rule = None if is_last else GenerationRule(number=generation, num_generations=len(ends), last_step=end)
-        trials = [
-            Trial(config=trial, make_plan=sweep.make_plan, watch=TrialWatch(trial=trial.run.name, rule=rule))
-            for trial in configs
-            if trial.run.name not in record.final_failures
-        ]
-        finished: Mapping[str, Any] = {}
-        if trials:
-            outcomes = yield trials
-            finished = outcomes.finished
-            record.save({**record.final_failures, **outcomes.failed})
+        watches = [TrialWatch(trial=name, rule=rule) for name in names]
+        finished = yield from run_round(sweep, record, configs, watches)
         results = [
             read_result(member.point, finished.get(name), first.run.num_steps)
             for member, name in zip(members, names, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +18,7 @@ from jobs.studies.sweeps.round_record import RoundRecord
 from jobs.studies.sweeps.schedulers import SchedulerRace
 from jobs.studies.sweeps.search import Point, PointResult
 from jobs.studies.sweeps.stopping import BandRule, Halving, TrialWatch
-from jobs.studies.trials.trial import Rounds, Trial
+from jobs.studies.trials.trial import Outcomes, Rounds, Trial
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
 from pipelines.actor_start import on_this_node, wait_until_started
@@ -39,16 +39,8 @@ def make_rounds(sweep: Sweep, record: RoundRecord) -> Rounds:
         for trial in configs:
             if race is not None and (outcome := read_json(f"{trial.run.directory}/outcome.json")):
                 _report(race, trial.run.name, outcome)  # it finished before the sweep was continued
-        trials = [
-            Trial(config=trial, make_plan=sweep.make_plan, watch=_make_watch(sweep, trial, race, len(points)))
-            for trial in configs
-            if trial.run.name not in record.final_failures
-        ]
-        finished: Mapping[str, Any] = {}
-        if trials:
-            outcomes = yield trials
-            finished = outcomes.finished
-            record.save({**record.final_failures, **outcomes.failed})
+        watches = [_make_watch(sweep, trial, race, len(points)) for trial in configs]
+        finished = yield from run_round(sweep, record, configs, watches)
         results = [
             read_result(point, finished.get(name), trial.run.num_steps)
             for point, name, trial in zip(points, names, configs, strict=True)
@@ -63,6 +55,25 @@ def make_rounds(sweep: Sweep, record: RoundRecord) -> Rounds:
             points = search.send(results)
         except StopIteration:
             return
+
+
+def run_round(
+    sweep: Sweep, record: RoundRecord, configs: Sequence[TrainingConfig], watches: Sequence[TrialWatch | None]
+) -> Generator[Sequence[Trial], Outcomes, Mapping[str, Any]]:
+    """Yields a round as trials, without those whose failure is final, and records what failed in it.
+
+    Returns the outcomes of the trials that finished, by name.
+    """
+    trials = [
+        Trial(config=trial, make_plan=sweep.make_plan, watch=watch)
+        for trial, watch in zip(configs, watches, strict=True)
+        if trial.run.name not in record.final_failures
+    ]
+    if not trials:
+        return {}
+    outcomes = yield trials
+    record.save({**record.final_failures, **outcomes.failed})
+    return outcomes.finished
 
 
 def tau_mean(outcome: Mapping[str, Any]) -> float:
