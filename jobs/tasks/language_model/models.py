@@ -12,12 +12,14 @@ from transformers import (
 )
 
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_temperature
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
-from pipelines.text.tokenization import document_start_id
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.base_model import load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
@@ -111,7 +113,7 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
     rho = resolve_rho(config, vocab_size)
     assert rho is not None, "ρ is calibrated before a model is built"
     return TemperatureLossConfig(
-        name=settings.loss,
+        name=settings.token_loss,
         rho=rho,
         tau=settings.tau,
         tau_min=settings.tau_min,
@@ -137,6 +139,38 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
             base_config(config, tokenizer), attn_implementation=config.model.attention
         )
     return base
+
+
+def check_teacher(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Check that a teacher is there and fits to tokenizer and context, and return it without weights.
+
+    Raises:
+        ValueError: if it does not; the message names the field.
+    """
+    try:
+        check_tokenizer(as_base(config), tokenizer)
+        return base_shapes(as_base(config), tokenizer)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "distillation.teacher")) from error
+
+
+def check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens.
+
+    Raises:
+        ValueError: if it is another one; the message names both.
+    """
+    if not config.model.path or config.tokenizer == config.model.path:
+        return
+    try:
+        own = load_tokenizer(config.model.path, needs_eos=False)
+    except ValueError:
+        return  # the model has no tokenizer
+    if tokenizer_digest(own) != tokenizer_digest(tokenizer):
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "
+            "which has its own: leave it empty"
+        )
 
 
 def build_model(
@@ -167,6 +201,17 @@ def add_tempnet(
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)
+    if config.is_distilled:
+        assert isinstance(base, PreTrainedModel)
+        return DistilledCausalLM(
+            base,
+            load_teacher(config),
+            teacher_temperature(config, loss.rho),
+            loss,
+            vocab_size=vocab_size,
+            attend_across_documents=config.data.attend_across_documents,
+            autocast_dtype=autocast_dtype(config),
+        )
     network = None
     if config.temperature.needs_tempnet:
         network = build_tempnet(config, vocab_size, loss.rho, state_size=state_size(base))
