@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
@@ -16,7 +18,7 @@ from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_tem
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
-from tempnet.base_model import load_base
+from tempnet.base_model import find_base, load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.distilled_lm import DistilledCausalLM
@@ -24,7 +26,7 @@ from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weight_files
+from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
@@ -126,19 +128,39 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
     if config.model.path:
-        is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
-        base = load_base(
-            local_copy(config.model.path),
-            fetch=local_copy,
-            dtype=torch.bfloat16 if is_half else torch.float32,
-            trust_remote_code=config.model.trust_remote_code,
-            attn_implementation=config.model.attention,
-        )
+        base = load_base(local_copy(config.model.path), fetch=local_copy, **_options_of_loading(config))
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention
         )
     return base
+
+
+def _options_of_loading(config: LanguageModelConfig) -> dict[str, Any]:
+    is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
+    return {
+        "dtype": torch.bfloat16 if is_half else torch.float32,
+        "trust_remote_code": config.model.trust_remote_code,
+        "attn_implementation": config.model.attention,
+    }
+
+
+def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Return a base without weights, and the files with them, if its weights can be divided among workers while loaded.
+
+    This is so under ZeRO 3 for a pretrained base whose safetensors files have the names and shapes of its parameters;
+    otherwise the result is None, and every worker loads the whole base before ZeRO 3 divides it.
+    """
+    if config.workers.zero_stage != 3 or not config.model.path:
+        return None
+    place, _ = find_base(local_copy(config.model.path), fetch=local_copy)
+    files = WeightFiles.find(place)
+    if files is None:
+        return None
+    from jobs.engine.partitioned_loading import base_without_weights  # imports DeepSpeed, which a plan does without
+
+    base = base_without_weights(place, **_options_of_loading(config))
+    return None if files.match(base) is None else (base, files)
 
 
 def check_teacher(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -174,21 +196,19 @@ def check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerF
 
 
 def build_model(
-    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, stored: StoredBase | None = None
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel | StoredBase | None = None
 ) -> TemperatureCausalLM:
     """Build the module to train; its weights are the same on every rank, because they depend only on the seed.
 
     Args:
         config: configuration of the run.
         tokenizer: tokenizer of the run.
-        stored: output layer of the base, if its hidden states are read; None: the base is built.
+        base: the base, which may have no weights yet, or its output layer, if its hidden states are read; None: it is built.
     """
-    base: PreTrainedModel | StoredBase
-    if stored is not None:
-        torch.manual_seed(config.run.seed)
-        base = stored
-    else:
+    if base is None:
         base = build_base(config, tokenizer)
+    else:
+        torch.manual_seed(config.run.seed)
     return add_tempnet(base, config, tokenizer)
 
 
