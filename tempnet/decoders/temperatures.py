@@ -3,8 +3,8 @@
     ConstantTemperature   τ                                             the best constant and MeanShift are such rules
     EntropyTemperature    τ = T₀·N^(θ/H), H the entropy at τ = 1 in nats, N = 0.8      EDT, Zhang et al., arXiv 2403.14541
     EntropyRange          τ = low + (high − low)·(H/log V)^e                           llama.cpp's dynamic temperature
-    PredictedTemperature  τ(x) of a TempNet
-    ShuffledTemperature   a τ that was predicted for another token, drawn at random: the control for "which token gets which"
+    PredictedTemperature  c·τ(x) of a TempNet, c = 1 unless another level is wanted (as τ_max at inference: TempNet, §6.4)
+    Shuffled              a τ that was predicted for another token, drawn at random: the control for "which token gets which"
 
 EDT and the dynamic range raise τ with the entropy; constant-entropy decoding (mirostat, the papers' robust loss) lowers it.
 llama.cpp has the range as a sampler (`llama_sampler_init_temp_ext`, low = max(0, temperature − range)); after other
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tempnet.decoders.rule import Rule, check_positive, entropy, temper
+from tempnet.decoders.rule import Rule, check_positive, entropy, keep_only, temper
+from tempnet.decoders.truncation import nucleus
 from tempnet.network import TempNet
 
 # Multiplier and increment of the 64-bit congruential generator of Knuth (MMIX).
@@ -135,54 +136,60 @@ class PredictedTemperature(Temperature):
     Args:
         network: the network, which is put into eval mode.
         name: what tables call it.
+        scale: c.
 
     Raises:
-        ValueError: if the network reads embeddings.
+        ValueError: if the network reads embeddings, or the scale is not positive.
     """
 
-    def __init__(self, network: TempNet, name: str) -> None:
+    def __init__(self, network: TempNet, name: str, scale: float = 1.0) -> None:
+        check_positive("scale", scale)
         if network.config.kind == "embeddings":
             raise ValueError(f"{name} reads embeddings, not what a language model predicts a token from")
-        self.network, self.name = network.eval(), name
+        self.network, self.name, self.scale = network.eval(), name, scale
 
     @property
     def label(self) -> str:
-        """The given name."""
-        return self.name
+        """The given name, with the scale if it is not 1."""
+        return self.name if self.scale == 1.0 else f"{self.name}, scale {self.scale:.3g}"
 
     @torch.no_grad()
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """Return τ(x).
+        """Return c·τ(x).
 
         Raises:
             ValueError: if the vocabulary is another one, or the network reads hidden states and there are none.
         """
-        return self.network(logits, hidden)
+        return self.scale * self.network(logits, hidden)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShuffledTemperature(Temperature):
-    """The temperatures of a learned rule in random order: each token gets one from a pool, whatever its context.
+class Shuffled(Rule):
+    """The predictions of a learned rule in random order: each token gets those of another one, whatever its context.
 
-    Its state is the 64-bit number of a congruential generator for each text, whose upper bits choose from the pool. So the
-    temperatures of a text depend on seed and position alone.
+    Its state is the 64-bit number of a congruential generator for each text, whose upper bits choose from the pool. So what
+    the tokens of a text get depends on seed and position alone.
 
     Raises:
-        ValueError: if the pool is empty.
+        ValueError: if the pool is empty, or the two pools differ in length.
     """
 
     pool: Tensor
     """(M,) temperatures."""
     name: str
     """Name of the rule that predicted them."""
+    shares: Tensor | None = None
+    """(M,) top-p that were predicted with the temperatures; None for a rule that truncates nothing."""
 
     def __post_init__(self) -> None:
         if not len(self.pool):
             raise ValueError("pool is empty: it must hold the temperatures of at least one token")
+        if self.shares is not None and len(self.shares) != len(self.pool):
+            raise ValueError(f"shares holds {len(self.shares)} values, and pool {len(self.pool)}")
 
     @property
     def label(self) -> str:
-        """Name of the rule whose temperatures these are."""
+        """Name of the rule whose predictions these are."""
         return f"{self.name}, shuffled"
 
     def start(self, num_texts: int, seed: int = 0) -> Tensor:
@@ -195,9 +202,16 @@ class ShuffledTemperature(Temperature):
         assert state is not None
         return state * _MULTIPLIER + _INCREMENT
 
-    def temperatures(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """Return the temperatures that the state chooses."""
-        assert state is not None, "shuffled temperatures have a state: see start"
+    def places(self, state: Tensor) -> Tensor:
+        """Return which entries (B,) of the pool a state (B,) chooses."""
         # The upper 31 bits; the lower ones of such a generator have short periods.
-        places = ((state >> 33) & (2**31 - 1)) % len(self.pool)
-        return self.pool.to(logits.device)[places].float()
+        return ((state >> 33) & (2**31 - 1)) % len(self.pool)
+
+    def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        """See :meth:`Rule.log_probabilities`."""
+        assert state is not None, "shuffled predictions have a state: see start"
+        places = self.places(state)
+        whole = temper(logits, self.pool.to(logits.device)[places])
+        if self.shares is None:
+            return whole
+        return keep_only(whole, nucleus(whole, self.shares.to(logits.device)[places]))

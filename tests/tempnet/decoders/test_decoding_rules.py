@@ -18,7 +18,7 @@ from tempnet.decoders.temperatures import (
     EntropyRange,
     EntropyTemperature,
     PredictedTemperature,
-    ShuffledTemperature,
+    Shuffled,
 )
 from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP
 from tempnet.network import TempNet
@@ -32,7 +32,8 @@ RULES: list[Rule] = [
     MinP(0.1, 1.5),
     TopNSigma(1.0, 2.0),
     Mirostat(2.0),
-    ShuffledTemperature(torch.tensor([0.5, 1.0, 2.0]), "x"),
+    Shuffled(torch.tensor([0.5, 1.0, 2.0]), "τ"),
+    Shuffled(torch.tensor([0.5, 2.0]), "τ and P", torch.tensor([0.9, 0.6])),
 ]
 
 
@@ -145,24 +146,30 @@ def test_a_predicted_temperature_is_that_of_the_network() -> None:
     rule = PredictedTemperature(network, "ours")
     expected = (logits / network.eval()(logits, hidden).unsqueeze(-1)).log_softmax(-1)
     torch.testing.assert_close(rule.log_probabilities(logits, hidden), expected)
+    doubled = PredictedTemperature(network, "ours", scale=2.0)
+    torch.testing.assert_close(doubled.temperatures(logits, hidden), 2 * rule.temperatures(logits, hidden))
     with pytest.raises(ValueError, match="ours reads embeddings"):
         PredictedTemperature(TempNet(TempNetConfig.for_embeddings(8)), "ours")
 
 
-def test_shuffled_temperatures_have_the_distribution_of_the_pool_and_ignore_the_context() -> None:
-    pool = torch.tensor([0.5, 1.0, 1.5, 2.0])
-    rule = ShuffledTemperature(pool, "ours")
+def test_shuffled_predictions_have_the_distribution_of_the_pool_and_ignore_the_context() -> None:
+    rule = Shuffled(torch.tensor([0.5, 1.0, 1.5, 2.0]), "ours", torch.tensor([0.2, 0.4, 0.6, 1.0]))
     state = rule.start(500, seed=1)
     steps = []
     for _ in range(40):
-        steps.append(rule.temperatures(torch.zeros(500, 3), None, state))
+        steps.append(rule.places(state))
         state = rule.advance(state, torch.zeros(500, 3), torch.zeros(500, dtype=torch.long))
     drawn = torch.stack(steps)
-    for value in pool:
-        assert (drawn == value).double().mean().item() == pytest.approx(0.25, abs=0.02)
+    for place in range(4):
+        assert (drawn == place).double().mean().item() == pytest.approx(0.25, abs=0.02)
     assert abs(np.corrcoef(drawn[:-1].flatten(), drawn[1:].flatten())[0, 1]) < 0.02
     assert rule.start(3, seed=1).equal(rule.start(3, seed=1))
     assert not rule.start(3, seed=1).equal(rule.start(3, seed=2))
+    logits = some_logits(500)
+    found = rule.log_probabilities(logits, None, state)
+    for row, place in enumerate(rule.places(state).tolist()[:50]):
+        expected = TopP(float(rule.shares[place]), float(rule.pool[place])).log_probabilities(logits[row : row + 1])
+        torch.testing.assert_close(found[row : row + 1], expected)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
@@ -215,7 +222,8 @@ def test_tiny_temperatures_are_greedy_and_do_not_overflow() -> None:
         (lambda: TopNSigma(0.0), "num_sigma = 0 must be positive"),
         (lambda: Mirostat(0.0), "target = 0 must be positive"),
         (lambda: Mirostat(1.0, 0.0), "rate = 0 must be positive"),
-        (lambda: ShuffledTemperature(torch.empty(0), "x"), "pool is empty"),
+        (lambda: Shuffled(torch.empty(0), "x"), "pool is empty"),
+        (lambda: Shuffled(torch.ones(2), "x", torch.ones(3)), "shares holds 3 values, and pool 2"),
     ],
 )
 def test_parameters_are_checked(make: object, message: str) -> None:
