@@ -1,7 +1,8 @@
-"""Analyse what temperatures say about texts: by how subjective they are, or by the verb of an instruction.
+"""Analyse what temperatures say about texts, by how subjective they are or by the verb of an instruction; compare decoders.
 
 python -m jobs.analyse subjectivity --model runs/gpt2-scratch-small/export --data subjqa --output runs/subjectivity
 python -m jobs.analyse instructions --model runs/gpt2-scratch-small/export --data alpaca.json --output runs/instructions
+python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text data/sample/text/validation
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ import tyro
 from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.scoring.analyses.config import Instructions, Subjectivity
 from jobs.scoring.command import ending_in_one_line
+from jobs.scoring.decoders.config import Decoders
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    kinds: dict[str, Callable[..., Any]] = {"subjectivity": Subjectivity, "instructions": Instructions}
+    kinds: dict[str, Callable[..., Any]] = {
+        "subjectivity": Subjectivity,
+        "instructions": Instructions,
+        "decoders": Decoders,
+    }
     with refusals_on_one_line():
-        config: Subjectivity | Instructions = tyro.extras.subcommand_cli_from_dict(
+        config: Subjectivity | Instructions | Decoders = tyro.extras.subcommand_cli_from_dict(
             kinds, args=arguments, prog="python -m jobs.analyse", description=__doc__
         )
     # Imported only now, so that `--help` and a wrong option are answered at once.
+    if isinstance(config, Decoders):
+        from jobs.scoring.decoders.job import compare_decoders
+
+        with ending_in_one_line():
+            compare_decoders(config)
+        return 0
     from jobs.scoring.analyses.job import analyse
     from jobs.scoring.analyses.records import read_instructions, read_subjectivity
 
