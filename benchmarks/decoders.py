@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.decoders text --worlds worlds-0/shift worlds-1/shift worlds-2/shift
 
 `digits` has a verifier. A text is six free digits ("forks": any is valid), a mark, and the same digits in order ("locks": one
-is valid). In the training texts each of the latter is replaced by a random digit with probability `noise`, so that the entropy
+is valid). In the training texts each of the latter is replaced by a random digit with probability `noise`, so that entropy
 hardly tells a fork from a lock. An answer is correct if the locks are right; different forks are different answers. `text`
 takes worlds of `benchmarks.miscalibrated`, one for each seed.
 

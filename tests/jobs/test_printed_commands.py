@@ -30,6 +30,7 @@ from jobs import (
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
 from jobs.scoring.analyses.config import Instructions, Subjectivity
+from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
@@ -68,7 +69,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
     "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(
-        {"subjectivity": Subjectivity, "instructions": Instructions}, args=arguments
+        {"subjectivity": Subjectivity, "instructions": Instructions, "decoders": Decoders}, args=arguments
     ),
     "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
         {"headroom": calibrate.Headroom, "rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
