@@ -16,6 +16,7 @@ Shapes: those of `tempnet.decoders.rule`; M temperatures of a pool.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,9 @@ _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
 class Temperature(Rule):
     """A rule whose distribution is softmax(z/τ)."""
 
+    @abstractmethod
     def temperatures(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
         """Return τ (…,) in float32; the arguments are those of :meth:`log_probabilities`."""
-        raise NotImplementedError
 
     def log_probabilities(self, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> Tensor:
         """Return log softmax(z/τ) (…, V); see :meth:`Rule.log_probabilities`."""

@@ -159,7 +159,9 @@ def read_prompt_ids(
         prompts = read_prompts(config.prompts, config.format, config.max_prompts)
         ids = [tuple(tokenizer(prompt.turns[0]).input_ids) or (start,) for prompt in prompts]
     else:
-        long = [tokens for tokens in documents if len(tokens) > config.prompt_tokens][: config.max_prompts or None]
+        # Prompts alternate as documents do, so that one that reports comes from a document that neither trains nor chooses.
+        halves = ([tokens for tokens in documents[half::2] if len(tokens) > config.prompt_tokens] for half in range(2))
+        long = [tokens for both in zip(*halves, strict=False) for tokens in both][: config.max_prompts or None]
         ids = [(start, *tokens[: config.prompt_tokens]) for tokens in long]
         prompts = [Prompt(id=place, turns=(str(tokenizer.decode(list(tokens))),)) for place, tokens in enumerate(ids)]
     fitting = [place for place, tokens in enumerate(ids) if room is None or len(tokens) <= room]
