@@ -220,4 +220,4 @@ def main(job: Digits | Text) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(tyro.extras.subcommand_cli_from_dict({"digits": Digits, "text": Text}, description=__doc__))  # type: ignore[arg-type]
+    main(tyro.extras.subcommand_cli_from_dict({"digits": Digits, "text": Text}, description=__doc__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,53 +106,51 @@ def conclusion(values: dict[str, Any]) -> str:
 
 
 def plot(values: dict[str, Any], path: Path) -> None:
-    """Plot quality over diversity: what was tried on the choosing prompts, and the chosen rules on the reporting ones."""
+    """Plot quality over diversity: what was tried on the choosing prompts, and the chosen rules on the reporting ones.
+
+    A line joins the chosen rules that no other one exceeds in both.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    quality, label = (
-        ("correct", "share of correct texts")
-        if values["has_verifier"]
-        else (
-            "log_probability",
-            "log-probability of a token under the model at τ = 1, nats",
-        )
-    )
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    names = list(values["decoders"])
-    colours = {name: plt.get_cmap("tab20")(place % 20) for place, name in enumerate(names)}
-    for name in names:
-        tried = sorted(
-            (found["distinct"]["mean"], found[quality]["mean"])
-            for found in values["tried"]
-            if found["decoder"] == name and found["distinct"]["mean"] is not None
-        )
-        if tried:
-            axes.plot(*zip(*tried, strict=True), linestyle="none", marker=".", alpha=0.4, color=colours[name])
-        found = values["decoders"][name]["prompts"]
-        x, y = found["distinct"], found[quality]
-        if x["mean"] is None or y["mean"] is None:
+    quality, title = "log_probability", "log-probability of a token under the model at τ = 1, nats"
+    if values["has_verifier"]:
+        quality, title = "correct", "share of correct texts"
+    figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
+    points = []
+    for place, (name, found) in enumerate(values["decoders"].items()):
+        colour = plt.get_cmap("tab20")(place % 20)
+        tried = [(one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name]
+        tried = [point for point in tried if None not in point]
+        axes.scatter(*(zip(*tried, strict=True) if tried else ([], [])), s=9, alpha=0.4, color=colour)
+        x, y, rule = found["prompts"]["distinct"], found["prompts"][quality], found["prompts"]["rule"]
+        if None in (x["mean"], y["mean"]):
             continue
-        axes.errorbar(
-            x["mean"],
-            y["mean"],
-            xerr=x["half_width"] or 0.0,
-            yerr=y["half_width"] or 0.0,
-            fmt="s" if ": " in name else "o",
-            capsize=3,
-            color=colours[name],
-            label=f"{name}" if found["rule"] == name else f"{name}: {found['rule']}",
-        )
+        points.append((x["mean"], y["mean"]))
+        bars = {"xerr": x["half_width"] or 0.0, "yerr": y["half_width"] or 0.0}
+        # The mark of a control is a square; most labels begin with the name of their decoder.
+        mark, label = "s" if ": " in name else "o", rule if rule.startswith(name) else f"{name}: {rule}"
+        axes.errorbar(*points[-1], **bars, fmt=mark, capsize=3, color=colour, label=label)
+    axes.plot(*zip(*frontier(points), strict=True), color="black", linewidth=0.8, label="frontier")
     if not values["has_verifier"]:
         axes.axhline(-values["human_loss"], color="black", linestyle=":", label="real text")
     axes.set(
-        xlabel="distinct-2 (diversity)", ylabel=label, title="dots: tried on the choosing prompts; bars: the others"
+        xlabel="distinct-2 (diversity)", ylabel=title, title="dots: tried on the choosing prompts; marks: the others"
     )
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other one exceeds in both coordinates, from the largest x to the smallest."""
+    found: list[tuple[float, float]] = []
+    for point in sorted(points, reverse=True):
+        if not found or point[1] > found[-1][1]:
+            found.append(point)
+    return found
 
 
 def _show(values: dict[str, float | None] | None, factor: float, digits: int, *, missing: str = "") -> str:

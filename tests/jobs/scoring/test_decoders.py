@@ -21,7 +21,7 @@ from jobs.scoring.decoders.job import make_verifier, resolve_settings
 from jobs.scoring.decoders.learned import AUTODECO, PROPER, ROBUST
 from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText, draw
 from jobs.scoring.decoders.quality import measure_prompts
-from jobs.scoring.decoders.report import conclusion, figures, plot, table
+from jobs.scoring.decoders.report import conclusion, figures, frontier, plot, table
 from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, TextUnit, run_bench
 from jobs.scoring.generation.formats import Prompt
 from jobs.scoring.generation.gsm8k import majority_score
@@ -169,6 +169,13 @@ def test_table_conclusion_and_plot_show_every_decoder(comparison: Comparison, tm
     assert conclusion(values).count("\n") == 2
     plot(values, tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_frontier_is_what_no_point_exceeds() -> None:
+    points = [tuple(point) for point in np.random.default_rng(0).integers(0, 12, size=(60, 2)).tolist()]
+    expected = {a for a in points if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in points)}
+    assert set(frontier(points)) == expected
+    assert frontier([]) == []
 
 
 def test_figures_of_prompts_with_a_verifier() -> None:
