@@ -1,4 +1,4 @@
-"""Analyse what temperatures say: of groups of texts, along a training, over τ_max and ρ, and of noisy captions.
+"""Analyse what temperatures say of texts and captions, along a training, over τ_max and ρ; compare decoders.
 
 python -m jobs.analyse subjectivity --model runs/gpt2-scratch-small/export --data subjqa --output runs/subjectivity
 python -m jobs.analyse instructions --model runs/gpt2-scratch-small/export --data alpaca.json --output runs/instructions
@@ -6,6 +6,7 @@ python -m jobs.analyse openness --runs runs/gpt2-scratch-small --output runs/ope
 python -m jobs.analyse tau-max --models runs/gpt2-scratch-small/export --wikitext README.md --output runs/tau-max
 python -m jobs.analyse phase --sweep runs/rho --images IMAGES --label concept_frequency --output runs/phase
 python -m jobs.analyse noise --model runs/clip-short/export --images IMAGES --label concept_frequency --output runs/noise
+python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text TEXT --output runs/decoders
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tyro
 from jobs.engine.command_line import refusals_on_one_line, run_job
 from jobs.scoring.analyses.config import Analysis, Instructions, Noise, Openness, Phase, Subjectivity, TauMax
 from jobs.scoring.command import ending_in_one_line
+from jobs.scoring.decoders.config import Decoders
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "subjectivity": Subjectivity,
@@ -26,6 +28,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "tau-max": TauMax,
     "phase": Phase,
     "noise": Noise,
+    "decoders": Decoders,
 }
 """Name of an analysis → its configuration."""
 

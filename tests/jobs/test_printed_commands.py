@@ -14,6 +14,7 @@ import pytest
 import tyro
 
 from jobs import (
+    analyse,
     calibrate,
     export,
     prepare_features,
@@ -29,7 +30,6 @@ from jobs import (
 )
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
-from jobs.scoring.analyses.config import Instructions, Subjectivity
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
@@ -67,9 +67,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_sentences": of_presets(sentences.PRESETS, "train_sentences"),
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
-    "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(
-        {"subjectivity": Subjectivity, "instructions": Instructions}, args=arguments
-    ),
+    "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(analyse.CONFIGS, args=arguments),
     "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
         {"headroom": calibrate.Headroom, "rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
     ),

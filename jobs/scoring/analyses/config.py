@@ -14,6 +14,7 @@ _NEEDED = {
     "output": "a directory",
     "model": "a directory",
     "data": "a file or directory",
+    "text": "a file or directory",
     "runs": "at least one run",
     "models": "at least one model",
     "wikitext": "a text file",

@@ -9,6 +9,8 @@ from jobs.scoring.analyses.openness import analyse_openness
 from jobs.scoring.analyses.phase import analyse_phase
 from jobs.scoring.analyses.records import read_instructions, read_subjectivity
 from jobs.scoring.analyses.tau_max import analyse_tau_max
+from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.decoders.job import compare_decoders
 
 
 def run_analysis(config: Analysis) -> None:
@@ -26,5 +28,7 @@ def run_analysis(config: Analysis) -> None:
             analyse_phase(config)
         case Noise():
             analyse_noise(config)
+        case Decoders():
+            compare_decoders(config)
         case _:
             raise TypeError(f"there is no analysis for {type(config).__name__}")
