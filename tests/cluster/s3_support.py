@@ -48,6 +48,8 @@ class Behaviour:
     remembers: bool = False
     """Whether the proxy keeps the answers to requests for data in memory, so that the server behind it takes no computing
     time from a benchmark. Nothing may be written meanwhile."""
+    refuses_writes: bool = False
+    """Whether everything but reading is answered with 403 AccessDenied, as a bucket that is read-only does."""
     needs_keys: bool = False
     """Whether requests without a signature are answered with 403 AccessDenied, as a bucket that is not public does."""
 
@@ -134,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.counts.num_failed += 1
         if behaviour.gone and behaviour.gone in self.path:
             self.refuse(404, "NoSuchKey")
-        elif behaviour.needs_keys and "Authorization" not in self.headers:
+        elif self.denies(behaviour):
             self.refuse(403, "AccessDenied")
         elif failure == "503":
             self.refuse(503, "SlowDown")
@@ -142,6 +144,11 @@ class Handler(BaseHTTPRequestHandler):
             self.reset()
         else:
             self.pass_on(body, is_data=is_data, is_cut=failure == "cut")
+
+    def denies(self, behaviour: Behaviour) -> bool:
+        """Return whether the request needs rights that the bucket does not grant."""
+        is_write = self.command not in ("GET", "HEAD")
+        return (behaviour.refuses_writes and is_write) or (behaviour.needs_keys and "Authorization" not in self.headers)
 
     def body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):

@@ -39,7 +39,7 @@ def test_a_student_learns_from_its_teacher_with_any_workers(
 def test_a_teacher_with_another_tokenizer_or_none_is_refused(
     cluster: dict[str, str], tiny: Make, home: Path, reference: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"distillation\.teacher = '.*nowhere' is no Transformers model directory"):
+    with pytest.raises(ValueError, match=r"distillation\.teacher = '.*nowhere' is missing: there is no such file"):
         make_plan(tiny("nobody", temperature={"loss": "distil"}, distillation={"teacher": str(tmp_path / "nowhere")}))
     other = tmp_path / "tokenizer"
     other.mkdir()

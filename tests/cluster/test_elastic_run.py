@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from killing import at_the_same_time, last_checkpoint
 from language_model_support import Make, history
-from node_support import Node
+from node_support import second_node
 from support import wait_for
 
 from jobs.engine.launch import train
 from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
-
-
-def count_nodes() -> int:
-    """Return the number of nodes of the cluster that are alive."""
-    return sum(node["Alive"] for node in ray.nodes())
-
-
-@contextmanager
-def second_node(cluster: dict[str, str]) -> Iterator[Node]:
-    """Start a second node with as many CPUs as the head has, which is gone after the block."""
-    num_before = count_nodes()
-    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster)
-    try:
-        wait_for(lambda: count_nodes() > num_before, seconds=60)
-        yield node
-    finally:
-        node.kill()
-        wait_for(lambda: count_nodes() == 1, seconds=60)
 
 
 def num_writers(run: Path) -> int:

@@ -1,0 +1,73 @@
+"""A training run on two nodes under seeded schedules of faults, beside a run that nothing happens to.
+
+    .venv/bin/python -m benchmarks.faults [--seed 0] [--num-schedules 20]
+
+What can happen is in `tests/cluster/fault_support.py`, what the run depends on in `fault_site.py`. Shown are, for every
+schedule, the faults and the steps at which they happen, how often the job was started, steps whose loss is missing or
+recorded twice, steps with another batch, and the largest difference of a loss. A schedule that does not end is shown with
+its error; the last lines of jobs that ended early go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+from corpus_support import write_corpus
+from fault_site import Site, run_site
+from fault_support import Reference, draw, run_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Which schedules to run."""
+
+    seed: int = 0
+    """Seed of the first schedule."""
+    num_schedules: int = 20
+    """Number of schedules."""
+    num_faults: int = 3
+    """Number of faults in each."""
+
+
+def run_seed(seed: int, num_faults: int, site: Site, reference: Reference) -> bool:
+    """Run the schedule of a seed, print its row, and return whether the run was equal to the undisturbed one."""
+    schedule, started = draw(seed, num_faults), time.monotonic()
+    row = f"| {seed} | {', '.join(f'{fault} at {step}' for step, fault in schedule)} |"
+    try:
+        report = run_schedule(schedule, site, reference, f"seed-{seed}")
+    except Exception as error:  # one schedule must not hide the others
+        print(f"{row} {type(error).__name__}: {error} |", flush=True)
+        return False
+    print(
+        f"{row} {report.num_starts} | {report.num_lost} | {report.num_repeated} | {report.num_other_batches} | "
+        f"{report.largest_difference:.1e} | {time.monotonic() - started:.0f} |",
+        flush=True,
+    )
+    for message in report.messages:
+        print(f"seed {seed}: {message}", file=sys.stderr, flush=True)
+    return report.is_good
+
+
+def main() -> None:
+    """Run the schedules, and print a table and how many runs were equal to the undisturbed one."""
+    arguments = tyro.cli(Arguments, description=__doc__)
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        corpus = write_corpus(Path(name) / "corpus")
+        with run_site(corpus, Path(name) / "site") as site:
+            reference = Reference.train(site)
+            print("| seed | faults | starts | lost | repeated | other batches | largest difference | seconds |")
+            print("|---|---|---|---|---|---|---|---|")
+            seeds = range(arguments.seed, arguments.seed + arguments.num_schedules)
+            num_good = sum(run_seed(seed, arguments.num_faults, site, reference) for seed in seeds)
+    print(f"{num_good} of {arguments.num_schedules} are equal to the undisturbed run (all were to be)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Nodes, an object store and an MLflow server for training runs to which faults happen, and such a run itself."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlflow_support import Server
+from node_support import Job, TwoNodes, two_nodes
+from s3_support import ObjectStore, run_object_store
+from support import LANGUAGE_MODEL_OPTIONS
+
+NUM_STEPS = 300
+_MAX_STARTS = 12
+
+History = dict[int, list[float]]
+"""Step → all values of a metric that MLflow holds of a run."""
+
+
+class Clock:
+    """The wall clock of a node, as its Python processes see it (`shifted_clock/sitecustomize.py`)."""
+
+    def __init__(self, file: Path) -> None:
+        file.write_bytes(struct.pack("d", 0.0))
+        with file.open("r+b") as opened:
+            self._seconds = mmap.mmap(opened.fileno(), 8)
+        self.environment = {
+            "PYTHONPATH": str(Path(__file__).parent / "shifted_clock"),
+            "TEST_CLOCK": str(file),
+        }
+
+    def shift(self, seconds: float) -> None:
+        """Let the clock differ from the true time by some seconds."""
+        self._seconds[:] = struct.pack("d", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What runs depend on."""
+
+    directory: Path
+    corpus: Path
+    """Directory with `train`, `validation` and `tokenizer`."""
+    cluster: TwoNodes
+    clock: Clock
+    """Clock of the node that is not the head."""
+    store: ObjectStore
+    server: Server
+
+    def start(self, name: str, num_workers: str) -> Job:
+        """Start the job of a run, or go on with it."""
+        options = [
+            "gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, f"--run.name={name}", f"--run.num-steps={NUM_STEPS}",
+            "--run.log-every=5", "--run.checkpoint-every=10", "--run.max-restarts=9", "--run.max-wait-minutes=2",
+            "--run.storage=s3://bucket/runs", f"--run.prepared={self.directory / 'prepared'}",
+            f"--data.train={self.corpus / 'train'}", f"--data.validation={self.corpus / 'validation'}",
+            f"--data.tokenizer={self.corpus / 'tokenizer'}", f"--workers.num-workers={num_workers}",
+            "--workers.cpus-per-worker=1.5", f"--validation.every={NUM_STEPS}", f"--tracking.uri={self.server.uri}",
+            "--tracking.no-system-metrics",
+        ]  # fmt: skip
+        return Job(*options, environment=self.cluster.environment)
+
+    def history(self, name: str, key: str) -> History:
+        """Return what MLflow holds of a metric of a run."""
+        values: History = {}
+        for step, value in self.server.metrics_of(name, key):
+            values.setdefault(step, []).append(value)
+        return values
+
+
+@contextmanager
+def run_site(corpus: Path, directory: Path) -> Iterator[Site]:
+    """Run two nodes, a store and a server, with all their files in an empty directory."""
+    (directory / "mlflow").mkdir(parents=True)
+    clock, server = Clock(directory / "clock"), Server(directory / "mlflow")
+    server.start()
+    try:
+        with run_object_store(directory / "s3.log") as store:
+            environment = {**store.environment, "TEMPNET_CACHE": str(directory / "cache"), "TMPDIR": str(directory)}
+            with two_nodes(environment, clock.environment) as cluster:
+                yield Site(directory=directory, corpus=corpus, cluster=cluster, clock=clock, store=store, server=server)
+    finally:
+        server.kill()
+
+
+@dataclass
+class DisturbedRun:
+    """A run of one or two workers that is started again whenever it ends before its last step, as a person would do."""
+
+    site: Site
+    name: str
+    job: Job
+    num_starts: int = 1
+    messages: list[str] = field(default_factory=list)
+    """Last line of every start that ended before the last step."""
+
+    @classmethod
+    def begin(cls, site: Site, name: str) -> DisturbedRun:
+        """Start a run."""
+        return cls(site, name, site.start(name, "1:2"))
+
+    def start_again(self) -> None:
+        """Start the job, which has ended, again."""
+        self.messages.append(self.job.tail(1))
+        if self.num_starts == _MAX_STARTS:
+            raise RuntimeError(f"{self.name} does not end:\n{self.job.tail()}")
+        self.job = self.site.start(self.name, "1:2")
+        self.num_starts += 1
+
+    def reach(self, step: int) -> None:
+        """Wait until a step was shown."""
+        while not self.job.wait_for_step(step):
+            if self.job.end() == 0:
+                return
+            self.start_again()
+
+    def finish(self) -> None:
+        """Wait until the job ends well."""
+        while self.job.end() != 0:
+            self.start_again()

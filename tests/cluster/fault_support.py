@@ -1,0 +1,228 @@
+"""Let a seeded schedule of faults happen to a training run, and compare it with a run that nothing happened to.
+
+The run is a small language model on a cluster of two nodes, whose number of workers may change. Its checkpoints go to an
+S3 server behind a proxy, its metrics to an MLflow server (`fault_site.py`). A full disk needs a file system of its own:
+`test_survival.py` has that.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from fault_site import NUM_STEPS, DisturbedRun, History, Site
+from pyarrow.fs import FileSelector
+from support import wait_for
+
+_SECONDS_OF_TROUBLE = 10.0
+_RAY_PROGRAMS = Path(ray.__file__).parent / "core" / "src" / "ray"
+
+
+def kill_a_worker(run: DisturbedRun) -> None:
+    """A worker is ended by SIGKILL, as the kernel does when memory is short."""
+    cluster, workers = run.site.cluster, "ray::RayTrainWorker"
+    wait_for(lambda: bool(cluster.head.processes(workers) + cluster.node.processes(workers)), seconds=120)
+    (cluster.node.processes(workers) or cluster.head.processes(workers))[0].kill()
+
+
+def lose_a_node(run: DisturbedRun) -> None:
+    """A node loses its power; another one comes some seconds later."""
+    run.site.cluster.node.kill()
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.cluster.start_node()
+
+
+def kill_a_raylet(run: DisturbedRun) -> None:
+    """The raylet of a node is ended by SIGKILL, and its other processes follow; the node is started again."""
+    node = run.site.cluster.node
+    node.kill(str(_RAY_PROGRAMS / "raylet" / "raylet"))
+    node.process.wait()
+    run.site.cluster.start_node()
+
+
+def kill_the_driver(run: DisturbedRun) -> None:
+    """The driver is ended by SIGKILL."""
+    run.job.process.kill()
+
+
+def end_the_driver(run: DisturbedRun) -> None:
+    """The driver is told to end by SIGTERM."""
+    run.job.process.send_signal(signal.SIGTERM)
+
+
+def lose_the_head(run: DisturbedRun) -> None:
+    """The head loses its power, and with it the cluster is lost; both nodes are started again."""
+    run.site.cluster.close()
+    run.job.end()
+    run.site.cluster.start()
+
+
+def kill_the_control_service(run: DisturbedRun) -> None:
+    """Ray's control service is ended by SIGKILL; when the job has noticed it, both nodes are started again."""
+    run.site.cluster.head.kill(str(_RAY_PROGRAMS / "gcs" / "gcs_server"))
+    run.job.end()
+    run.site.cluster.close()
+    run.site.cluster.start()
+
+
+def kill_mlflow(run: DisturbedRun) -> None:
+    """The MLflow server is ended by SIGKILL and comes back after some seconds."""
+    run.site.server.kill()
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.server.start()
+
+
+def let_the_store_fail(run: DisturbedRun) -> None:
+    """For some seconds 5 % of the requests for data fail."""
+    run.site.store.behave(share_failing=0.05)
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.store.behave()
+
+
+def slow_the_store(run: DisturbedRun) -> None:
+    """For some seconds every request takes a third of a second more."""
+    run.site.store.behave(latency=0.3)
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.store.behave()
+
+
+def let_the_store_refuse_writes(run: DisturbedRun) -> None:
+    """For some seconds the store can only be read."""
+    run.site.store.behave(refuses_writes=True)
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.store.behave()
+
+
+def let_a_clock_jump(run: DisturbedRun) -> None:
+    """The clock of a node goes an hour forward, and some seconds later two hours back."""
+    run.site.clock.shift(3600.0)
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.clock.shift(-3600.0)
+    time.sleep(_SECONDS_OF_TROUBLE)
+    run.site.clock.shift(0.0)
+
+
+def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
+    """The driver is killed, and a byte of the newest checkpoint changes."""
+    run.job.process.kill()
+    run.job.end()
+    store = run.site.store.filesystem
+    files = store.get_file_info(FileSelector(f"bucket/runs/{run.name}", recursive=True))
+    states = [file.path for file in files if file.path.endswith("_states.pt")]
+    newest = max(states, key=lambda path: path.split("checkpoint-")[1])
+    with store.open_input_stream(newest) as source:
+        content = bytearray(source.read())
+    content[len(content) // 2] ^= 1
+    with store.open_output_stream(newest) as target:
+        target.write(bytes(content))
+
+
+def lose_a_shard(run: DisturbedRun) -> None:
+    """The driver is killed and a shard of the data is gone; the next start says so, and the shard comes back.
+
+    Workers train on until they notice that their driver is gone. If they have trained the last step by then, the next start
+    needs no data, and ends well.
+    """
+    run.job.process.kill()
+    run.job.end()
+    shard = min((run.site.directory / "prepared").glob("train-*/*.arrow"))
+    away = run.site.directory / "away"
+    shutil.move(shard, away)
+    run.start_again()
+    wanted = shard.name if run.job.end() != 0 else f"before this start: step {NUM_STEPS} of {NUM_STEPS}"
+    assert any(wanted in line for _, line in run.job.lines), run.job.tail()
+    shutil.move(away, shard)
+
+
+FAULTS: dict[str, Callable[[DisturbedRun], None]] = {
+    "worker killed": kill_a_worker,
+    "node lost": lose_a_node,
+    "raylet killed": kill_a_raylet,
+    "driver killed": kill_the_driver,
+    "driver told to end": end_the_driver,
+    "head lost": lose_the_head,
+    "control service killed": kill_the_control_service,
+    "MLflow killed": kill_mlflow,
+    "store fails": let_the_store_fail,
+    "store slow": slow_the_store,
+    "store read-only": let_the_store_refuse_writes,
+    "clock jumps": let_a_clock_jump,
+    "checkpoint damaged": damage_the_newest_checkpoint,
+    "shard gone": lose_a_shard,
+}
+
+Schedule = list[tuple[int, str]]
+"""Steps and names of faults, in the order of the steps."""
+
+
+def draw(seed: int, num_faults: int = 3) -> Schedule:
+    """Return the schedule of a seed."""
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(20, NUM_STEPS - 20, 10), num_faults))
+    return list(zip(steps, rng.sample(sorted(FAULTS), num_faults), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The run that nothing happened to."""
+
+    losses: History
+    digests: History
+
+    @classmethod
+    def train(cls, site: Site) -> Reference:
+        """Train with one worker."""
+        job = site.start("undisturbed", "1")
+        if job.end():
+            raise RuntimeError(job.tail())
+        return cls(
+            losses=site.history("undisturbed", "train/loss"), digests=site.history("undisturbed", "train/batch_digest")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a run to which faults happened."""
+
+    num_starts: int
+    """How often the job was started."""
+    num_lost: int
+    """Number of steps whose loss or batch is missing in MLflow."""
+    num_repeated: int
+    """Number of steps whose batch or loss is recorded with two values that differ."""
+    num_other_batches: int
+    """Number of steps with another batch than in the undisturbed run."""
+    largest_difference: float
+    """Largest difference of a step's loss from that of the undisturbed run."""
+    messages: list[str]
+    """Last line of every start that ended before the last step."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the run is equal to that which nothing happened to."""
+        return not (self.num_lost or self.num_repeated or self.num_other_batches) and self.largest_difference < 1e-5
+
+
+def run_schedule(schedule: Schedule, site: Site, reference: Reference, name: str) -> Report:
+    """Train while the faults of a schedule happen, and compare."""
+    run = DisturbedRun.begin(site, name)
+    for step, fault in schedule:
+        run.reach(step)
+        FAULTS[fault](run)
+    run.finish()
+    losses, digests = site.history(name, "train/loss"), site.history(name, "train/batch_digest")
+    steps = reference.losses.keys() & losses.keys() & digests.keys()
+    return Report(
+        num_starts=run.num_starts,
+        num_lost=NUM_STEPS - len(steps),
+        num_repeated=sum(len(set(digests[step])) > 1 or max(losses[step]) - min(losses[step]) > 1e-5 for step in steps),
+        num_other_batches=sum(digests[step][-1] != reference.digests[step][-1] for step in steps),
+        largest_difference=max(abs(losses[step][-1] - reference.losses[step][-1]) for step in steps),
+        messages=run.messages,
+    )
