@@ -140,7 +140,7 @@ def _added(values: Sequence[float], place: int) -> float:
 
 
 def distinct_reward(rewards: Sequence[float], answers: Sequence[Hashable]) -> float:
-    """Return the sum over distinct answers of their best reward, divided by the number of texts."""
+    """Return the sum over distinct answers of their best reward, divided by the number of texts, of which there are some."""
     best: dict[Hashable, float] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         best[answer] = max(best.get(answer, 0.0), reward)
