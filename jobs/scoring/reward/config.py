@@ -18,6 +18,12 @@ class RewardTemperatureSection(TempNetOptions):
 
     input: Literal["logits", "hidden", "both"] = "hidden"
     """What the TempNet reads: the logits, the hidden state that they are computed from, or both."""
+    normalize_input: bool = False
+    """Whether the TempNet divides its input by the L2 norm. Unlike in the papers it does not: from a hidden state of norm 1
+    a new network learns many times more slowly."""
+    pooling: Literal["parametric", "linear"] = "linear"
+    """Pooling of the TempNet: one linear layer, s = Σ_k w_k·u_k/d2 + b, or parametrised, as in the papers. The linear one
+    begins at the middle of the range for every input, and learns to tell contexts apart sooner."""
     tau_min: float = 0.001
     """τ₀, the lower bound of the temperature."""
     tau_max: float = 2.0
@@ -41,8 +47,11 @@ class LeashSection:
     """How far the texts may go from those that the model gives at τ = 1: KL(π_τ ‖ π_1), in nats a text."""
 
     target_kl: float | None = None
-    """Divergence at which the weight λ of the divergence settles. None: −log of the mean reward at τ = 1, the divergence of
-    the nearest texts that are all correct; it is measured before the first step."""
+    """Divergence at which the weight λ of the divergence settles. None: allowance times −log of the mean reward at τ = 1,
+    which is measured before the first step."""
+    allowance: float = 1.2
+    """Target divergence, in units of −log of the mean reward at τ = 1: the divergence of the nearest policy of any kind
+    that is always right. At 1 nothing is left for the error of the measurement and for what a temperature cannot do."""
     weight: float | None = None
     """λ at the first step. None: 1/target_kl, at which the target costs as much as a reward of 1."""
     gain: float = 1.0
@@ -58,7 +67,7 @@ class LeashSection:
             if getattr(self, name) is not None:
                 check_positive("leash", self, name)
         check_not_negative("leash", self, "gain", "reset_steps")
-        check_positive("leash", self, "num_base_batches")
+        check_positive("leash", self, "allowance", "num_base_batches")
         if not self.reset_steps and self.weight is None:
             raise ValueError("leash.reset_steps = 0 keeps λ as it is: give leash.weight")
 
@@ -110,7 +119,7 @@ class RewardConfig:
     """Number of texts per prompt and step, at least 2: a text is compared with the others of its group."""
     max_new_tokens: int = 256
     """Maximum number of new tokens per text."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 3e-2
     """Learning rate of the TempNet at the first step."""
     max_grad_norm: float = 1.0
     """Maximum L2 norm to which the gradient is clipped."""

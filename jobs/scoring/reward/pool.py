@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -24,8 +26,10 @@ _MAX_DEATHS_IN_A_ROW = 3
 class _RolloutActor:
     """Ray actor around a worker, which it makes with its first call, so that errors are raised there."""
 
-    def __init__(self, plan: RewardPlan, num_threads: int) -> None:
+    def __init__(self, plan: RewardPlan, num_threads: int, search_path: Sequence[str]) -> None:
         torch.set_num_threads(num_threads)
+        # A function that verifies may lie where only the driver would look for it.
+        sys.path += [path for path in search_path if path not in sys.path]
         self._plan = plan
         self._worker: RolloutWorker | None = None
 
@@ -104,6 +108,7 @@ class RolloutPool:
             num_gpus=1 if self._settings.use_gpu else 0,
             runtime_env={"env_vars": CPU_ENVIRONMENT},
         )
-        handle = actor.remote(self._plan, max(1, int(self._settings.cpus_per_worker)))
+        search_path = [path or os.getcwd() for path in sys.path]
+        handle = actor.remote(self._plan, max(1, int(self._settings.cpus_per_worker)), search_path)
         self._fresh.append(handle)
         return handle

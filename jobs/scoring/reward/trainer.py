@@ -70,7 +70,7 @@ class RewardTrainer:
         target = leash.target_kl
         if target is None:
             try:
-                target = divergence_of_success(self.base["reward"])
+                target = leash.allowance * divergence_of_success(self.base["reward"])
             except ValueError:
                 raise ValueError(
                     f"the mean reward of {self.plan.config.model} at τ = 1 is {self.base['reward']:g}, over "

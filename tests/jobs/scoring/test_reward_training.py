@@ -53,7 +53,13 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             for i, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True))
         ]
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        temperature = {"hidden_size": 8, "num_prototypes": 4, "input": "both", "input_shift": "mean"}
+        temperature = {
+            "hidden_size": 8,
+            "num_prototypes": 4,
+            "input": "both",
+            "input_shift": "mean",
+            "pooling": "parametric",
+        }
         temperature |= changes.pop("temperature", {})
         fields = {
             "num_steps": 4,
@@ -240,13 +246,13 @@ def test_the_target_is_the_divergence_of_success_and_the_reward_rises(make: Any,
         prompts_at_a_time=3,
         learning_rate=0.05,
         leash=LeashSection(num_base_batches=4),
-        temperature={"input": "hidden", "hidden_size": 16, "num_prototypes": 8, "normalize_input": False},
+        temperature={"input": "hidden", "hidden_size": 16, "num_prototypes": 8},
     )
     worker = RolloutWorker(plan)
     trainer = trainer_of(plan, worker)
     train(trainer, str(tmp_path / "run"), say=lambda line: None)
     result = trainer.result() | compare_temperatures(trainer)
-    assert result["target_kl"] == pytest.approx(-math.log(trainer.base["reward"]))
+    assert result["target_kl"] == pytest.approx(-1.2 * math.log(trainer.base["reward"]))
     temperatures = result["temperatures"]
     assert temperatures["learned"]["reward"] > temperatures["one"]["reward"] + 0.05
     assert temperatures["one"]["kl"] == pytest.approx(0.0, abs=1e-6)
