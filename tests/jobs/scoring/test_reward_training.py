@@ -240,17 +240,17 @@ def test_the_target_is_the_divergence_of_success_and_the_reward_rises(make: Any,
             )
             for prompt in PROMPTS
         ],
-        num_steps=12,
+        num_steps=30,
         group_size=16,
         max_new_tokens=2,
         prompts_at_a_time=3,
-        learning_rate=0.05,
+        learning_rate=0.1,
         leash=LeashSection(num_base_batches=4),
         temperature={"input": "hidden", "hidden_size": 16, "num_prototypes": 8},
     )
     worker = RolloutWorker(plan)
     trainer = trainer_of(plan, worker)
-    train(trainer, str(tmp_path / "run"), say=lambda line: None)
+    train(trainer, str(tmp_path / "run"))
     result = trainer.result() | compare_temperatures(trainer)
     assert result["target_kl"] == pytest.approx(-1.2 * math.log(trainer.base["reward"]))
     temperatures = result["temperatures"]
