@@ -21,7 +21,7 @@ def simulate(controller: KLController, *, steps: int, scale: float, power: float
     return history
 
 
-@given(st.floats(0.1, 10.0), st.floats(0.5, 2.0), st.floats(3.0, 30.0), st.floats(0.2, 20.0), st.floats(0.01, 10.0))
+@given(st.floats(0.1, 10.0), st.floats(0.5, 2.0), st.floats(3.0, 30.0), st.floats(0.2, 5.0), st.floats(0.01, 10.0))
 def test_the_divergence_settles_at_its_target(
     scale: float, power: float, delay: float, target: float, weight: float
 ) -> None:
@@ -32,12 +32,22 @@ def test_the_divergence_settles_at_its_target(
 
 
 def test_a_restored_controller_goes_on_exactly() -> None:
-    whole, first, second = (KLController(0.3, target=2.0) for _ in range(3))
+    whole, first, second = (KLController(0.3, target=2.0, ramp_steps=5.0) for _ in range(3))
     values = [0.1, 3.0, 2.5, math.nan, 1.0, 4.0]
     expected = [whole.update(value) for value in values]
     found = [first.update(value) for value in values[:3]]
     second.restore(first.state())
     assert found + [second.update(value) for value in values[3:]] == expected
+
+
+def test_the_goal_rises_to_the_target_in_equal_steps_and_what_follows_it_leaves_the_weight_alone() -> None:
+    controller = KLController(0.7, target=2.0, ramp_steps=8.0)
+    goals = []
+    for _ in range(12):
+        goals.append(controller.goal)
+        assert controller.update(controller.goal) == pytest.approx(0.7)
+    assert goals == pytest.approx([0.25 * step for step in range(1, 9)] + [2.0] * 4)
+    assert KLController(0.7, target=2.0).goal == 2.0
 
 
 def test_the_weight_stays_within_its_bounds_and_comes_back_at_once() -> None:
@@ -54,6 +64,7 @@ def test_the_weight_stays_within_its_bounds_and_comes_back_at_once() -> None:
     [
         ({"target": 0.0}, "target = 0 must be positive"),
         ({"target": 1.0, "gain": -1.0}, "gain = -1 must not be negative"),
+        ({"target": 1.0, "ramp_steps": -1.0}, "ramp_steps = -1 must not be negative"),
         ({"target": 1.0, "reset_steps": math.inf}, "reset_steps = inf must be positive and finite"),
         ({"target": 1.0, "bounds": (1.5, 2.0)}, r"weight = 1 must lie in \[1.5, 2\]"),
     ],

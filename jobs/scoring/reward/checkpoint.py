@@ -12,7 +12,6 @@ from safetensors.torch import load, save
 
 from jobs.scoring.reward.trainer import RewardTrainer
 from pipelines.storage import exists, read_bytes, write_bytes
-from tempnet.reward_leash import KLController
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,10 +58,7 @@ def load_checkpoint(trainer: RewardTrainer, directory: str) -> bool:
         controller = state["controller"]
     except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"{uri} is damaged: {error!s:.200}; delete it to begin anew") from error
-    leash = trainer.plan.config.leash
-    trainer.controller = KLController(
-        controller["weight"], target=controller["target"], gain=leash.gain, reset_steps=leash.reset_steps or 1.0
-    )
+    trainer.controller = trainer.make_controller(controller["target"])
     trainer.controller.restore(controller)
     trainer.step, trainer.base, trainer.history = state["step"], state["base"], state["history"]
     trainer.failures, trainer.first_failure = Counter(state["failures"]), state["first_failure"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive
+from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of
 from jobs.scoring.config import PoolSection, check_least
@@ -52,24 +52,24 @@ class LeashSection:
     allowance: float = 1.2
     """Target divergence, in units of −log of the mean reward at τ = 1: the divergence of the nearest policy of any kind
     that is always right. At 1 nothing is left for the error of the measurement and for what a temperature cannot do."""
-    weight: float | None = None
-    """λ at the first step. None: 1/target_kl, at which the target costs as much as a reward of 1."""
+    weight: float = 1.0
+    """λ at the first step: the reward that a nat of divergence costs."""
+    ramp_share: float = 0.6
+    """Share of the steps, in [0, 1], over which the goal of the divergence rises from 0 to its target."""
     gain: float = 1.0
     """κ, the exponent with which λ answers a divergence that is off its target."""
     reset_steps: float = 30.0
-    """Number of steps in which a divergence that is off by a factor of e moves λ by a factor of e. 0: λ stays as it is
-    given by weight."""
+    """Number of steps in which a divergence that is off by a factor of e moves λ by a factor of e. 0: λ stays at
+    weight, and there is no target."""
     num_base_batches: int = 4
     """Number of steps' worth of texts that are generated at τ = 1 to measure the mean reward of the model."""
 
     def __post_init__(self) -> None:
-        for name in ("target_kl", "weight"):
-            if getattr(self, name) is not None:
-                check_positive("leash", self, name)
+        if self.target_kl is not None:
+            check_positive("leash", self, "target_kl")
         check_not_negative("leash", self, "gain", "reset_steps")
-        check_positive("leash", self, "allowance", "num_base_batches")
-        if not self.reset_steps and self.weight is None:
-            raise ValueError("leash.reset_steps = 0 keeps λ as it is: give leash.weight")
+        check_positive("leash", self, "allowance", "weight", "num_base_batches")
+        check_share("leash", self, "ramp_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,10 +77,19 @@ class RewardTrainer:
                     f"{self.base['texts']:.0f} texts: leash.target_kl cannot be derived from it. A model that is never right "
                     "has nothing to learn from; else give --leash.target-kl"
                 ) from None
-        self.controller = KLController(
-            leash.weight or 1.0 / target, target=target, gain=leash.gain, reset_steps=leash.reset_steps or 1.0
-        )
+        self.controller = self.make_controller(target)
         return self.base
+
+    def make_controller(self, target: float) -> KLController:
+        """Return the controller of λ before its first step."""
+        leash = self.plan.config.leash
+        return KLController(
+            leash.weight,
+            target=target,
+            gain=leash.gain,
+            reset_steps=leash.reset_steps or 1.0,
+            ramp_steps=leash.ramp_share * self.plan.config.num_steps,
+        )
 
     def evaluate(self, temperature: float | None, *, num_batches: int, first: int = -1) -> Figures:
         """Return mean figures of texts at a constant temperature, or at those of the TempNet (None); nothing is learned.

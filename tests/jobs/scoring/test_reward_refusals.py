@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], model: Path, prompts: Path, *opt
         (["--num-steps", "0"], "num_steps = 0 must be at least 1"),
         (["--learning-rate", "0"], "learning_rate = 0 must be positive"),
         (["--leash.target-kl", "-1"], "leash.target_kl = -1.0 must be positive"),
-        (["--leash.reset-steps", "0"], "leash.reset_steps = 0 keeps λ as it is: give leash.weight"),
+        (["--leash.ramp-share", "1.5"], "leash.ramp_share = 1.5 must lie in [0, 1]"),
         (["--verifier.seconds", "0"], "verifier.seconds = 0.0 must be positive"),
         (["--temperature.tau-min", "3"], "0 < tau_min < tau_max does not hold"),
         (["--format", "gsm8k"], "verifier.name = exact needs other fields than format = gsm8k has"),
