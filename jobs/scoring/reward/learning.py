@@ -9,7 +9,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +87,11 @@ class Learner:
         self._head = find_output_head(base)
 
     def gradient(
-        self, rollouts: Sequence[Rollout], groups: Sequence[GroupRewards], kl_weight: float, sums: Counter[str]
+        self,
+        rollouts: Sequence[Rollout],
+        groups: Sequence[GroupRewards],
+        kl_weight: float,
+        sums: defaultdict[str, float],
     ) -> dict[str, Tensor]:
         """Return the sum over texts of the gradient of −(advantage·log p − λ·KL), by the name of the parameter.
 
@@ -112,7 +116,9 @@ class Learner:
             for name, value in self._network.named_parameters()
         }
 
-    def add_statistics(self, rollouts: Sequence[Rollout], groups: Sequence[GroupRewards], sums: Counter[str]) -> None:
+    def add_statistics(
+        self, rollouts: Sequence[Rollout], groups: Sequence[GroupRewards], sums: defaultdict[str, float]
+    ) -> None:
         """Add `kl`, `tokens`, `tau` and `tau_square` of texts that were drawn at given temperatures."""
         tokens = self._read(rollouts)
         given = torch.tensor([value for rollout in rollouts for value in rollout.tau], device=tokens.ids.device)
@@ -193,7 +199,9 @@ def _token_weights(
     return _TokenWeights(advantages[tokens.rows, tokens.columns], is_valid[tokens.rows, tokens.columns])
 
 
-def _add(sums: Counter[str], tokens: _Tokens, kl: Tensor, tau: Tensor, groups: Sequence[GroupRewards]) -> None:
+def _add(
+    sums: defaultdict[str, float], tokens: _Tokens, kl: Tensor, tau: Tensor, groups: Sequence[GroupRewards]
+) -> None:
     places = torch.tensor([place for group in groups for place in group.places], dtype=torch.long)
     is_valid = torch.isin(tokens.rows, places.to(tokens.rows.device))
     sums["tokens"] += int(is_valid.sum())

@@ -6,7 +6,7 @@ number of the sample and the step. Which worker does it, and how often, changes 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +42,7 @@ class Answer:
 
     gradient: dict[str, Tensor] = field(default_factory=dict)
     """Sum over texts of the gradient of the loss, by the name of the parameter; empty for a constant temperature."""
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`texts` with a reward, their `reward`, `distinct` and `kl`; `tokens`, `tau` and `tau_square`; `lost` texts."""
     failures: Counter[str] = field(default_factory=Counter)
     """Number of texts lost to the verifier, by reason."""
@@ -53,7 +53,8 @@ class Answer:
         """Add another answer to this one."""
         for name, value in other.gradient.items():
             self.gradient[name] = self.gradient[name] + value if name in self.gradient else value
-        self.sums.update(other.sums)
+        for name, number in other.sums.items():
+            self.sums[name] += number
         self.failures.update(other.failures)
         self.first_failure = self.first_failure or other.first_failure
 

@@ -166,7 +166,7 @@ class RewardTrainer:
     def _check_rewards(self, answer: Answer) -> None:
         if not answer.sums["texts"]:
             raise NoRewardError(
-                f"verifier.name = {self.plan.config.verifier.name} gave no text of a step a reward, {answer.sums['lost']} "
+                f"verifier.name = {self.plan.config.verifier.name} gave no text of a step a reward, {answer.sums['lost']:.0f} "
                 f"were lost: {answer.first_failure}"
             )
 
