@@ -165,9 +165,9 @@ class RewardTrainer:
 
     def _check_rewards(self, answer: Answer) -> None:
         if not answer.sums["texts"]:
+            name, num_lost = self.plan.config.verifier.name, f"{answer.sums['lost']:.0f}"
             raise NoRewardError(
-                f"verifier.name = {self.plan.config.verifier.name} gave no text of a step a reward, {answer.sums['lost']:.0f} "
-                f"were lost: {answer.first_failure}"
+                f"verifier.name = {name} gave no text of a step a reward, {num_lost} were lost: {answer.first_failure}"
             )
 
 
