@@ -88,6 +88,7 @@ class RolloutPool:
             (done,), _ = ray.wait(list(running), num_returns=1)
             actor, place = running.pop(done)
             self._busy.remove(actor)
+            self._idle.append(actor)
             try:
                 answers[place] = ray.get(done)
                 num_deaths = 0
@@ -97,9 +98,8 @@ class RolloutPool:
                 num_deaths += 1
                 if num_deaths == _MAX_DEATHS_IN_A_ROW:
                     raise
-                actor = self._start()
+                self._idle[-1] = self._start()
                 waiting.appendleft((place, orders[place]))
-            self._idle.append(actor)
         return [answers[place] for place in range(len(orders))]
 
     def _start(self) -> Any:

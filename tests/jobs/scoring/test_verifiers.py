@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ def unruly(sample):
     return {"raise": lambda: 1 / 0, "hang": lambda: time.sleep(600), "die": lambda: os._exit(3),
             "nan": lambda: float("nan"), "word": lambda: "good", "high": lambda: 1.5, "low": lambda: -0.1,
             "none": lambda: None, "right": lambda: True, "half": lambda: 0.5}[sample["text"]]()
+def hang_and_tell(sample):
+    open(sample["text"], "w").write(str(os.getpid()))
+    time.sleep(600)
 NOT_CALLABLE = 3
 """
 
@@ -66,6 +71,26 @@ def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
     assert found.rewards == [1.0, None, 0.5, *[None] * 7, 1.0]
     assert found.failures == {"raised": 1, "timed_out": 1, "died": 1, "not_a_number": 3, "out_of_range": 2}
     assert "ZeroDivisionError" in found.first_failure
+
+
+def test_a_function_that_hangs_ends_with_the_process_that_asked_it(functions: str, tmp_path: Path) -> None:
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from jobs.scoring.verifiers.functions import FunctionVerifier\n"
+        "from jobs.scoring.verifiers.samples import Sample\n"
+        "verifier = FunctionVerifier('own_verifiers:hang_and_tell', seconds=600)\n"
+        f"verifier.judge(Sample(prompt='', text={str(tmp_path / 'pid')!r}))\n"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_rewards_do_not_depend_on_how_many_are_judged_at_a_time(functions: str) -> None:
