@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.forks_and_locks --output forks --seeds 0 1 2 3 4
 
 For every seed a small GPT-2 learns the corrupted texts of `benchmarks.sorted_copy`. Then `jobs.train_reward`'s trainer, in
-one process, trains a TempNet on the reward of distinct right answers; the controller finds λ, and nothing about the task is
-told to it but the verifier. The rivals are swept on draws of their own: of each the setting with the most distinct right
+one process, trains a TempNet on the verifier's reward, of distinct right answers or (`--reward each`) of right ones; the
+controller finds λ, and nothing about the task is told to it. The rivals are swept on draws of their own: of each the setting with the most distinct right
 answers, among those with at least 97 % right ones. All are then judged on the same prompts and random streams, by groups of
 64 texts of one prompt, over which the intervals are taken:
 
@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,6 +70,8 @@ class Arguments:
     """Directory of the models and runs."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of base model, TempNet and texts."""
+    reward: Literal["each", "distinct"] = "distinct"
+    """Whether a right text earns its reward however often it comes, or once."""
     num_base_steps: int = 1200
     """Number of training steps of the base model."""
     num_steps: int = 200
@@ -130,7 +132,7 @@ def make_base(directory: Path, seed: int, num_steps: int) -> None:
     )
 
 
-def train_head(base: Path, run: Path, seed: int, num_steps: int) -> RewardTrainer:
+def train_head(base: Path, run: Path, seed: int, job: Arguments) -> RewardTrainer:
     """Train the TempNet of a seed, or go on from its checkpoint."""
     run.mkdir(parents=True, exist_ok=True)
     prompts = run / "prompts.jsonl"
@@ -140,8 +142,8 @@ def train_head(base: Path, run: Path, seed: int, num_steps: int) -> RewardTraine
         prompts=str(prompts),
         verifier=VerifierSection(name="benchmarks.sorted_copy:verify"),
         storage=str(run),
-        reward="distinct",
-        num_steps=num_steps,
+        reward=job.reward,
+        num_steps=job.num_steps,
         prompts_per_step=len(LETTERS),
         group_size=32,
         prompts_at_a_time=len(LETTERS),
@@ -276,7 +278,7 @@ def main(job: Arguments) -> None:
     for seed in job.seeds:
         directory = Path(job.output) / f"seed-{seed}"
         make_base(directory / "base", seed, job.num_base_steps)
-        trainer = train_head(directory / "base", directory / "run", seed, job.num_steps)
+        trainer = train_head(directory / "base", directory / job.reward, seed, job)
         result = trainer.result()
         kl = result["last_steps"].get("kl", math.nan)
         weights.append(f"{result['kl_weight']:.3g}, {result['target_kl']:.2f}, {kl:.2f}")
