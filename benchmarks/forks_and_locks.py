@@ -4,9 +4,9 @@
 
 For every seed a small GPT-2 learns the corrupted texts of `benchmarks.sorted_copy`. Then `jobs.train_reward`'s trainer, in
 one process, trains a TempNet on the verifier's reward, of distinct right answers or (`--reward each`) of right ones; the
-controller finds λ, and nothing about the task is told to it. The rivals are swept on draws of their own: of each the setting with the most distinct right
-answers, among those with at least 97 % right ones. All are then judged on the same prompts and random streams, by groups of
-64 texts of one prompt, over which the intervals are taken:
+controller finds λ, and nothing about the task is told to it. The rivals are swept on draws of their own: of each the
+setting with the most distinct right answers, among those with at least 97 % right ones. All are then judged on the same
+prompts and random streams, by groups of 64 texts of one prompt, over which the intervals are taken:
 
     correct             share of the texts that are right
     distinct correct    number of different right texts of a group, over the number of texts
