@@ -18,7 +18,7 @@ class ExactMatch:
     def check(self, fields: Mapping[str, Any]) -> None:
         """Check that the prompt has a string `answer`."""
         if not isinstance(fields.get("answer"), str):
-            raise ValueError("verifier = exact compares with a string `answer`, which is missing")
+            raise ValueError("verifier.name = exact compares with a string `answer`, which is missing")
 
     def judge(self, sample: Sample) -> float:
         """Return 1 or 0."""
@@ -39,7 +39,7 @@ class Gsm8k:
         """Check that the prompt has a reference number."""
         if "gold" not in fields:
             if not isinstance(fields.get("answer"), str):
-                raise ValueError("verifier = gsm8k compares with a solution `answer`, which is missing")
+                raise ValueError("verifier.name = gsm8k compares with a solution `answer`, which is missing")
             gold_answer(fields["answer"])
 
     def judge(self, sample: Sample) -> float:

@@ -27,12 +27,12 @@ class CommandVerifier:
         try:
             self._words = shlex.split(command)
         except ValueError as error:
-            raise ValueError(f"verifier = {command!r} is no command line: {error}") from error
+            raise ValueError(f"verifier.name = {command!r} is no command line: {error}") from error
         self._seconds = seconds
         if not self._words or shutil.which(self._words[0]) is None:
             raise ValueError(
-                f"verifier = {command!r} is none of exact, gsm8k and unit-tests, no function MODULE:FUNCTION, and no command "
-                "of this machine"
+                f"verifier.name = {command!r} is none of exact, gsm8k and unit-tests, no function MODULE:FUNCTION, and no "
+                "command of this machine"
             )
 
     def check(self, fields: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class FunctionVerifier:
             problem = str(error)
         if problem:
             self.close()
-            raise ValueError(f"verifier = {self._name}: {problem}")
+            raise ValueError(f"verifier.name = {self._name}: {problem}")
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Check nothing: what the function needs is its own affair."""

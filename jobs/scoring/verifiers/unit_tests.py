@@ -55,7 +55,7 @@ class UnitTests:
         try:
             compile(_statements(fields.get("tests")), "tests", "exec")
         except SyntaxError as error:
-            raise ValueError(f"verifier = unit-tests: `tests` cannot be parsed: {error}") from error
+            raise ValueError(f"verifier.name = unit-tests: `tests` cannot be parsed: {error}") from error
 
     def judge(self, sample: Sample) -> float:
         """Run the code and its tests."""
@@ -105,4 +105,6 @@ def _statements(tests: Any) -> str:
         return tests
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
         return "\n".join(tests)
-    raise ValueError("verifier = unit-tests runs `tests`, a string or a list of strings of Python, which is missing")
+    raise ValueError(
+        "verifier.name = unit-tests runs `tests`, a string or a list of strings of Python, which is missing"
+    )

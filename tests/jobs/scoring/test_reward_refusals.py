@@ -22,6 +22,7 @@ def refused(capsys: pytest.CaptureFixture[str], model: Path, prompts: Path, *opt
     storage = prompts.parent / "runs"
     arguments = ["--model", str(model), "--prompts", str(prompts), "--storage", str(storage), *options]
     arguments += [] if "--verifier.name" in options else ["--verifier.name", "exact"]
+    arguments += [] if "--max-new-tokens" in options else ["--max-new-tokens", "8"]
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     said = capsys.readouterr().err
@@ -45,9 +46,9 @@ def refused(capsys: pytest.CaptureFixture[str], model: Path, prompts: Path, *opt
         (["--workers.num-workers", "0"], "workers.num_workers = 0 must be positive"),
         (["--max-new-tokens", "64"], "max_new_tokens = 64 leaves no room for a prompt"),
         (["--max-new-tokens", "63", "--chat", "on"], "chat = on: the tokenizer of"),
-        (["--verifier.name", "no_such_module:check"], "verifier = no_such_module:check: ModuleNotFoundError"),
+        (["--verifier.name", "no_such_module:check"], "verifier.name = no_such_module:check: ModuleNotFoundError"),
         (["--verifier.name", "no-such-command"], "none of exact, gsm8k and unit-tests"),
-        (["--verifier.name", "unit-tests"], "prompt 1: verifier = unit-tests runs `tests`"),
+        (["--verifier.name", "unit-tests"], "prompt 1: verifier.name = unit-tests runs `tests`"),
         (["--temperature.path", "{model}"], "holds a TempNet with"),
         (["--temperature.path", "missing"], "temperature.path = missing is missing"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),

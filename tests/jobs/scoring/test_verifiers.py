@@ -118,7 +118,7 @@ def test_what_cannot_be_run_is_refused_before_any_sample(functions: str, name: s
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("exact", {}, "prompt 'p': verifier = exact compares with a string `answer`"),
+        ("exact", {}, "prompt 'p': verifier.name = exact compares with a string `answer`"),
         ("gsm8k", {"answer": "no mark"}, "does not end in ####"),
         ("unit-tests", {"tests": []}, "runs `tests`"),
         ("unit-tests", {"tests": "assert ("}, "`tests` cannot be parsed"),
