@@ -110,6 +110,10 @@ class TemperatureSection(TempNetSection):
     """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""
 
     def __post_init__(self) -> None:
+        if self.loss == "reward":
+            raise ValueError(
+                "temperature.loss = 'reward' learns from prompts and a verifier, not from text: python -m jobs.train_reward"
+            )
         if self.loss not in (*LOSS_KINDS, DISTIL):
             raise ValueError(
                 f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join((*LOSS_KINDS, DISTIL))}"
