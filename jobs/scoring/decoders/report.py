@@ -124,7 +124,7 @@ def plot(values: dict[str, Any], path: Path) -> None:
         colour = plt.get_cmap("tab20")(place % 20)
         tried = [(one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name]
         tried = [point for point in tried if None not in point]
-        axes.scatter(*(zip(*tried, strict=True) if tried else ([], [])), s=9, alpha=0.4, color=colour)
+        axes.scatter([x for x, _ in tried], [y for _, y in tried], s=9, alpha=0.4, color=colour)
         x, y, rule = found["prompts"]["distinct"], found["prompts"][quality], found["prompts"]["rule"]
         if None in (x["mean"], y["mean"]):
             continue
