@@ -4,9 +4,10 @@
     .venv/bin/python -m benchmarks.decoders text --worlds worlds-0/shift worlds-1/shift worlds-2/shift
 
 `digits` has a verifier. A text is six free digits ("forks": any is valid), a mark, and the same digits in order ("locks": one
-is valid). In the training texts each of the latter is replaced by a random digit with probability `noise`, so that entropy
-hardly tells a fork from a lock. An answer is correct if the locks are right; different forks are different answers. `text`
-takes worlds of `benchmarks.miscalibrated`, one for each seed.
+is valid). In the training texts a fork is d with a probability that falls as 1/(d + 1), so that a low temperature repeats
+itself, and each lock is replaced by a random digit with probability `noise`, so that entropy hardly tells a fork from a lock.
+An answer is correct if the locks are right; different forks are different answers. `text` takes worlds of
+`benchmarks.miscalibrated`, one for each seed.
 
 Every seed has a base model, training, texts and choices of its own, and all its figures come from documents and prompts that
 chose nothing. The figures of the table are means over seeds, ± 95 % over seeds by Student's t; half-widths over documents
@@ -86,7 +87,8 @@ class Text:
 def make_texts(number: int, noise: float, seed: int) -> np.ndarray:
     """Return texts of digits (number, 14): forks, mark, locks of which some are wrong, end."""
     rng = np.random.default_rng(seed)
-    forks = rng.integers(0, 10, size=(number, NUM_FORKS))
+    weights = 1.0 / np.arange(1, 11)
+    forks = rng.choice(10, size=(number, NUM_FORKS), p=weights / weights.sum())
     locks = np.where(rng.random(forks.shape) < noise, rng.integers(0, 10, size=forks.shape), np.sort(forks, axis=1))
     return np.concatenate([forks, np.full((number, 1), MARK), locks, np.full((number, 1), END)], axis=1)
 

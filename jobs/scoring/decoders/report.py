@@ -129,10 +129,17 @@ def plot(values: dict[str, Any], path: Path) -> None:
         if None in (x["mean"], y["mean"]):
             continue
         points.append((x["mean"], y["mean"]))
-        bars: dict[str, Any] = {"xerr": x["half_width"] or 0.0, "yerr": y["half_width"] or 0.0}
         # The mark of a control is a square; most labels begin with the name of their decoder.
         mark, label = "s" if ": " in name else "o", rule if rule.startswith(name) else f"{name}: {rule}"
-        axes.errorbar(*points[-1], **bars, fmt=mark, capsize=3, color=colour, label=label)
+        axes.errorbar(
+            *points[-1],
+            xerr=x["half_width"] or 0.0,
+            yerr=y["half_width"] or 0.0,
+            fmt=mark,
+            capsize=3,
+            color=colour,
+            label=label,
+        )
     axes.plot(*zip(*frontier(points), strict=True), color="black", linewidth=0.8, label="frontier")
     if not values["has_verifier"]:
         axes.axhline(-values["human_loss"], color="black", linestyle=":", label="real text")
