@@ -79,8 +79,7 @@ def _read_text(path: Path) -> Iterator[Prompt]:
         identity = record.get("id", number)
         if not isinstance(identity, int | str):
             raise ValueError(f"{where}: `id` is neither a number nor a string")
-        fields = {name: value for name, value in record.items() if name not in ("id", "prompt")}
-        yield Prompt(id=identity, turns=(_string(record, "prompt", where),), fields=fields)
+        yield Prompt(id=identity, turns=(_string(record, "prompt", where),))
 
 
 def _read_alpaca_eval(path: Path) -> Iterator[Prompt]:

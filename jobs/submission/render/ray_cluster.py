@@ -9,7 +9,6 @@ from jobs.submission.render.pods import (
     Manifest,
     container_security,
     labels,
-    login_variables,
     metadata,
     pod_security,
     resources,
@@ -134,4 +133,4 @@ def _variables(values: ClusterValues) -> list[Manifest]:
         "RAY_worker_niceness": "0",
     }
     variables: list[Manifest] = [{"name": name, "value": value} for name, value in fixed.items()]
-    return variables + login_variables(values) + storage_variables(values)
+    return variables + storage_variables(values)
