@@ -37,7 +37,7 @@ test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more
 
 CLUSTER := cluster and not long
 FAST := not cluster and not long
-TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures reproduce readme_text \
+TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures distil reproduce readme_text \
 	readme_sentences,tests/cluster/test_$(name).py)
 ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
 	predict_pair_temperatures extend_task,tests/cluster/test_$(name).py)

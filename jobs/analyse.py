@@ -1,7 +1,12 @@
-"""Analyse what temperatures say about texts: by how subjective they are, or by the verb of an instruction.
+"""Analyse what temperatures say of texts and captions, along a training, over τ_max and ρ; compare decoders.
 
 python -m jobs.analyse subjectivity --model runs/gpt2-scratch-small/export --data subjqa --output runs/subjectivity
 python -m jobs.analyse instructions --model runs/gpt2-scratch-small/export --data alpaca.json --output runs/instructions
+python -m jobs.analyse openness --runs runs/gpt2-scratch-small --output runs/openness
+python -m jobs.analyse tau-max --models runs/gpt2-scratch-small/export --wikitext README.md --output runs/tau-max
+python -m jobs.analyse phase --sweep runs/rho --images IMAGES --label concept_frequency --output runs/phase
+python -m jobs.analyse noise --model runs/clip-short/export --images IMAGES --label concept_frequency --output runs/noise
+python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text TEXT --output runs/decoders
 """
 
 from __future__ import annotations
@@ -12,26 +17,33 @@ from typing import Any
 import tyro
 
 from jobs.engine.command_line import refusals_on_one_line, run_job
-from jobs.scoring.analyses.config import Instructions, Subjectivity
+from jobs.scoring.analyses.config import Analysis, Instructions, Noise, Openness, Phase, Subjectivity, TauMax
 from jobs.scoring.command import ending_in_one_line
+from jobs.scoring.decoders.config import Decoders
+
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "subjectivity": Subjectivity,
+    "instructions": Instructions,
+    "openness": Openness,
+    "tau-max": TauMax,
+    "phase": Phase,
+    "noise": Noise,
+    "decoders": Decoders,
+}
+"""Name of an analysis → its configuration."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
-    kinds: dict[str, Callable[..., Any]] = {"subjectivity": Subjectivity, "instructions": Instructions}
     with refusals_on_one_line():
-        config: Subjectivity | Instructions = tyro.extras.subcommand_cli_from_dict(
-            kinds, args=arguments, prog="python -m jobs.analyse", description=__doc__
+        config: Analysis = tyro.extras.subcommand_cli_from_dict(
+            CONFIGS, args=arguments, prog="python -m jobs.analyse", description=__doc__
         )
     # Imported only now, so that `--help` and a wrong option are answered at once.
-    from jobs.scoring.analyses.job import analyse
-    from jobs.scoring.analyses.records import read_instructions, read_subjectivity
+    from jobs.scoring.analyses.launch import run_analysis
 
     with ending_in_one_line():
-        if isinstance(config, Subjectivity):
-            analyse(config, read_subjectivity(config.data, config.by), f"τ by subjectivity of the {config.by}")
-        else:
-            analyse(config, read_instructions(config.data, config.num_verbs), "τ by the verb of the instruction")
+        run_analysis(config)
     return 0
 
 

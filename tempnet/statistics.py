@@ -8,6 +8,7 @@ Shapes: N tokens, V effective vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -225,6 +226,25 @@ def spearman_interval(x: Tensor, y: Tensor) -> tuple[float, float]:
     error = 1.96 * math.sqrt((1 + inside**2 / 2) / (len(x) - 3))
     ends = [math.tanh(math.atanh(inside) + sign * error) for sign in (-1, 1)]
     return r, max(abs(end - r) for end in ends)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of n independent values, and the half-width of its 95 % interval by Student's t.
+
+    The half-width is t(.975, n − 1)·s/√n with the sample's standard deviation s; None for a single value.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("a mean needs at least one value")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    from scipy.stats import t as student  # takes half a second, which few callers need
+
+    return mean, float(student.ppf(0.975, len(values) - 1)) * math.sqrt(variance / len(values))
 
 
 def _mean_ranks(x: Tensor) -> Tensor:

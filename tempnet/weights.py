@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_SINGLE_FILE = "model.safetensors"
 
 
 def check_weight_files(source: str | Path) -> None:
@@ -42,10 +48,76 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
         ValueError: if a parameter contains NaN; the message names the first one and how many of its values are NaN.
     """
     for name, parameter in module.named_parameters():
-        # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the
-        # values are counted only then.
-        if not parameter.is_meta and bool(parameter.detach().sum().isnan()) and (count := int(parameter.isnan().sum())):
-            raise ValueError(
-                f"the weights of {source} hold NaN: {count} of the {parameter.numel()} numbers of {name}. Did the training "
-                "that made them diverge, or is the file damaged?"
-            )
+        check_weight(name, parameter, source)
+
+
+def check_weight(name: str, weight: Tensor, source: str | Path) -> None:
+    """Reject a weight that contains NaN, as :func:`check_weights` does."""
+    # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the values
+    # are counted only then.
+    if not weight.is_meta and bool(weight.detach().sum().isnan()) and (count := int(weight.isnan().sum())):
+        raise ValueError(
+            f"the weights of {source} hold NaN: {count} of the {weight.numel()} numbers of {name}. Did the training "
+            "that made them diverge, or is the file damaged?"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """The safetensors files of a model, from which single weights are read.
+
+    A weight is read without keeping its file in memory.
+    """
+
+    directory: Path
+    files: Mapping[str, str]
+    """Name of a weight → name of its file."""
+
+    @classmethod
+    def find(cls, source: str | Path) -> WeightFiles | None:
+        """Return the files of a model in a local directory, or None if it has no safetensors files.
+
+        Raises:
+            ValueError: if the index is damaged; the message names it.
+        """
+        directory = Path(source)
+        index, single = directory / f"{_SINGLE_FILE}.index.json", directory / _SINGLE_FILE
+        if index.is_file():
+            try:
+                files = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{index} is damaged: it must map names of weights to files: {error}") from error
+            return cls(directory=directory, files=files)
+        if not single.is_file():
+            return None
+        with safe_open(single, framework="pt") as file:
+            return cls(directory=directory, files=dict.fromkeys(file.keys(), single.name))
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight; its file is closed again, so that memory holds nothing else of it."""
+        with safe_open(self.directory / self.files[name], framework="pt") as file:
+            weight: Tensor = file.get_tensor(name).clone()
+        return weight
+
+    def match(self, model: PreTrainedModel) -> dict[str, str] | None:
+        """Return name of each parameter → name of the weight for it, or None if a parameter has none of its shape.
+
+        Weights may be stored without the prefix of the model's body, as GPT-2's are. A parameter that the model uses in
+        several places has one weight under any of its names.
+        """
+        prefix = f"{model.base_model_prefix}."
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        matches = {}
+        for name, parameter in model.named_parameters():
+            aliases = names[id(parameter)]
+            stored = [alias for alias in (*aliases, *(a.removeprefix(prefix) for a in aliases)) if alias in self.files]
+            if not stored or self._shape(stored[0]) != tuple(parameter.shape):
+                return None
+            matches[name] = stored[0]
+        return matches
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self.directory / self.files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())

@@ -151,8 +151,9 @@ class ClusterValues:
     namespace: str = "tempnet"
     """Kubernetes namespace."""
     secret_name: str = "tempnet"
-    """Secret with the keys redis-password, postgres-password, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. It is never
-    rendered: create it yourself."""
+    """Secret with the keys redis-password, postgres-password, mlflow-admin-password, mlflow-session-key,
+    MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. It is never rendered:
+    create it yourself."""
     queue: str = "tempnet"
     """Kueue's LocalQueue that admits the cluster; empty: no queue."""
     redis_image: str = "redis:8.2-bookworm"

@@ -91,6 +91,10 @@ class CaptionNoise:
         if not 0.0 <= self.share <= 1.0:
             raise ValueError(f"caption_noise = {self.share:g} must lie in [0, 1]")
 
+    def selects(self, pair: int) -> bool:
+        """Return whether the caption of pair id `pair` receives noise."""
+        return self.apply(RANDOM_WORD, pair)[1]
+
     def apply(self, caption: str, pair: int) -> tuple[str, bool]:
         """Return the caption of pair id `pair` as it is used in training, and whether noise was added to it."""
         if not self.share:

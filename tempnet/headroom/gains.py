@@ -114,12 +114,12 @@ class DocumentSums:
 
     def calibration_error(self, name: str) -> Interval:
         """Return the ECE: the mean over tokens of |accuracy − mean confidence| of their bin, as a share."""
-        return _jackknife(expected_calibration_error, self.bins[name])
+        return jackknife(expected_calibration_error, self.bins[name])
 
     def calibration_gain(self, name: str, over: str) -> Interval:
         """Return by how much the ECE of `name` is below that of `over`."""
         both = torch.stack([self.bins[over], self.bins[name]], dim=1)
-        return _jackknife(
+        return jackknife(
             lambda bins: (
                 expected_calibration_error(bins[..., 0, :, :]) - expected_calibration_error(bins[..., 1, :, :])
             ),
@@ -144,7 +144,7 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Interval:
     return Interval(mean, float(student.ppf(0.975, number - 1)) * deviation)
 
 
-def _jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval:
+def jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval:
     """Return a statistic of sums over groups (G, …) with its jackknife interval."""
     total = groups.sum(0)
     used = groups[groups.flatten(1).abs().sum(1) > 0]

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tempnet.models.packing import small_model
+
 # Number of tokens in the check (more than one, because a single one may be padding, whose logits are 0), and the
 # relative error that is accepted, which allows for rounding in the model's dtype.
 _NUM_PROBES = 8
@@ -64,7 +66,14 @@ def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
 
 @torch.no_grad()
 def find_output_head(base: PreTrainedModel) -> OutputHead | None:
-    """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it."""
+    """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it.
+
+    A model without weights (on the device meta) is checked by a small one of the same kind.
+    """
+    if any(parameter.is_meta for parameter in base.parameters()):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)
+            base = small_model(base)
     config = base.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     head = OutputHead(scale=float(scale), soft_cap=getattr(config, "final_logit_softcapping", None))

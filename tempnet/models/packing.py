@@ -45,7 +45,7 @@ def takes_document_mask(model: PreTrainedModel) -> bool:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.default_generator.manual_seed(0)
         try:
-            small = _small_model(model)
+            small = small_model(model)
             ids = torch.randint(1, _VOCABULARY, (1, sum(_LENGTHS)))
             apart = torch.cat([small(input_ids=part, use_cache=False).logits for part in ids.split(_LENGTHS, 1)], 1)
             later = ids[:, : _LENGTHS[0]].clone()
@@ -93,7 +93,7 @@ def document_mask(position_ids: Tensor, attention: str = "sdpa") -> Tensor:
     return mask
 
 
-def _small_model(model: PreTrainedModel) -> PreTrainedModel:
+def small_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a small model of the same class and depth, in eval mode.
 
     Its weights are random, and large enough that every layer has an effect.

@@ -16,6 +16,8 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 from pipelines.text.tokenization import END_OF_TEXT, train_bpe
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
 from tempnet.models.towers import random_tower
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
 
 SIDE = 16
 CLASSES = ("cat", "maple_tree", "truck")
@@ -46,6 +48,19 @@ def make_dual_encoder(directory: Path, *, seed: int = 0) -> str:
     config = DualEncoderConfig(embedding_size=12, image_size=SIDE, num_text_tokens=40)
     DualEncoder(image, text, config).save_pretrained(directory, tokenizer)
     return str(directory)
+
+
+def make_dual_encoder_with_tempnets(directory: Path, *, seed: int = 0) -> Path:
+    """Save a random dual encoder with TempNets whose τ differ from sample to sample, and return its directory."""
+    make_dual_encoder(directory)
+    for number, name in enumerate(("tempnet_image", "tempnet_text")):
+        torch.manual_seed(2 * seed + number)
+        network = TempNet(TempNetConfig.for_embeddings(12, rho=2.0, hidden_size=16, num_prototypes=8))
+        with torch.no_grad():
+            network.first_layer.weight.mul_(20.0)
+            network.pool_weight.normal_(std=4.0)
+        network.save_pretrained(directory / name)
+    return directory
 
 
 def make_clip(directory: Path, *, seed: int = 0) -> str:

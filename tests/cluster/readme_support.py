@@ -22,6 +22,7 @@ RUN_BY = {
     "pip install dist/*": "../test_wheel.py::test_it_works_with_its_dependencies_alone",
     "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
     "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
+    "infra/mlflow/add_user.sh *": "test_readme_text.py::test_mlflow_is_served_for_a_team",
     "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",
     "jobs.train_lm gpt2-scratch-small --dry-run": "test_readme_text.py::test_looking_before_training",
     "jobs.train_lm * --workers.zero-stage 3": (

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from clip_support import make_dual_encoder, make_pairs
+from clip_support import make_dual_encoder_with_tempnets, make_pairs
 from support import run_until
 
 from jobs.predict_temperatures import main
@@ -23,24 +23,14 @@ from pipelines.images.temperature_table import read_temperatures
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.dual_encoder import DualEncoder
 from tempnet.network import TempNet
-from tempnet.network_config import TempNetConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a dual encoder with TempNets whose τ differ from sample to sample, and return its directory."""
-    directory = tmp_path_factory.mktemp("model") / "export"
-    make_dual_encoder(directory)
-    for seed, name in enumerate(("tempnet_image", "tempnet_text")):
-        torch.manual_seed(seed)
-        network = TempNet(TempNetConfig.for_embeddings(12, rho=2.0, hidden_size=16, num_prototypes=8))
-        with torch.no_grad():
-            network.first_layer.weight.mul_(20.0)
-            network.pool_weight.normal_(std=4.0)
-        network.save_pretrained(directory / name)
-    return directory
+    """Save a dual encoder with TempNets, and return its directory."""
+    return make_dual_encoder_with_tempnets(tmp_path_factory.mktemp("model") / "export")
 
 
 @pytest.fixture(scope="module")

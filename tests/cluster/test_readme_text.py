@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from notebook_support import run_notebook
 from readme_support import README, lines_like, recipe, run_line
 from server_support import free_port, wait_for_ports
@@ -180,8 +183,9 @@ def test_reproducing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be seen at this scale" in capsys.readouterr().out
 
 
-def check_server(command: list[str], port: int, directory: Path, environment: dict[str, str]) -> None:
-    """Check that an MLflow server starts, listens on loopback only, shows its store's experiments, and can be ended."""
+@contextmanager
+def mlflow_server(command: list[str], port: int, directory: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Start an MLflow server, check that it listens on loopback only, yield its URI, and check that it can be ended."""
     with (directory / f"mlflow-{port}.log").open("w+") as log:
         server = subprocess.Popen(
             command, cwd=directory, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -190,7 +194,7 @@ def check_server(command: list[str], port: int, directory: Path, environment: di
             wait_for_ports(server, port, timeout=120)
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
                 assert answer.read() == b"OK"
-            experiments = MlflowClient(f"http://127.0.0.1:{port}").search_experiments()
+            yield f"http://127.0.0.1:{port}"
             listeners = {
                 connection.laddr.ip
                 for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
@@ -201,7 +205,6 @@ def check_server(command: list[str], port: int, directory: Path, environment: di
         finally:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait(timeout=60)
-    assert "Default" in {experiment.name for experiment in experiments}
 
 
 def test_mlflow_is_served_on_loopback(home: Path, reference: dict[str, Any]) -> None:
@@ -211,10 +214,27 @@ def test_mlflow_is_served_on_loopback(home: Path, reference: dict[str, Any]) -> 
     assert line.count(f"{ROOT}/runs/") == line.count(" 5000 ") == 1
     line = line.replace(f"{ROOT}/runs/", f"{home}/runs/").replace(" 5000 ", f" {port} ")
     command = line.split()
-    check_server([str(BIN / Path(command[0]).name), *command[1:]], port, home, dict(os.environ))
+    with mlflow_server([str(BIN / Path(command[0]).name), *command[1:]], port, home, dict(os.environ)) as uri:
+        assert "Default" in {experiment.name for experiment in MlflowClient(uri).search_experiments()}
 
 
-def test_mlflow_is_served_for_a_team(home: Path, tmp_path: Path) -> None:
+def add_user(name: str, uri: str, settings: dict[str, str]) -> dict[str, str]:
+    """Make a login by the script for it, and return the environment variables that it prints."""
+    done = subprocess.run(
+        [str(ROOT / "infra" / "mlflow" / "add_user.sh"), name],
+        env=os.environ | settings | {"MLFLOW_TRACKING_URI": uri}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(word.split("=", 1) for word in done.stdout.split()[1:])
+
+
+def log_in(login: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clients of this process use a login."""
+    for name, value in login.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_mlflow_is_served_for_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite takes the place of PostgreSQL, which need not be installed on a machine that runs tests."""
     assert lines_like("make mlflow-team") == ["make mlflow-team"]
     (script,) = re.findall(r"^\t.*(infra/mlflow/\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -224,8 +244,26 @@ def test_mlflow_is_served_for_a_team(home: Path, tmp_path: Path) -> None:
         "MLFLOW_DATABASE": f"sqlite:///{tmp_path}/team.db",
         "MLFLOW_ARTIFACTS": str(tmp_path / "artifacts"),
         "MLFLOW_WORKERS": "1",
+        "MLFLOW_LOGINS": str(tmp_path / "logins"),
     }
-    check_server([str(ROOT / script)], port, tmp_path, os.environ | settings)
+    with mlflow_server([str(ROOT / script)], port, tmp_path, os.environ | settings) as uri:
+        for name in ("USERNAME", "PASSWORD"):
+            monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+        with pytest.raises(MlflowException, match="not authenticated"):
+            MlflowClient(uri).search_experiments()
+        ann, bob = (add_user(name, uri, settings) for name in ("ann", "bob"))
+        log_in(ann, monkeypatch)
+        experiment = MlflowClient(uri).create_experiment("language-models")
+        log_in(bob, monkeypatch)
+        run = MlflowClient(uri).create_run(experiment).info.run_id
+        MlflowClient(uri).log_metric(run, "loss", 1.5)
+        with pytest.raises(MlflowException, match="Permission denied"):
+            MlflowClient(uri).delete_experiment(experiment)
+        log_in({**ann, "MLFLOW_TRACKING_PASSWORD": bob["MLFLOW_TRACKING_PASSWORD"]}, monkeypatch)
+        with pytest.raises(MlflowException, match="not authenticated"):
+            MlflowClient(uri).get_run(run)
+    logins = tmp_path / "logins"
+    assert all(file.stat().st_mode & 0o077 == 0 for file in [logins, *logins.iterdir()])
     refused = subprocess.run(
         [str(ROOT / script)],
         env=os.environ | {"MLFLOW_DATABASE": "postgresql://me:secret@db/mlflow"},

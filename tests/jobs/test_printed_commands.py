@@ -14,6 +14,7 @@ import pytest
 import tyro
 
 from jobs import (
+    analyse,
     calibrate,
     export,
     prepare_features,
@@ -29,12 +30,12 @@ from jobs import (
 )
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
-from jobs.scoring.analyses.config import Instructions, Subjectivity
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig
+from jobs.scoring.reward.config import RewardConfig
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
@@ -67,9 +68,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train_sentences": of_presets(sentences.PRESETS, "train_sentences"),
     "train_classifier": of_presets(classifiers.PRESETS, "train_classifier"),
     "sweep": of_presets(sweeps.PRESETS, "sweep"),
-    "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(
-        {"subjectivity": Subjectivity, "instructions": Instructions}, args=arguments
-    ),
+    "analyse": lambda arguments: tyro.extras.subcommand_cli_from_dict(analyse.CONFIGS, args=arguments),
     "calibrate": lambda arguments: tyro.extras.subcommand_cli_from_dict(
         {"headroom": calibrate.Headroom, "rho": calibrate.Rho, "tau-max": calibrate.TauMax}, args=arguments
     ),
@@ -88,6 +87,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "runs": of(runs.RunsConfig),
     "sample_data": of(sample_data.SampleDataConfig),
     "submit": submit.parse,
+    "train_reward": of(RewardConfig),
 }
 
 

@@ -22,7 +22,8 @@ PRESETS = {
 }
 """Maps each job that has presets to one of them."""
 OTHERS = ("analyse", "calibrate", "evaluate_clip", "evaluate_lm", "evaluate_sentences", "export", "generate", "playground",
-          "predict_temperatures", "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit")  # fmt: skip
+          "predict_temperatures", "prepare_images", "prepare_text", "revision", "runs", "sample_data", "submit",
+          "train_reward")  # fmt: skip
 """These jobs have no presets."""
 
 # This script makes all calls of jobs, each with its environment, in one process: one process each would take a minute.

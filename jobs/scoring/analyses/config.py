@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.scoring.config import PoolSection, check_least, check_share
 
+_NEEDED = {
+    "output": "a directory",
+    "model": "a directory",
+    "data": "a file or directory",
+    "text": "a file or directory",
+    "runs": "at least one run",
+    "models": "at least one model",
+    "wikitext": "a text file",
+    "tau_max": "at least two values",
+    "sweep": "the directory of a sweep",
+    "images": "a directory or an archive",
+    "label": "a field of the JSON files beside the images",
+}
+"""Field → what it must name, for the fields that may not be empty."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """The model, the records, and where the results go."""
+    """Where the results of an analysis go."""
 
-    model: str
-    """Directory, URI or hub name of a Transformers causal LM, such as an export of `train_lm`."""
-    tempnet: str = ""
-    """Directory, URI or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
-    data: str
-    """The records; a path or URI."""
     output: str
-    """Directory or URI of results.json, results.md, groups.png and the temperatures of all records. A repeated run
-    predicts only what is missing."""
-    context_length: int = 0
-    """Number of positions that the model reads at once. 0: all that it was built for."""
-    batch_size: int = 16
-    """Number of windows per forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the base model runs. TempNet and τ are float32."""
-    max_bad_share: float = 0.01
-    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
+    """Directory or URI of results.json, results.md, a picture, and what is kept so that a repeated run computes only what is
+    missing."""
     storage: str = ""
     """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: PoolSection = field(default_factory=PoolSection)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="analyses"))
 
     def __post_init__(self) -> None:
-        check_least(self, batch_size=1, context_length=0)
-        check_share("max_bad_share", self.max_bad_share)
-        for name in ("model", "data", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty: it must name a file or directory")
+        for item in fields(self):
+            if item.name in _NEEDED and not getattr(self, item.name):
+                raise ValueError(f"{item.name} is empty: it must name {_NEEDED[item.name]}")
         _ = self.run.resolved_storage
 
     @property
@@ -50,7 +50,33 @@ class Analysis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subjectivity(Analysis):
+class TextAnalysis(Analysis):
+    """The language model and the texts of an analysis of groups of texts."""
+
+    model: str
+    """Directory, URI or hub name of a Transformers causal LM, such as an export of `train_lm`."""
+    tempnet: str = ""
+    """Directory, URI or hub name of the TempNet. Default: `tempnet/` in the directory of the model."""
+    data: str
+    """The records; a path or URI."""
+    context_length: int = 0
+    """Number of positions that the model reads at once. 0: all that it was built for."""
+    batch_size: int = 16
+    """Number of windows per forward pass."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which the base model runs. TempNet and τ are float32."""
+    max_bad_share: float = 0.01
+    """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
+    workers: PoolSection = field(default_factory=PoolSection)
+
+    def __post_init__(self) -> None:
+        super(TextAnalysis, self).__post_init__()
+        check_least(self, batch_size=1, context_length=0)
+        check_share("max_bad_share", self.max_bad_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subjectivity(TextAnalysis):
     """Compare the mean τ of questions and answers with how subjective they are (SubjQA; TempNet, Figure 6 left).
 
     `data` is a CSV file of SubjQA, or a directory that is searched for them. Records without an answer are left out.
@@ -61,7 +87,7 @@ class Subjectivity(Analysis):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instructions(Analysis):
+class Instructions(TextAnalysis):
     """Compare the mean τ of instructions and answers by the verb that they begin with (TempNet, Figure 6 right).
 
     `data` is a JSON file with a list of Alpaca's records: `instruction`, `input` and `output`. The paper finds the root verb
@@ -74,3 +100,99 @@ class Instructions(Analysis):
     def __post_init__(self) -> None:
         super(Instructions, self).__post_init__()
         check_least(self, num_verbs=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Openness(Analysis):
+    """Show how τ comes to follow the openness of a context along the training of a language model.
+
+    The openness of a context is the entropy of its next token at τ = 1; shown is Spearman's rank correlation of τ with it at
+    every validation.
+    """
+
+    runs: tuple[str, ...]
+    """Directories or URIs of finished runs of `train_lm` that differ by their seed only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TauMax(Analysis):
+    """Compare perplexities of a text at several values of τ_max at inference (TempNet, Figure 9)."""
+
+    models: tuple[str, ...]
+    """Directories, URIs or hub names of language models with TempNets that differ by the seed of their training only."""
+    wikitext: str
+    """Text file; WikiText headings `= Title =` split it into documents."""
+    tau_max: tuple[float, ...] = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
+    """The values of τ_max, which rescale all temperatures of a TempNet."""
+    batch_size: int = 8
+    """Number of sequences per forward pass."""
+    workers: PoolSection = field(default_factory=PoolSection)
+
+    def __post_init__(self) -> None:
+        super(TauMax, self).__post_init__()
+        check_least(self, batch_size=1)
+        check_rising("tau_max", self.tau_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(Analysis):
+    """Compare the rank correlation of τ with a number beside the images, such as the frequency of a concept, over ρ.
+
+    Where ρ is small, frequent concepts get a high τ; beyond log(K − 1) for K contrasts that are equally close, the lowest
+    (docs/method.md).
+    """
+
+    sweep: str
+    """Directory or URI of a sweep of `temperature.rho` over dual encoders, made by `jobs.sweep`."""
+    images: str
+    """Archives or a directory of images with captions, as for `predict_temperatures`."""
+    label: str
+    """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data."""
+    batch_size: int = 64
+    """Number of images, or of captions, per forward pass."""
+    workers: PoolSection = field(default_factory=PoolSection)
+
+    def __post_init__(self) -> None:
+        super(Phase, self).__post_init__()
+        check_least(self, batch_size=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise(Analysis):
+    """Compare the temperatures of pairs whose captions are as they were with those of pairs whose captions got noise.
+
+    In a noisy caption one word is deleted or replaced by the word "random" (TempNet, §6, Figure 8).
+    """
+
+    model: str
+    """Directory or URI of a dual encoder with its TempNets, such as an export of `train_clip`."""
+    images: str
+    """Archives or a directory of images with captions, as for `predict_temperatures`."""
+    label: str
+    """Field with a number in the JSON files beside the images, such as `concept_frequency` of the sample data: noisy pairs
+    above its median make a group of their own."""
+    share: float = 0.15
+    """Probability, in (0, 1), that a caption gets noise."""
+    seed: int = 42
+    """Seed of the noise; with the seed and the share of a training run on the same images the noise is the same."""
+    batch_size: int = 64
+    """Number of images, or of captions, per forward pass."""
+    workers: PoolSection = field(default_factory=PoolSection)
+
+    def __post_init__(self) -> None:
+        super(Noise, self).__post_init__()
+        check_least(self, batch_size=1, seed=0)
+        if not 0.0 < self.share < 1.0:
+            raise ValueError(f"share = {self.share:g} must lie in (0, 1)")
+
+
+def check_rising(name: str, values: tuple[float, ...]) -> None:
+    """Check that there are at least two positive numbers, each larger than the one before.
+
+    Raises:
+        ValueError: naming the field and the values.
+    """
+    is_rising = all(low < high for low, high in itertools.pairwise(values))
+    if len(values) < 2 or not is_rising or not all(0.0 < value < math.inf for value in values):
+        text = " ".join(f"{value:g}" for value in values)
+        raise ValueError(f"{name} = {text} must be at least two rising positive numbers")

@@ -79,7 +79,8 @@ def _read_text(path: Path) -> Iterator[Prompt]:
         identity = record.get("id", number)
         if not isinstance(identity, int | str):
             raise ValueError(f"{where}: `id` is neither a number nor a string")
-        yield Prompt(id=identity, turns=(_string(record, "prompt", where),))
+        fields = {name: value for name, value in record.items() if name not in ("id", "prompt")}
+        yield Prompt(id=identity, turns=(_string(record, "prompt", where),), fields=fields)
 
 
 def _read_alpaca_eval(path: Path) -> Iterator[Prompt]:

@@ -174,12 +174,18 @@ def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_
     return settings | {"chat": is_chat}
 
 
-def _prompt_text(
+def prompt_text(
     turns: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast, is_chat: bool
 ) -> tuple[str, list[int]]:
     """Returns the text that the model reads before it answers the last of these turns, and its token ids.
 
     Without a chat template, turns and answers are joined as paragraphs of one document.
+
+    Args:
+        turns: the user's messages.
+        answers: the model's answers to all of them but the last.
+        tokenizer: the model's tokenizer.
+        is_chat: whether to use its chat template.
     """
     if is_chat:
         messages = [{"role": "user", "content": turns[0]}]
@@ -207,7 +213,7 @@ def _requests(
                 outcome.lost.append(key)
                 continue
             answers = [records[earlier]["text"] for earlier in before]
-            text, ids = _prompt_text(prompt.turns[: turn + 1], answers, tokenizer, is_chat)
+            text, ids = prompt_text(prompt.turns[: turn + 1], answers, tokenizer, is_chat)
             if key in records:
                 if records[key]["prompt"] != text:
                     raise ValueError(f"{outcome.file.path}: the text of id {prompt.id!r} belongs to another prompt")
@@ -225,7 +231,7 @@ def _check_that_all_is_not_lost(
     room: int | None,
     config: GenerateConfig,
 ) -> None:
-    shortest = min(len(_prompt_text(prompt.turns[:1], [], tokenizer, is_chat)[1]) for prompt in prompts)
+    shortest = min(len(prompt_text(prompt.turns[:1], [], tokenizer, is_chat)[1]) for prompt in prompts)
     if room is not None and shortest > room:
         raise ValueError(
             f"the shortest prompt has {shortest} tokens, and the context of {config.model} leaves room for {room} beside "

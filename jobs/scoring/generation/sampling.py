@@ -95,18 +95,27 @@ class Sampler:
             trust_remote_code=config.trust_remote_code,
         )
         self.base = base.to(device).eval()  # type: ignore[arg-type]
-        self.config, self.tokenizer, self.temperature, self.stop = config, tokenizer, temperature, stop
-        self.fold: CachedFold | None = None
-        if isinstance(temperature, TempNet):
-            check_vocabulary(self.base, temperature)
-            temperature.to(device)
-            if can_fold(self.base, temperature):
-                self.fold = CachedFold(self.base.get_output_embeddings().weight, temperature)
+        self.config, self.tokenizer, self.stop = config, tokenizer, stop
+        self.set_temperature(temperature)
         ends = self.base.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         self.ends = set(ends if isinstance(ends, list) else [ends])
         self.padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.base.generation_config = GenerationConfig(eos_token_id=sorted(self.ends), pad_token_id=self.padding)
+
+    def set_temperature(self, temperature: TempNet | float | None) -> None:
+        """Use another temperature from now on, or a TempNet whose weights have changed.
+
+        Raises:
+            ValueError: if the model does not fit the TempNet.
+        """
+        self.temperature = temperature
+        self.fold: CachedFold | None = None
+        if isinstance(temperature, TempNet):
+            check_vocabulary(self.base, temperature)
+            temperature.to(self.base.device)
+            if can_fold(self.base, temperature):
+                self.fold = CachedFold(self.base.get_output_embeddings().weight, temperature)
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Request]) -> list[Generated]:

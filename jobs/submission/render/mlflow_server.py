@@ -53,6 +53,7 @@ def _container(values: ClusterValues) -> Manifest:
         # MLflow answers only those who call it by one of these names.
         "MLFLOW_ALLOWED_HOSTS": f"{name}:5000,{name}.{values.namespace}:5000,localhost:5000",
         "MLFLOW_WORKERS": str(values.mlflow.workers),
+        "MLFLOW_LOGINS": "/tmp/logins",
     }
     probe = {"tcpSocket": {"port": 5000}, "periodSeconds": 10}
     return {
@@ -62,6 +63,8 @@ def _container(values: ClusterValues) -> Manifest:
         "env": [
             *({"name": key, "value": value} for key, value in variables.items()),
             secret_variable(values, "PGPASSWORD", "postgres-password"),
+            secret_variable(values, "MLFLOW_AUTH_ADMIN_PASSWORD", "mlflow-admin-password"),
+            secret_variable(values, "MLFLOW_FLASK_SERVER_SECRET_KEY", "mlflow-session-key"),
             *storage_variables(values),
         ],
         "ports": [{"name": MLFLOW, "containerPort": 5000}],

@@ -63,6 +63,11 @@ def storage_variables(values: ClusterValues) -> list[Manifest]:
     return found
 
 
+def login_variables(values: ClusterValues) -> list[Manifest]:
+    """Return the environment variables with which a job logs in to the MLflow server."""
+    return [secret_variable(values, key, key) for key in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")]
+
+
 def resources(*, cpus: float | str, memory_gib: float, gpus: int = 0) -> Manifest:
     """Return requests and limits that are equal, so that Ray knows what a pod has and it is the last to be evicted."""
     amounts: dict[str, str] = {"cpu": str(cpus), "memory": f"{memory_gib:g}Gi"}

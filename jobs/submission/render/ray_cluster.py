@@ -9,6 +9,7 @@ from jobs.submission.render.pods import (
     Manifest,
     container_security,
     labels,
+    login_variables,
     metadata,
     pod_security,
     resources,
@@ -133,4 +134,4 @@ def _variables(values: ClusterValues) -> list[Manifest]:
         "RAY_worker_niceness": "0",
     }
     variables: list[Manifest] = [{"name": name, "value": value} for name, value in fixed.items()]
-    return variables + storage_variables(values)
+    return variables + login_variables(values) + storage_variables(values)

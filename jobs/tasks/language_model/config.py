@@ -10,9 +10,10 @@ from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import TrainingConfig, ValidationSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, alternative, values_of
 from jobs.engine.temperature import TempNetSection
+from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
-from tempnet.softmax.reference import LOSS_KINDS
+from tempnet.softmax.reference import LOSS_KINDS, LossKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ class TemperatureSection(TempNetSection):
     """The loss, its temperature and the TempNet."""
 
     loss: str = "dro"
-    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce, dro or proper (see `tempnet.softmax.reference`)."""
+    """Name of the loss: ce, fixed, fixed_robust, dro_newton, ts_ce, dro or proper (see `tempnet.softmax.reference`), or
+    distil, with which the model learns from `distillation.teacher`."""
     rho: float | None = field(default=10.0, metadata=alternative("target_entropy"))
     """ρ of the robust loss in nats, below log V, where V is the size of the vocabulary. None: computed from
     target_entropy, or calibrated if that is None too."""
@@ -108,8 +110,14 @@ class TemperatureSection(TempNetSection):
     """Directory of a saved TempNet to start from, whose configuration must match this section. If empty: a new TempNet."""
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSS_KINDS:
-            raise ValueError(f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join(LOSS_KINDS)}")
+        if self.loss == "reward":
+            raise ValueError(
+                "temperature.loss = 'reward' learns from prompts and a verifier, not from text: python -m jobs.train_reward"
+            )
+        if self.loss not in (*LOSS_KINDS, DISTIL):
+            raise ValueError(
+                f"temperature.loss = {self.loss!r} is unknown: choose one of {', '.join((*LOSS_KINDS, DISTIL))}"
+            )
         if self.rho is not None and self.target_entropy is not None:
             raise ValueError(
                 f"temperature.rho = {self.rho} and temperature.target_entropy = {self.target_entropy}: give one of them, "
@@ -121,7 +129,7 @@ class TemperatureSection(TempNetSection):
                 f"temperature.input = {self.input} needs temperature.transform and temperature.stop_gradient: hidden states "
                 "are read by the first layer, without a gradient"
             )
-        kind = LOSS_KINDS[self.loss]
+        kind = self.kind
         self.check_steering(
             has_learned_rho=kind.temperature == "tempnet" and kind.objective == "robust",
             tau_min=self.tau_min,
@@ -135,23 +143,33 @@ class TemperatureSection(TempNetSection):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether ρ must be calibrated on the base model before training; the proper score has none."""
-        return self.rho is None and self.target_entropy is None and self.loss != "proper"
+        """Whether ρ must be calibrated on the base model before training; two losses need none."""
+        return self.rho is None and self.target_entropy is None and self.loss not in ("proper", DISTIL)
+
+    @property
+    def token_loss(self) -> str:
+        """Name of the loss of a token that has no teacher: a student is validated by its cross-entropy."""
+        return "ce" if self.loss == DISTIL else self.loss
+
+    @property
+    def kind(self) -> LossKind:
+        """Temperature and objective of the loss of a token."""
+        return LOSS_KINDS[self.token_loss]
 
     @property
     def needs_tempnet(self) -> bool:
         """Whether the loss takes its temperatures from a TempNet."""
-        return LOSS_KINDS[self.loss].temperature == "tempnet"
+        return self.kind.temperature == "tempnet"
 
     @property
     def fits_likelihood(self) -> bool:
         """Whether a TempNet learns from the likelihood of the text, rather than for a wanted entropy."""
-        return self.needs_tempnet and LOSS_KINDS[self.loss].objective != "robust"
+        return self.needs_tempnet and self.kind.objective != "robust"
 
     @property
     def has_free_tau(self) -> bool:
         """Whether temperatures depend on the data (predicted or optimal) rather than being given."""
-        return LOSS_KINDS[self.loss].temperature in ("oracle", "tempnet")
+        return self.kind.temperature in ("oracle", "tempnet")
 
     @property
     def tau_range(self) -> tuple[float, float]:
@@ -190,10 +208,16 @@ class LanguageModelConfig(TrainingConfig):
     data: DataSection
     model: ModelSection = field(default_factory=ModelSection)
     temperature: TemperatureSection = field(default_factory=TemperatureSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
     validation: BlockValidationSection = field(default_factory=BlockValidationSection)
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
+        self.distillation.check(
+            self.temperature.loss,
+            has_entropy=self.temperature.rho is not None or self.temperature.target_entropy is not None,
+            zero_stage=self.workers.zero_stage,
+        )
         if not self.tokenizer:
             raise ValueError("data.tokenizer is empty, and there is no model.path to take a tokenizer from")
         if self.temperature.needs_calibration and not self.model.path:
@@ -237,6 +261,11 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 "model.features = True needs a TempNet with temperature.transform and temperature.stop_gradient True"
             )
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the model learns from a teacher."""
+        return self.temperature.loss == DISTIL
 
     @property
     def tokenizer(self) -> str:

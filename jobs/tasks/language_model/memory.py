@@ -20,7 +20,13 @@ _COPIES_OF_KEPT_LOGITS = 8
 
 
 def estimate_memory(
-    config: LanguageModelConfig, base: PreTrainedModel, *, num_base: int, num_tempnet: int, vocab_size: int
+    config: LanguageModelConfig,
+    base: PreTrainedModel,
+    *,
+    num_base: int,
+    num_tempnet: int,
+    num_teacher: int = 0,
+    vocab_size: int,
 ) -> Memory:
     """Return the memory of a worker at its peak.
 
@@ -29,6 +35,7 @@ def estimate_memory(
         base: the base model on the device meta.
         num_base: number of parameters of the base that a worker holds.
         num_tempnet: number of parameters of the TempNet.
+        num_teacher: number of parameters of the model to learn from, which every worker holds whole; 0 without one.
         vocab_size: V, the effective vocabulary.
     """
     model = config.model
@@ -48,7 +55,7 @@ def estimate_memory(
     return training_memory(
         config.workers,
         num_trained=num_tempnet + (0 if is_frozen else num_base),
-        num_frozen=num_base if is_frozen else 0,
+        num_frozen=num_base if is_frozen else num_teacher,
         activations=activations,
         loss=loss,
         validation=4.0 * _COPIES_OF_KEPT_LOGITS * num_kept * vocab_size,

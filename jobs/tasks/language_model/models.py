@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
@@ -12,17 +14,19 @@ from transformers import (
 )
 
 from jobs.tasks.language_model.config import LanguageModelConfig
+from jobs.tasks.language_model.teacher import as_base, load_teacher, teacher_temperature
 from pipelines.local_copy import local_copy
 from pipelines.sources import checked_copy
-from pipelines.text.tokenization import document_start_id
-from tempnet.base_model import load_base
+from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.base_model import find_base, load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
 from tempnet.softmax.reference import TemperatureLossConfig
-from tempnet.weights import check_weight_files
+from tempnet.weights import WeightFiles, check_weight_files
 
 # The vocabulary of a random base model is padded to a multiple of this, for speed (GPT-2: 50257 → 50304).
 _VOCAB_MULTIPLE = 64
@@ -111,7 +115,7 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
     rho = resolve_rho(config, vocab_size)
     assert rho is not None, "ρ is calibrated before a model is built"
     return TemperatureLossConfig(
-        name=settings.loss,
+        name=settings.token_loss,
         rho=rho,
         tau=settings.tau,
         tau_min=settings.tau_min,
@@ -124,14 +128,7 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
     if config.model.path:
-        is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
-        base = load_base(
-            local_copy(config.model.path),
-            fetch=local_copy,
-            dtype=torch.bfloat16 if is_half else torch.float32,
-            trust_remote_code=config.model.trust_remote_code,
-            attn_implementation=config.model.attention,
-        )
+        base = load_base(local_copy(config.model.path), fetch=local_copy, **_options_of_loading(config))
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention
@@ -139,22 +136,79 @@ def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) 
     return base
 
 
+def _options_of_loading(config: LanguageModelConfig) -> dict[str, Any]:
+    is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
+    return {
+        "dtype": torch.bfloat16 if is_half else torch.float32,
+        "trust_remote_code": config.model.trust_remote_code,
+        "attn_implementation": config.model.attention,
+    }
+
+
+def find_divisible_base(config: LanguageModelConfig) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Return a base without weights, and the files with them, if its weights can be divided among workers while loaded.
+
+    This is so under ZeRO 3 for a pretrained base whose safetensors files have the names and shapes of its parameters;
+    otherwise the result is None, and every worker loads the whole base before ZeRO 3 divides it.
+    """
+    if config.workers.zero_stage != 3 or not config.model.path:
+        return None
+    place, _ = find_base(local_copy(config.model.path), fetch=local_copy)
+    files = WeightFiles.find(place)
+    if files is None:
+        return None
+    from jobs.engine.partitioned_loading import base_without_weights  # imports DeepSpeed, which a plan does without
+
+    base = base_without_weights(place, **_options_of_loading(config))
+    return None if files.match(base) is None else (base, files)
+
+
+def check_teacher(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Check that a teacher is there and fits to tokenizer and context, and return it without weights.
+
+    Raises:
+        ValueError: if it does not; the message names the field.
+    """
+    try:
+        check_tokenizer(as_base(config), tokenizer)
+        return base_shapes(as_base(config), tokenizer)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "distillation.teacher")) from error
+
+
+def check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens.
+
+    Raises:
+        ValueError: if it is another one; the message names both.
+    """
+    if not config.model.path or config.tokenizer == config.model.path:
+        return
+    try:
+        own = load_tokenizer(config.model.path, needs_eos=False)
+    except ValueError:
+        return  # the model has no tokenizer
+    if tokenizer_digest(own) != tokenizer_digest(tokenizer):
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "
+            "which has its own: leave it empty"
+        )
+
+
 def build_model(
-    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, stored: StoredBase | None = None
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel | StoredBase | None = None
 ) -> TemperatureCausalLM:
     """Build the module to train; its weights are the same on every rank, because they depend only on the seed.
 
     Args:
         config: configuration of the run.
         tokenizer: tokenizer of the run.
-        stored: output layer of the base, if its hidden states are read; None: the base is built.
+        base: the base, which may have no weights yet, or its output layer, if its hidden states are read; None: it is built.
     """
-    base: PreTrainedModel | StoredBase
-    if stored is not None:
-        torch.manual_seed(config.run.seed)
-        base = stored
-    else:
+    if base is None:
         base = build_base(config, tokenizer)
+    else:
+        torch.manual_seed(config.run.seed)
     return add_tempnet(base, config, tokenizer)
 
 
@@ -167,6 +221,17 @@ def add_tempnet(
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     vocab_size = len(tokenizer)
     loss = loss_config(config, vocab_size)
+    if config.is_distilled:
+        assert isinstance(base, PreTrainedModel)
+        return DistilledCausalLM(
+            base,
+            load_teacher(config),
+            teacher_temperature(config, loss.rho),
+            loss,
+            vocab_size=vocab_size,
+            attend_across_documents=config.data.attend_across_documents,
+            autocast_dtype=autocast_dtype(config),
+        )
     network = None
     if config.temperature.needs_tempnet:
         network = build_tempnet(config, vocab_size, loss.rho, state_size=state_size(base))

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.memory import Memory, check_fits
@@ -25,7 +23,7 @@ from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.features import find_features
 from jobs.tasks.language_model.memory import estimate_memory
-from jobs.tasks.language_model.models import base_shapes, resolve_rho, state_size
+from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, resolve_rho, state_size
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
@@ -34,7 +32,7 @@ from pipelines.stream import READ_CPUS
 from pipelines.text.features import Features
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
-from pipelines.text.tokenization import load_tokenizer, tokenizer_digest
+from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BASE_FILE, BaseReference
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
@@ -133,6 +131,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
 
     def _describe_rho(self) -> str:
         settings = self.config.temperature
+        if self.config.is_distilled and self.config.distillation.keep == "temperature":
+            return f"predictions of the teacher at τ = {settings.tau:g}"
         if settings.loss == "proper":
             return "no ρ: every token is asked for the entropy that its own cross-entropy shows to be right"
         if self.rho is None:
@@ -219,7 +219,7 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
         with naming_field(f"data.{field}: "):
             archives[field] = list_archives(getattr(config.data, field))
     tokenizer = load_tokenizer(config.tokenizer)
-    _check_tokenizer(config, tokenizer)
+    check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
     base = base_shapes(config, tokenizer)
     rho = resolve_rho(config, vocab_size)
@@ -234,12 +234,14 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     if config.temperature.fits_likelihood:
         check_is_new(config, archives)
     num_base = count_parameters(base)
+    num_teacher = count_parameters(check_teacher(config, tokenizer)) if config.is_distilled else 0
     num_tempnet = count_parameters(network)
     memory = estimate_memory(
         config.with_num_workers(config.workers.min_workers),
         base,
         num_base=base.get_output_embeddings().weight.numel() if config.model.features else num_base,
         num_tempnet=num_tempnet,
+        num_teacher=num_teacher,
         vocab_size=vocab_size,
     )
     check_fits(memory, config.workers)
@@ -266,22 +268,3 @@ def check_is_new(config: LanguageModelConfig, archives: Mapping[str, list[Archiv
         return
     for field, found in archives.items():
         warn_of_known_text(config.model.path, getattr(config.data, field), found, field=f"data.{field}")
-
-
-def _check_tokenizer(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Check that the tokenizer is the model's own, if the model has one, because it was trained on that one's tokens.
-
-    Raises:
-        ValueError: if it is another one; the message names both.
-    """
-    if not config.model.path or config.tokenizer == config.model.path:
-        return
-    try:
-        own = load_tokenizer(config.model.path, needs_eos=False)
-    except ValueError:
-        return  # the model has no tokenizer
-    if tokenizer_digest(own) != tokenizer_digest(tokenizer):
-        raise ValueError(
-            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer of model.path = {config.model.path!r}, "
-            "which has its own: leave it empty"
-        )

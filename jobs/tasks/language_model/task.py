@@ -12,14 +12,16 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from jobs.engine.deepspeed_engine import deepspeed_config
 from jobs.engine.job import FatalTrainingError
+from jobs.engine.partitioned_loading import load_partitioned
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
-from jobs.tasks.language_model.models import build_model
+from jobs.tasks.language_model.models import build_model, find_divisible_base
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from jobs.tasks.node_cache import GIB
 from jobs.tasks.text.data import cache_for
@@ -82,7 +84,14 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module, and read this rank's part of the validation blocks."""
-        self.module = build_model(self.config, load_tokenizer(self.config.tokenizer), self._stored_base())
+        tokenizer = load_tokenizer(self.config.tokenizer)
+        divisible = None if self.features else find_divisible_base(self.config)
+        if divisible is None:
+            self.module = build_model(self.config, tokenizer, self._stored_base())
+        else:
+            base, files = divisible
+            self.module = build_model(self.config, tokenizer, base)
+            load_partitioned(base, files, deepspeed_config(self.config), rank=self.rank)
         self.module.fold_cache = FoldCache(self.config.num_accumulation_steps)
         self.steering = RhoSteering(
             self.config.temperature,

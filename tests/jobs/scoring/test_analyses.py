@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from jobs.scoring.analyses.config import Instructions, Subjectivity
-from jobs.scoring.analyses.job import analyse, conclusion, figures, table
+from jobs.scoring.analyses.groups import analyse, conclusion, figures, table
 from jobs.scoring.analyses.records import Record, Records, first_verb, read_instructions, read_subjectivity
 
 COLUMNS = ["question", "human_ans_spans", "question_subj_level", "answer_subj_level"]

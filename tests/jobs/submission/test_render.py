@@ -144,7 +144,7 @@ def test_no_pod_has_privileges_and_no_manifest_holds_a_password(values: ClusterV
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             for variable in container.get("env", []):
-                is_secret = re.search("PASSWORD|SECRET|KEY", variable["name"]) is not None
+                is_secret = re.search("PASSWORD|SECRET|KEY|USERNAME", variable["name"]) is not None
                 assert is_secret == ("valueFrom" in variable), variable
     clusters = [manifest["spec"].get("rayClusterSpec", manifest["spec"]) for manifest in manifests_of(values)[:2]]
     assert all(cluster["authOptions"] == {"mode": "token"} for cluster in clusters)

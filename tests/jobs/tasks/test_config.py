@@ -113,6 +113,27 @@ def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
             "temperature.rho_gain = 0.0 must be positive",
         ),
         (["--temperature.target-tau", "0.8", "--model.path", "x"], "on a frozen base the calibrated ρ is final"),
+        (
+            ["--temperature.loss", "distil"],
+            "and distillation.teacher = '': the loss distil needs a teacher to learn from",
+        ),
+        (
+            ["--distillation.teacher", "x"],
+            "loss = 'dro' and distillation.teacher = 'x': the loss distil needs a teacher",
+        ),
+        (
+            ["--temperature.loss", "distil", "--distillation.teacher", "x", "--workers.zero-stage", "3"],
+            "workers.zero_stage = 3 divides the model's weights, which the loss distil reads in parts",
+        ),
+        (
+            [
+                "--temperature.loss=distil",
+                "--distillation.teacher=x",
+                "--temperature.rho=None",
+                "--temperature.target-entropy=None",
+            ],
+            "distillation.keep = 'entropy' needs temperature.target_entropy or temperature.rho",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

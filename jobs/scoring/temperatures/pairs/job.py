@@ -25,6 +25,7 @@ from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
 from jobs.scoring.stages import ScoringFailedError, Stages, check_pool, run_stages
 from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
 from jobs.scoring.temperatures.tables import SUMMARY_FILE, existing_parts, part_file, write_part
+from pipelines.images.captions import CaptionNoise
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import describe, prepare_images
@@ -154,7 +155,9 @@ def predict_pairs(
         manifest=manifest, tokenizer=caption_encoder(settings.model).tokenizer, image_size=settings.model.image_size
     )
     stages: Stages[_Part] = Stages(
-        read=partial(_read, source), model=partial(_PartPredictor, settings, workers.use_gpu), write=write
+        read=partial(_read, source, settings.noise),
+        model=partial(_PartPredictor, settings, workers.use_gpu),
+        write=write,
     )
     failed = run_stages(stages, missing, workers, title=title, keep=keep, say=say)
     if failed:
@@ -172,15 +175,18 @@ def _parts(manifest: ImageManifest, part_pairs: int) -> list[_Part]:
     ]
 
 
-def _read(source: PairSource, part: _Part) -> Iterator[_DecodedPart]:
+def _read(source: PairSource, noise: CaptionNoise, part: _Part) -> Iterator[_DecodedPart]:
     index = read_index(source.manifest, part.shard).slice(part.start, part.stop - part.start)
     numbers, image = np.unique(index["image"].to_numpy(), return_inverse=True)
     first = int(source.manifest.first_pairs[part.shard])
+    ids = range(first + part.start, first + part.stop)
     pairs = pa.table(
         {
-            "id": np.arange(first + part.start, first + part.stop),
+            "id": np.arange(ids.start, ids.stop),
             "key": index["key"],
-            "caption": index["caption"],
+            "caption": [
+                noise.apply(text, pair)[0] for text, pair in zip(index["caption"].to_pylist(), ids, strict=True)
+            ],
             "image": image,
         }
     )

@@ -10,28 +10,23 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 import pyarrow as pa
-import torch
 from PIL import Image
 
 from jobs.scoring.dual_encoders.encoder import caption_encoder
 from jobs.scoring.temperatures.pairs.job import PREPARED_DIRECTORY
+from jobs.scoring.temperatures.pairs.labels import MODALITIES, correlate, distinct_rows, labelled_temperatures
 from jobs.scoring.temperatures.pairs.settings import PairPredictionSettings
-from jobs.tasks.base import naming_field
-from pipelines.images.archives import list_image_archives
-from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import read_index
 from pipelines.images.pairs import PairSource, find_shards
 from pipelines.images.prepare import prepare_images
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import write_bytes
-from tempnet.statistics import spearman_interval
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _NUM_SHOWN = 12
 _NUM_BINS = 12
-_MODALITIES = {"tau_image": "images", "tau_text": "captions"}
 _EXPLANATION = """A temperature says how hard the loss of a sample pushes away the contrasts that are closest to it. At
 the optimum of the robust loss the weights of the contrasts diverge equally from uniform ones for every sample. Where ρ is
 small, samples with many close contrasts, such as those of frequent concepts, get a high τ; where ρ is large, they get the
@@ -57,7 +52,7 @@ def write_pair_page(
     Raises:
         ValueError: if fewer than 4 samples have the label.
     """
-    table = read_table(output, ["id", "key", "caption", *_MODALITIES])
+    table = read_table(output, ["id", "key", "caption", *MODALITIES])
     source = PairSource(
         manifest=prepare_images(settings.images, f"{output}/{PREPARED_DIRECTORY}"),  # which is done already
         tokenizer=caption_encoder(settings.model).tokenizer,
@@ -66,36 +61,12 @@ def write_pair_page(
     sections = []
     correlations: dict[str, tuple[float, float]] = {}
     if label:
-        numbers = _match_numbers(table["key"].to_pylist(), settings.images.source, label)
-        samples = {}
-        for name, noun in _MODALITIES.items():
-            rows = _rows_of(name, table)
-            rows = rows[~np.isnan(numbers[rows])]
-            samples[noun] = (table[name].to_numpy()[rows].astype(np.float64), numbers[rows])
-        with naming_field(f"label = {label}: "):
-            correlations = {
-                noun: spearman_interval(torch.from_numpy(tau), torch.from_numpy(values))
-                for noun, (tau, values) in samples.items()
-            }
+        samples = labelled_temperatures(table, settings.images.source, label)
+        correlations = correlate(samples, label)
         sections.append(_label_section(label, samples, correlations))
-    sections += [_example_section(name, table, source) for name in _MODALITIES]
+    sections += [_example_section(name, table, source) for name in MODALITIES]
     write_bytes(path, _page(f"Temperatures of {images}", sections).encode())
     return correlations
-
-
-def _match_numbers(keys: Sequence[str], source: str, label: str) -> np.ndarray:
-    """Return the label (n,) of every pair, NaN where it has none; of samples with the same key the first one counts."""
-    numbers: dict[str, float] = {}
-    for key, number in read_numbers(source, list_image_archives(source), label):
-        numbers.setdefault(key, number)
-    return np.array([numbers.get(key, np.nan) for key in keys])
-
-
-def _rows_of(name: str, table: pa.Table) -> np.ndarray:
-    """Return the rows of the table that count for a modality: an image counts once, however many captions it has."""
-    return (
-        np.unique(table["key"].to_numpy(), return_index=True)[1] if name == "tau_image" else np.arange(table.num_rows)
-    )
 
 
 def _label_section(
@@ -134,7 +105,7 @@ def _label_section(
 def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
     """Return the pairs with the lowest and the highest τ of one modality; an image counts once."""
     tau = table[name].to_numpy()
-    rows = _rows_of(name, table)
+    rows = distinct_rows(name, table)
     rows = rows[np.argsort(tau[rows], kind="stable")]
     count = min(_NUM_SHOWN, len(rows) // 2 or 1)
     parts = []
@@ -147,7 +118,7 @@ def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
         parts.append(f"<h3>{title} τ</h3>\n<div class='row'>{cards}</div>")
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
     return (
-        f"<h2>{_MODALITIES[name].capitalize()}</h2>\n<p>mean τ {tau.mean():.4f}; 5 %, 50 %, 95 %: {low:.4f}, {middle:.4f}, "
+        f"<h2>{MODALITIES[name].capitalize()}</h2>\n<p>mean τ {tau.mean():.4f}; 5 %, 50 %, 95 %: {low:.4f}, {middle:.4f}, "
         f"{high:.4f}</p>\n{''.join(parts)}"
     )
 

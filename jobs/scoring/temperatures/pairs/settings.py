@@ -5,7 +5,7 @@ All of this happens before Ray is started.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs.engine.fields import absolute_path
@@ -15,6 +15,7 @@ from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.tasks.base import naming_field
+from pipelines.images.captions import CaptionNoise
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import local_copy
 from pipelines.storage import relative, resolve
@@ -43,6 +44,8 @@ class PairPredictionSettings:
     tau_ranges: tuple[tuple[float, float], tuple[float, float]]
     """[τ₀, τ_max] at inference, for images and for texts."""
     tempnet_digests: tuple[str, str]
+    noise: CaptionNoise = field(default_factory=CaptionNoise)
+    """Noise that is added to the captions before their temperatures are predicted."""
 
     def record(self) -> dict[str, Any]:
         """Returns everything that decides the table, as a flat mapping.
@@ -60,6 +63,7 @@ class PairPredictionSettings:
             **{f"model.{name}": getattr(self.model, name) for name in ("digest", "image_size", "num_text_tokens")},
             "tempnet_image": self.tempnet_digests[0],
             "tempnet_text": self.tempnet_digests[1],
+            **({"caption_noise": [self.noise.share, self.noise.seed]} if self.noise.share else {}),
             "num_captioned_images": None if captions is None else len(captions.captions),
             "splits": list(self.images.splits),
             **{

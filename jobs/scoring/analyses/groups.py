@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from jobs.engine.export import open_export
-from jobs.engine.identity import flatten
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
-from jobs.scoring.analyses.config import Analysis
+from jobs.engine.tracking import resolve_uri
+from jobs.scoring.analyses.config import TextAnalysis
+from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.analyses.records import Records
 from jobs.scoring.temperatures.tables import existing_parts
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
@@ -32,8 +32,6 @@ from jobs.scoring.temperatures.texts.settings import (
 from pipelines.storage import join, resolve, write_bytes
 from tempnet.statistics import spearman_interval
 
-RESULTS_FILE = "results.json"
-TABLE_FILE = "results.md"
 PICTURE_FILE = "groups.png"
 RECORDS_FILE = "records.jsonl"
 TEMPERATURES_DIRECTORY = "temperatures"
@@ -41,7 +39,7 @@ LEAST_RECORDS = 4
 """Number of records that `spearman_interval` needs."""
 
 
-def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
+def analyse(config: TextAnalysis, records: Records, title: str) -> dict[str, Any]:
     """Run or continue an analysis, print its table, and return the figures.
 
     Args:
@@ -59,7 +57,7 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
             f"correlation needs {LEAST_RECORDS}"
         )
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    output = config.output if "://" in config.output else resolve(config.output)[1]
+    output = absolute_output(config)
     settings = _prediction_settings(config, join(output, RECORDS_FILE))
     lines = "".join(json.dumps({"text": record.text}, ensure_ascii=False) + "\n" for record in records.records)
     record = settings.record([]) | {"analysis": title, "records": record_digest({"lines": lines})}
@@ -69,19 +67,26 @@ def analyse(config: Analysis, records: Records, title: str) -> dict[str, Any]:
     archives = list_sources(settings.source)
     predict_archives(settings, archives, temperatures, config.workers, max_bad_share=config.max_bad_share)
     groups, tau = _match(records, read_means(temperatures))
-    values = figures(records, groups, tau) | {"title": title, "settings": record}
-    with open_export(output) as directory:
-        (directory / RESULTS_FILE).write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-        (directory / TABLE_FILE).write_text(table(values) + "\n")
-        plot(values, directory / PICTURE_FILE)
-        if uri:
-            with survive_outage("the analysis"):
-                _log(config, values, directory, uri=uri, output=output)
-    print(f"\n{table(values)}\n\n{conclusion(values)}\n{output}/{RESULTS_FILE}, {TABLE_FILE} and {PICTURE_FILE}")
+    values = figures(records, groups, tau)
+    metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
+    if values["spearman"]:
+        metrics["spearman"] = values["spearman"]["mean"]
+    findings = Findings(
+        title=title,
+        values=values,
+        table=table(values),
+        conclusion=conclusion(values),
+        picture=PICTURE_FILE,
+        plot=partial(plot, values, title),
+        metrics=metrics,
+        settings=record,
+        source=config.data,
+    )
+    publish(config, findings, output=output, uri=uri)
     return values
 
 
-def _prediction_settings(config: Analysis, text: str) -> PredictionSettings:
+def _prediction_settings(config: TextAnalysis, text: str) -> PredictionSettings:
     """Return the settings that predict the temperatures of the records, which lie in an archive at `text`."""
     return model_settings(
         PredictTemperaturesConfig(
@@ -96,32 +101,6 @@ def _prediction_settings(config: Analysis, text: str) -> PredictionSettings:
             workers=config.workers,
         )
     )
-
-
-def _log(config: Analysis, values: dict[str, Any], directory: Path, *, uri: str, output: str) -> None:
-    """Log an analysis as a run of MLflow, with its figures as metrics and the files in `directory` as artifacts.
-
-    Args:
-        config: configuration of the analysis.
-        values: the figures, with title and settings.
-        directory: local directory of the results.
-        uri: URI of the MLflow store.
-        output: path or URI of the results; together with the digest of the settings it identifies the run.
-    """
-    digest = record_digest(values["settings"])
-    tracked = open_run(
-        uri=uri,
-        experiment=config.tracking.experiment,
-        name=values["title"],
-        directory=f"{output}#{digest}",
-        parameters=flatten(config),
-        tags={},
-        data_sets={"evaluation": ("text", digest, config.data)},
-    )
-    metrics = {"tau_mean": values["tau_mean"], "num_records": float(values["num_records"])}
-    if values["spearman"]:
-        metrics["spearman"] = values["spearman"]["mean"]
-    finish_run(tracked, status="FINISHED", artifacts=directory, metrics=metrics, note=table(values))
 
 
 def read_means(output: str) -> dict[int, float]:
@@ -196,7 +175,7 @@ def _interval(row: dict[str, Any]) -> str:
     return f"{row['mean']:.4f}" + ("" if row["half_width"] is None else f" ± {row['half_width']:.4f}")
 
 
-def plot(values: dict[str, Any], path: Path) -> None:
+def plot(values: dict[str, Any], title: str, path: Path) -> None:
     """Plot the mean τ of every group with its 95 % interval."""
     import matplotlib
 
@@ -213,7 +192,7 @@ def plot(values: dict[str, Any], path: Path) -> None:
     axes.errorbar(means, places, xerr=halves, fmt="o", capsize=3)
     axes.set_yticks(list(places), [f"{row['group']} ({row['num_records']})" for row in rows])
     axes.axvline(values["tau_mean"], color="black", linestyle="--", linewidth=0.8, label="mean of all records")
-    axes.set(xlabel="mean τ of a record, 95 % interval over records", title=values["title"])
+    axes.set(xlabel="mean τ of a record, 95 % interval over records", title=title)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,0 +1,89 @@
+"""Loads a pretrained model under ZeRO 3 so that no process ever holds more than its part and one whole weight.
+
+The model is built on the device meta. Then rank 0 reads one weight after the other; DeepSpeed sends it to all ranks, which
+keep their part of it and drop the rest. Every byte is read once, by one process, and the values are those of the file: a
+model that is built within `deepspeed.zero.Init` as a context computes its buffers and tied weights in another way.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from tempnet.weights import WeightFiles, check_weight
+
+
+def base_without_weights(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """Return a base model whose parameters are on the device meta; its buffers have the values that they get by loading.
+
+    Args:
+        place: local directory of the model.
+        trust_remote_code: whether Transformers may run code that comes with the model.
+        options: options of `AutoModelForCausalLM.from_config`, such as `dtype`.
+    """
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    base.tie_weights()  # every parameter was replaced by one of its own
+    with suppress(OSError):
+        base.generation_config = GenerationConfig.from_pretrained(place)
+    return base.eval()
+
+
+def load_partitioned(
+    model: PreTrainedModel, files: WeightFiles, deepspeed_config: dict[str, Any], *, rank: int
+) -> None:
+    """Give the parameters of a model on the device meta the values of files, divided among all ranks.
+
+    All ranks must call it. The parameters keep whether they are trained, and their dtype.
+
+    Args:
+        model: the model; afterwards its parameters are those of DeepSpeed's ZeRO 3.
+        files: the weights.
+        deepspeed_config: the configuration with which DeepSpeed is started later.
+        rank: rank of this process.
+
+    Raises:
+        ValueError: on rank 0, if a weight contains NaN; on all ranks, if the files lack a weight.
+    """
+    names = files.match(model)
+    if names is None:
+        raise ValueError(f"{files.directory} lacks weights of the model, or has them in other shapes")
+    stored = {id(parameter): names[name] for name, parameter in model.named_parameters()}
+    filled: dict[int, nn.Parameter] = {}
+    empty = list(model.parameters())  # kept, because the ids of dropped objects may be given to others
+    for part in list(model.modules()):
+        for name, parameter in list(part._parameters.items()):
+            if parameter is None or id(parameter) not in stored:
+                continue
+            if id(parameter) not in filled:
+                value = _read(files, stored[id(parameter)], parameter) if rank == 0 else None
+                filled[id(parameter)] = _divide(parameter, value, deepspeed_config)
+            part.register_parameter(name, filled[id(parameter)])
+    del empty
+    for name, buffer in model.named_buffers():
+        if name in files.files:
+            buffer.copy_(files.read(name))
+
+
+def _read(files: WeightFiles, name: str, parameter: nn.Parameter) -> Tensor:
+    value = files.read(name).to(parameter.dtype)
+    check_weight(name, value, files.directory)
+    return value
+
+
+def _divide(parameter: nn.Parameter, value: Tensor | None, deepspeed_config: dict[str, Any]) -> nn.Parameter:
+    """Return a parameter of ZeRO 3 with the value of rank 0."""
+    holder = nn.Module()
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype) if value is None else value
+    holder.weight = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    deepspeed.zero.Init(module=holder, config_dict_or_path=deepspeed_config)
+    divided: nn.Parameter = holder.weight
+    return divided

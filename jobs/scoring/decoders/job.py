@@ -1,0 +1,249 @@
+"""The job: text and prompts → a pool of models → the bench → one table, a frontier plot and MLflow."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from jobs.engine.fields import absolute_path
+from jobs.engine.fingerprints import model_digest
+from jobs.engine.identity import flatten
+from jobs.engine.tracking import resolve_uri
+from jobs.scoring.analyses.findings import Findings, absolute_output, publish
+from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.decoders.model import SampledText
+from jobs.scoring.decoders.report import conclusion, figures, plot, table
+from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, Unit, run_bench
+from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
+from jobs.scoring.models import model_labels
+from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
+from jobs.scoring.temperatures.texts.settings import list_sources
+from jobs.tasks.base import naming_field
+from jobs.tasks.language_model.training_text import warn_of_known_text
+from pipelines.archives import Archive
+from pipelines.local_copy import local_copy
+from pipelines.problems import check_problems
+from pipelines.sources import check_source
+from pipelines.text.manifest import ArchiveEntry
+from pipelines.text.part_preparation import readable_documents
+from pipelines.text.tokenization import document_start_id, load_tokenizer
+from tempnet.loading import load_tempnet
+from tempnet.weights import check_weight_files
+
+_LEAST = 4
+"""Number of documents and of prompts that two halves with an interval need."""
+
+
+def compare_decoders(config: Decoders) -> dict[str, Any]:
+    """Run the job, print its table, and return the figures.
+
+    Raises:
+        ValueError, OSError: before any work starts, if model, text, prompts and TempNets do not fit together.
+        ScoringFailedError: naming the units that failed.
+        TooManyProblemsError: if too many records are unreadable.
+    """
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
+    settings, prompts, tokenizer, known = resolve_settings(config)
+    verify = make_verifier(config, prompts, tokenizer)
+    comparison = run_bench(settings, partial(run_units, config, settings), verify)
+    values = figures(comparison, k=config.k) | {"known_text": known}
+    if known:
+        print("\nThe model was trained on some of this text: what is found does not hold for new text.")
+    findings = Findings(
+        title="decoders",
+        values=values,
+        table=table(values),
+        conclusion=conclusion(values),
+        picture="frontier.png",
+        plot=partial(plot, values),
+        metrics=_metrics(values),
+        settings=_record(config, settings),
+        source=config.text,
+    )
+    publish(config, findings, output=absolute_output(config), uri=uri)
+    return values
+
+
+def resolve_settings(
+    config: Decoders,
+) -> tuple[BenchSettings, list[Prompt], PreTrainedTokenizerFast, list[str]]:
+    """Return what the workers need, the prompts, the tokenizer, and the archives that the model was trained on.
+
+    Raises:
+        FileNotFoundError, OSError: if text, prompts, model or a TempNet is missing.
+        ValueError: if they do not fit together, or there is too little of them for two halves.
+    """
+    with naming_field("text: "):
+        archives = list_sources(config.text)
+    with naming_field("model = "):
+        check_source(local_copy(config.model, with_weights=False))
+    tokenizer = load_tokenizer(config.model)
+    check_weight_files(place := local_copy(config.model))
+    context = getattr(AutoConfig.from_pretrained(place).get_text_config(), "max_position_embeddings", None)
+    length = min(config.tokens_per_document, context or config.tokens_per_document)
+    documents = read_documents(config, archives, tokenizer, length)
+    if len(documents) < _LEAST:
+        raise ValueError(
+            f"text = {config.text!r} has {len(documents)} documents of 2 tokens and more, and two halves need {_LEAST}"
+        )
+    prompts, ids = read_prompt_ids(config, documents, tokenizer, context)
+    settings = BenchSettings(
+        model=absolute_path(config.model),
+        vocab_size=len(tokenizer),
+        bos_id=document_start_id(tokenizer),
+        precision=config.precision,
+        documents=tuple(documents),
+        prompts=tuple(ids),
+        tempnets=find_tempnets(config, len(tokenizer)),
+        num_steps=config.num_steps,
+        num_samples=config.num_samples,
+        max_new_tokens=config.max_new_tokens,
+        k=config.k,
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    return settings, prompts, tokenizer, warn_of_known_text(config.model, config.text, archives, field="text")
+
+
+def read_documents(
+    config: Decoders, archives: Sequence[Archive], tokenizer: PreTrainedTokenizerFast, length: int
+) -> list[tuple[int, ...]]:
+    """Return the first tokens of every document, without documents of fewer than two.
+
+    Raises:
+        TooManyProblemsError: if too many records are unreadable.
+    """
+    found: list[tuple[int, ...]] = []
+    entries = []
+    for archive in archives:
+        problems, examples = Counter[str](), list[str]()
+        read = readable_documents(config.text, archive, config.text_field, problems, examples)
+        texts = [document.text for document in itertools.islice(read, config.max_documents or None)]
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found += [tuple(encoding.ids[:length]) for encoding in encoded if len(encoding.ids) > 1]
+        entries.append(
+            ArchiveEntry(
+                path=archive.path,
+                num_bytes=archive.num_bytes,
+                num_documents=len(texts),
+                problems=dict(problems),
+                examples=examples,
+                shards=[],
+            )
+        )
+    check_problems(config.text, entries, config.max_bad_share, field="max_bad_share")
+    return found
+
+
+def read_prompt_ids(
+    config: Decoders,
+    documents: Sequence[tuple[int, ...]],
+    tokenizer: PreTrainedTokenizerFast,
+    context: int | None,
+) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    """Return the prompts that fit into the context beside the new tokens, and their token ids.
+
+    Raises:
+        ValueError: if too few fit.
+    """
+    room = None if context is None else context - config.max_new_tokens
+    start = document_start_id(tokenizer)
+    if config.prompts:
+        prompts = read_prompts(config.prompts, config.format, config.max_prompts)
+        ids = [tuple(tokenizer(prompt.turns[0]).input_ids) or (start,) for prompt in prompts]
+    else:
+        # Prompts alternate as documents do, so that one that reports comes from a document that neither trains nor chooses.
+        halves = ([tokens for tokens in documents[half::2] if len(tokens) > config.prompt_tokens] for half in range(2))
+        long = [tokens for both in zip(*halves, strict=False) for tokens in both][: config.max_prompts or None]
+        ids = [(start, *tokens[: config.prompt_tokens]) for tokens in long]
+        prompts = [Prompt(id=place, turns=(str(tokenizer.decode(list(tokens))),)) for place, tokens in enumerate(ids)]
+    fitting = [place for place, tokens in enumerate(ids) if room is None or len(tokens) <= room]
+    if len(fitting) < _LEAST:
+        raise ValueError(
+            f"{len(fitting)} of {len(ids)} prompts fit into the context of {config.model} beside max_new_tokens = "
+            f"{config.max_new_tokens}, and two halves need {_LEAST}"
+        )
+    return [prompts[place] for place in fitting], [ids[place] for place in fitting]
+
+
+def find_tempnets(config: Decoders, vocab_size: int) -> dict[str, str]:
+    """Return the places of the given TempNets by name, or that of the one beside the model if there is one.
+
+    Raises:
+        FileNotFoundError: if a given one is missing.
+        ValueError: if one was made for another vocabulary.
+    """
+    places = [absolute_path(place) for place in config.tempnets]
+    names = [f"TempNet {label}" for label in model_labels(places)] if places else []
+    if not places:
+        places, names = [absolute_path(config.model)], ["TempNet of the model"]
+    found: dict[str, str] = {}
+    for name, place in zip(names, places, strict=True):
+        try:
+            network = load_tempnet(local_copy(place))
+        except FileNotFoundError:
+            if config.tempnets:
+                raise
+            continue
+        if network.config.kind == "embeddings" or network.config.input_size != vocab_size:
+            raise ValueError(
+                f"{place}: the TempNet was built for {network.config.input_size} {network.config.kind}, and the tokenizer of "
+                f"{config.model} has {vocab_size} tokens"
+            )
+        found[name] = place
+    return found
+
+
+def make_verifier(
+    config: Decoders, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast
+) -> Callable[[int, SampledText], tuple[Hashable | None, bool]] | None:
+    """Return what checks the answer of a text, or None for a format without answers."""
+    chosen = FORMATS[config.format]
+
+    def verify(place: int, sampled: SampledText) -> tuple[Hashable | None, bool]:
+        text = str(tokenizer.decode(sampled.tokens, skip_special_tokens=True))
+        text = text[: min([text.find(stop) for stop in chosen.stop if stop in text], default=len(text))]
+        grade = chosen.grade(prompts[place], text)
+        return grade["answer"], bool(grade["is_correct"])
+
+    return verify if config.format == "gsm8k" else None
+
+
+def run_units(config: Decoders, settings: BenchSettings, units: Sequence[Unit]) -> list[Any]:
+    """Do units of work in the pool, and return their results in order.
+
+    Raises:
+        ScoringFailedError: naming the units that failed.
+    """
+    places = {id(unit): place for place, unit in enumerate(units)}
+    results: list[Any] = [None] * len(units)
+
+    def keep(unit: Unit, result: Any, seconds: float) -> None:
+        results[places[id(unit)]] = result
+
+    stages: Stages[Unit] = Stages(model=partial(BenchWorker, settings, use_gpu=config.workers.use_gpu))
+    failed = run_stages(stages, units, config.workers, title=lambda unit: unit.title, keep=keep)
+    if failed:
+        raise ScoringFailedError(failed)
+    return results
+
+
+def _record(config: Decoders, settings: BenchSettings) -> dict[str, Any]:
+    values = {name: value for name, value in flatten(config).items() if not name.startswith(("workers", "tracking"))}
+    return values | {"model_digest": model_digest(config.model), "documents": len(settings.documents)}
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of the run in MLflow, which accepts letters, digits and few other characters in their names."""
+    metrics = {"num_tokens": float(values["num_tokens"])}
+    for name, found in values["decoders"].items():
+        short = re.sub(r"[^\w. -]", "", name)
+        for measure in ("gain", "brier", "ece"):
+            metrics[f"{short}/{measure}"] = found["text"][measure]["mean"]
+    return metrics

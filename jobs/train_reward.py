@@ -1,0 +1,47 @@
+"""Train a TempNet on the rewards that a verifier gives to texts of a frozen model, held near the model by a KL leash.
+
+python -m jobs.train_reward --model gpt2 --prompts questions.jsonl --verifier.name gsm8k
+python -m jobs.train_reward --model gpt2 --prompts tasks.jsonl --verifier.name unit-tests --reward distinct
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tyro
+
+from jobs.engine.command_line import FAILED, exit_interrupted, fail, refusals_on_one_line, run_job
+from jobs.scoring.reward.config import RewardConfig
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    with refusals_on_one_line():
+        config = tyro.cli(RewardConfig, args=arguments, prog="python -m jobs.train_reward", description=__doc__)
+    # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from jobs.engine.tracking import where_to_browse
+    from jobs.scoring.reward.job import train_reward
+    from jobs.scoring.reward.trainer import NoRewardError
+
+    try:
+        outcome = train_reward(config)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except NoRewardError as error:
+        fail(str(error), FAILED)
+    except KeyboardInterrupt:
+        exit_interrupted(config.run.directory)
+    print(
+        f"\n  results   {outcome['directory']}/outcome.json\n  model     {outcome['export']}\n\nTo look around, type:"
+    )
+    if outcome["tracking_uri"]:
+        print(f"  {where_to_browse(outcome['tracking_uri'])}")
+    print(
+        f"  .venv/bin/python -m jobs.generate --model {outcome['export']} --prompts {config.prompts} "
+        f"--format {config.format} --output texts.jsonl --max-new-tokens {config.max_new_tokens}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,124 @@
+"""Distillation from a teacher whose predictions are given one entropy: the loss of a language model that learns from another.
+
+The student q = softmax(z_S) learns from the teacher p_τ = softmax(z_T/τ) by
+
+    KL(p_τ ‖ q) = Σ_v p_τ(v)·(log p_τ(v) − log q(v)),
+
+with one temperature for each context. A *constant-entropy teacher* takes τ*(z_T), the temperature at which the entropy of
+every p_τ is H₀ = log V − ρ (the oracle of TempNet, Baseline2), so that contexts at which the teacher is nearly certain and
+contexts at which it is open teach equally much; a constant τ is the usual distillation (Hinton et al., arXiv 1503.02531, here
+with the student at τ = 1, whose own predictions are wanted).
+
+Shapes: N tokens, V effective vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tempnet.oracle import optimal_temperature
+from tempnet.softmax.reference import IGNORE_INDEX
+
+_NUM_LOGITS_PER_CHUNK = 1 << 22
+"""Logits of the student, and as many of the teacher, that are computed at once (16 MiB each)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTemperature:
+    """The temperature of a teacher's predictions.
+
+    Raises:
+        ValueError: if neither ρ nor a positive τ is given, or both are.
+    """
+
+    rho: float | None = None
+    """ρ = log V − H₀ in nats: every prediction gets the entropy H₀. None: the temperature is constant."""
+    tau: float | None = None
+    """The constant temperature; 1: the teacher's own predictions. None: the entropy is constant."""
+    tau_min: float = 0.001
+    """Lower bound τ₀ of the temperature at a constant entropy."""
+    tau_max: float = 2.0
+    """Upper bound τ_max of the temperature at a constant entropy."""
+
+    def __post_init__(self) -> None:
+        if (self.rho is None) == (self.tau is None):
+            raise ValueError(f"rho = {self.rho} and tau = {self.tau}: give one of them")
+        if self.tau is not None and not self.tau > 0.0:
+            raise ValueError(f"tau = {self.tau:g} must be positive")
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return τ (n,) for the teacher's logits (n, V)."""
+        if self.tau is not None:
+            return torch.full(logits.shape[:-1], self.tau, dtype=logits.dtype, device=logits.device)
+        assert self.rho is not None
+        return optimal_temperature(logits, self.rho, self.tau_min, self.tau_max)
+
+
+class DistillationLoss(NamedTuple):
+    """Loss of a batch of tokens."""
+
+    loss: Tensor
+    """Σ KL(p_τ ‖ q) over the tokens that count, divided by their number; a scalar."""
+    tau: Tensor
+    """Temperatures of the teacher, detached: (N,)."""
+
+
+def teacher_divergence(student_logits: Tensor, teacher_logits: Tensor, tau: Tensor) -> Tensor:
+    """Return KL(softmax(z_T/τ) ‖ softmax(z_S)) in nats for every row (n,).
+
+    Args:
+        student_logits: z_S (n, V).
+        teacher_logits: z_T (n, V); it gets no gradient.
+        tau: temperatures (n,) of the teacher.
+    """
+    log_p = torch.log_softmax(teacher_logits.detach() / tau.detach().unsqueeze(-1), dim=-1)
+    log_q = torch.log_softmax(student_logits, dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def distillation_loss(
+    student_contexts: Tensor,
+    teacher_contexts: Tensor,
+    targets: Tensor,
+    *,
+    student_logits: Callable[[Tensor], Tensor],
+    teacher_logits: Callable[[Tensor], Tensor],
+    temperature: TeacherTemperature,
+    vocab_size: int,
+    num_targets: Tensor | float | None = None,
+) -> DistillationLoss:
+    """Compute the loss of N tokens, a chunk of logits at a time; the backward pass computes the student's logits again.
+
+    Args:
+        student_contexts: (N, …) what the student computes its logits from.
+        teacher_contexts: (N, …) likewise for the teacher, without a graph.
+        targets: (N,) targets; tokens with IGNORE_INDEX do not count. The others' values have no influence.
+        student_logits: contexts (n, …) → logits (n, V) in float32.
+        teacher_logits: likewise for the teacher.
+        temperature: temperature of the teacher.
+        vocab_size: V.
+        num_targets: divisor of the sum; by default the number of tokens that count.
+    """
+    num_rows = max(1, _NUM_LOGITS_PER_CHUNK // vocab_size)
+    is_valid = targets != IGNORE_INDEX
+    total = torch.zeros((), device=targets.device)
+    temperatures = []
+
+    def add_up(contexts: Tensor, logits: Tensor, tau: Tensor, counts: Tensor) -> Tensor:
+        return torch.where(counts, teacher_divergence(student_logits(contexts), logits, tau), 0.0).sum()
+
+    chunks = (part.split(num_rows) for part in (student_contexts, teacher_contexts, is_valid))
+    for contexts, of_teacher, counts in zip(*chunks, strict=True):
+        with torch.no_grad():
+            logits = teacher_logits(of_teacher)
+            tau = temperature.of(logits)
+        temperatures.append(tau)
+        total = total + checkpoint(add_up, contexts, logits, tau, counts, use_reentrant=False)
+    divisor = is_valid.sum().clamp(min=1) if num_targets is None else num_targets
+    return DistillationLoss(total / divisor, torch.cat(temperatures))

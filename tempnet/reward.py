@@ -1,0 +1,162 @@
+"""Learn temperatures from a reward, held near the base model by a KL divergence: gradients, baselines, and the leash.
+
+    maximise over τ(h):   E[R(y)] − λ·KL(π_τ ‖ π_1)          y ~ π_τ, the base model sampled at the temperatures τ
+
+Only the temperature of every token is learned, so that everything about a token is closed form. With logits z, β = 1/τ,
+p_β = softmax(βz), Z(β) = Σ exp(βz) and a the token drawn:
+
+    KL(p_β ‖ p_1)         = (β − 1)·E_β z − log Z(β) + log Z(1)
+    ∂KL(p_β ‖ p_1)/∂β     = (β − 1)·Var_β z
+    ∂log p_β(a)/∂β        = z_a − E_β z
+
+The divergence of whole texts is the expected sum of those of their tokens, KL(π_τ ‖ π_1) = E_{π_τ} Σ_t KL_t. Its gradient
+has two parts: that of every KL_t, and that of which tokens come later, for which token t is charged λ·Σ_{s>t} KL_s beside
+the reward. Together the gradient of the objective is that of
+
+    Σ_t ( A − λ·[Σ_{s>t} KL_s − its baseline] )·log p_β(a_t) − λ·KL_t
+
+with A an advantage: the reward less a baseline that the text itself has no part in (Williams 1992; leave-one-out over a
+group of texts for the same prompt, Kool et al. 2019, arXiv 2402.14740). The two rewards of a group of G texts are
+
+    each        mean of R over the texts:                        A_i = R_i − mean_{j≠i} R_j
+    distinct    sum over distinct answers of their best R, over G: an answer that comes twice counts once
+
+`tempnet.reward_leash` finds λ. Shapes: G texts of a group, T tokens of the longest, V vocabulary; a mask (G, T) is 1 for
+tokens of the text and 0 after its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """What the gradient of a token's temperature needs to know of its logits: three numbers of the same shape (...)."""
+
+    score: Tensor
+    """∂log p_β(a)/∂β = z_a − E_β z, by which the drawn token pulls at β."""
+    kl: Tensor
+    """KL(p_β ‖ p_1) in nats."""
+    kl_slope: Tensor
+    """∂KL(p_β ‖ p_1)/∂β = (β − 1)·Var_β z."""
+
+
+@torch.no_grad()
+def token_statistics(logits: Tensor, tokens: Tensor, tau: Tensor) -> TokenStatistics:
+    """Compute the statistics of tokens that were drawn at given temperatures, in float32 at least.
+
+    Args:
+        logits: (..., V) logits z of the base model.
+        tokens: (...) indices a of the tokens that were drawn.
+        tau: (...) temperatures τ > 0.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits - logits.amax(-1, keepdim=True)  # no probability changes, and βz cannot overflow
+    beta = 1.0 / tau.to(logits.dtype)
+    tempered = beta.unsqueeze(-1) * logits
+    probabilities = tempered.softmax(-1)
+    mean = (probabilities * logits).sum(-1)
+    variance = (probabilities * (logits - mean.unsqueeze(-1)).square()).sum(-1)
+    kl = (beta - 1.0) * mean - tempered.logsumexp(-1) + logits.logsumexp(-1)
+    score = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - mean
+    # Rounding can make the divergence of two equal distributions negative by as much as the last digit.
+    return TokenStatistics(score=score, kl=kl.clamp(min=0.0), kl_slope=(beta - 1.0) * variance)
+
+
+def surrogate_loss(tau: Tensor, statistics: TokenStatistics, advantages: Tensor, kl_weight: float) -> Tensor:
+    """Return a scalar whose gradient in τ is that of −Σ (advantage·log p_β(a) − λ·KL); its value means nothing.
+
+    Args:
+        tau: (...) temperatures with a graph; 1 or any positive number where there is no token.
+        statistics: statistics of the tokens at these temperatures.
+        advantages: (...) advantage of every token; 0 where there is none.
+        kl_weight: λ. Tokens without a place in the text must have a `kl_slope` of 0 (:func:`mask_statistics`).
+    """
+    slope = kl_weight * statistics.kl_slope - advantages * statistics.score
+    return (slope.detach() * (1.0 / tau)).sum()
+
+
+def mask_statistics(statistics: TokenStatistics, mask: Tensor) -> TokenStatistics:
+    """Return statistics (G, T) that are 0 outside of the texts; they may be undefined there before."""
+    zero = torch.zeros((), dtype=statistics.kl.dtype, device=mask.device)
+    values = (torch.where(mask.bool(), one, zero) for one in (statistics.score, statistics.kl, statistics.kl_slope))
+    return TokenStatistics(*values)
+
+
+def leave_one_out(values: Tensor) -> Tensor:
+    """Return every value of a group less the mean of the others, over the first dimension.
+
+    Args:
+        values: (G, ...) values of the G texts of a group.
+
+    Returns:
+        (G, ...) differences; 0 for a group of one text, from which nothing can be learned.
+    """
+    size = len(values)
+    if size < 2:
+        return torch.zeros_like(values)
+    return (values - values.mean(0)) * (size / (size - 1))
+
+
+def distinct_advantages(rewards: Tensor, answers: Sequence[Hashable]) -> Tensor:
+    """Return the advantages for the sum of the best rewards of the distinct answers of a group.
+
+    Text i adds m_i = max(0, R_i − the best R of the same answer among the others) to the sum. Since what the others are
+    worth without i is not changed by i, m_i is an unbiased reward for i. Its baseline is the mean of what each other text
+    adds to the group without i, which is not changed by i either.
+
+    Args:
+        rewards: (G,) rewards R ≥ 0.
+        answers: what is the same for texts that count once.
+
+    Returns:
+        (G,) advantages in the dtype of the rewards.
+    """
+    own = rewards.new_zeros(len(answers))
+    baseline = rewards.new_zeros(len(answers))
+    for answer in set(answers):
+        members = [place for place, other in enumerate(answers) if other == answer]
+        values = rewards[members].tolist()
+        added = [_added(values, i) for i in range(len(values))]
+        own[members] = rewards.new_tensor(added)
+        total = sum(added)
+        outside = [place for place, other in enumerate(answers) if other != answer]
+        baseline[outside] += total
+        for i, place in enumerate(members):  # without text i, others of the same answer may be worth more
+            rest = values[:i] + values[i + 1 :]
+            baseline[place] += sum(_added(rest, j) for j in range(len(rest)))
+    return own - baseline / max(1, len(answers) - 1)
+
+
+def _added(values: Sequence[float], place: int) -> float:
+    """Return what one of several equal answers adds to the best of the others."""
+    others = [value for other, value in enumerate(values) if other != place]
+    return max(0.0, values[place] - max(others, default=0.0))
+
+
+def distinct_reward(rewards: Sequence[float], answers: Sequence[Hashable]) -> float:
+    """Return the sum over distinct answers of their best reward, divided by the number of texts, of which there are some."""
+    best: dict[Hashable, float] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        best[answer] = max(best.get(answer, 0.0), reward)
+    return sum(best.values()) / len(rewards)
+
+
+def token_advantages(advantages: Tensor, kl: Tensor, kl_weight: float) -> Tensor:
+    """Return the advantage of every token: that of its text, less λ times the divergence of the tokens after it.
+
+    Args:
+        advantages: (G,) advantages of the texts of one group.
+        kl: (G, T) divergence of every token, 0 after the end of its text.
+        kl_weight: λ.
+
+    Returns:
+        (G, T) A_i − λ·(Σ_{s>t} KL_is − the mean of the same over the other texts of the group).
+    """
+    to_go = kl.flip(-1).cumsum(-1).flip(-1) - kl
+    return advantages.unsqueeze(-1) - kl_weight * leave_one_out(to_go)

@@ -1,0 +1,268 @@
+"""Test the bench of decoders in one process: what chooses and what reports, what is sampled, and what the table says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from jobs.analyse import main
+from jobs.scoring.decoders.bench import CONSTANT, ONE, Comparison, published_rules, split_text
+from jobs.scoring.decoders.config import Decoders
+from jobs.scoring.decoders.job import make_verifier, resolve_settings
+from jobs.scoring.decoders.learned import AUTODECO, PROPER, ROBUST
+from jobs.scoring.decoders.model import FrozenModel, MeasuredText, SampledText, draw
+from jobs.scoring.decoders.quality import measure_prompts
+from jobs.scoring.decoders.report import conclusion, figures, frontier, plot, table
+from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, TextUnit, run_bench
+from jobs.scoring.generation.formats import Prompt
+from jobs.scoring.generation.gsm8k import majority_score
+from tempnet.decoders.rule import temper
+from tempnet.decoders.temperatures import ConstantTemperature, Shuffled
+from tempnet.decoders.truncation import Mirostat, TopP
+from tests.jobs.scoring.generation_support import VOCABULARY
+
+LEARNED = (ROBUST, PROPER, AUTODECO, "TempNet of the model")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    words = ["temperature", "network", "of", "a", "model", "the", "def", "return", "token", "class"]
+    texts = [" ".join(rng.choice(words, size=2 if place in (1, 4) else rng.integers(8, 30))) for place in range(10)]
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def config(gpt2: Path, text: Path, **changes: Any) -> Decoders:
+    options = {"num_steps": 3, "num_samples": 4, "max_new_tokens": 6, "prompt_tokens": 4, "k": 2, "batch_size": 3}
+    return Decoders(
+        model=str(gpt2), text=str(text), output="decoders", **{**options, "tokens_per_document": 24, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def settings(gpt2: Path, text: Path) -> BenchSettings:
+    return resolve_settings(config(gpt2, text))[0]
+
+
+@pytest.fixture(scope="module")
+def few_rules() -> Iterator[None]:
+    """Leave each decoder one or two candidates, which is enough to test the bench and takes a tenth of the time."""
+    patch = pytest.MonkeyPatch()
+    few = {name: family[:2] for name, family in published_rules().items()}
+    patch.setattr("jobs.scoring.decoders.bench.published_rules", lambda: few)
+    patch.setattr("jobs.scoring.decoders.learned.SCALES", (0.7, 1.0))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def comparison(settings: BenchSettings, few_rules: None) -> Comparison:
+    worker = BenchWorker(settings)
+    return run_bench(settings, lambda units: [worker(unit) for unit in units])
+
+
+def model_of(settings: BenchSettings) -> FrozenModel:
+    return FrozenModel(settings.model, vocab_size=settings.vocab_size, bos_id=settings.bos_id)
+
+
+def test_measured_text_gives_the_logits_of_the_model(settings: BenchSettings) -> None:
+    model = model_of(settings)
+    measured = model.measure(settings.documents, 3)
+    base = AutoModelForCausalLM.from_pretrained(settings.model).eval()
+    for number, ids in enumerate(settings.documents):
+        part = measured.part(measured.documents == number)
+        assert part.targets.tolist() == list(ids)
+        with torch.no_grad():
+            logits = base(input_ids=torch.tensor([[settings.bos_id, *ids[:-1]]])).logits[0, :, :VOCABULARY]
+        torch.testing.assert_close(model.logits(part.hidden), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_samples_are_those_of_a_loop_without_a_cache_and_do_not_depend_on_the_batch(settings: BenchSettings) -> None:
+    model, prompts = model_of(settings), [*settings.prompts[:3], settings.prompts[3][:2]]
+    for rule in (ConstantTemperature(0.8), TopP(0.7), Mirostat(3.0), Shuffled(torch.tensor([0.3, 2.0]), "x")):
+        options = {"num_samples": 3, "num_tokens": 5, "seed": 4}
+        one, other = (model.sample(rule, prompts, batch_size=size, **options) for size in (1, 4))
+        assert [[text.tokens for text in row] for row in one] == [[text.tokens for text in row] for row in other]
+        scores = [[text.log_probability for text in row] for row in one]
+        np.testing.assert_allclose(scores, [[text.log_probability for text in row] for row in other], atol=1e-3)
+    base = AutoModelForCausalLM.from_pretrained(settings.model).eval()
+    [[text]] = model.sample(TopP(0.7), prompts[:1], num_samples=1, num_tokens=5, seed=4, batch_size=1)
+    ids, score = list(prompts[0]), 0.0
+    for token in text.tokens:
+        with torch.no_grad():
+            row = base(input_ids=torch.tensor([ids])).logits[0, -1, :VOCABULARY]
+        assert TopP(0.7).log_probabilities(row)[token] > -math.inf
+        score += temper(row, 1.0)[token].item()
+        ids.append(token)
+    assert text.log_probability == pytest.approx(score, abs=1e-3) or text.num_drawn > len(text.tokens)
+
+
+def test_draws_follow_the_distribution() -> None:
+    log_q = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).log()
+    numbers = (np.arange(1000) + 0.5) / 1000
+    drawn = draw(log_q.expand(1000, 4), numbers.tolist())
+    assert torch.bincount(drawn, minlength=4).tolist() == [500, 0, 300, 200]
+
+
+def test_every_decoder_has_its_place_and_every_learned_one_its_controls(comparison: Comparison) -> None:
+    expected = [*published_rules(), *LEARNED]
+    expected += [f"{name}: {control}" for name in LEARNED for control in ("MeanShift", "shuffled")]
+    assert set(comparison.for_text) == set(comparison.sums.sums) == set(comparison.prompts) == set(expected)
+    for name in LEARNED:
+        shift, pool = (comparison.for_text[f"{name}: {control}"].rule for control in ("MeanShift", "shuffled"))
+        assert isinstance(shift, TopP if name == AUTODECO else ConstantTemperature)
+        assert isinstance(pool, Shuffled)
+        assert shift.tau == pytest.approx(pool.pool.mean().item(), rel=1e-5)
+
+
+def test_the_reporting_half_changes_no_choice(settings: BenchSettings, comparison: Comparison) -> None:
+    """Other documents and prompts to report on: the same rules are chosen, and the figures differ."""
+    changed = replace(
+        settings,
+        documents=tuple(ids if place % 2 == 0 else ids[::-1] for place, ids in enumerate(settings.documents)),
+        prompts=tuple(ids if place % 2 == 0 else ids[::-1] for place, ids in enumerate(settings.prompts)),
+    )
+    worker = BenchWorker(changed)
+    other = run_bench(changed, lambda units: [worker(unit) for unit in units])
+    for ours, theirs in ((comparison.for_text, other.for_text), (comparison.for_prompts, other.for_prompts)):
+        assert {name: choice.rule.label for name, choice in ours.items()} == {
+            name: choice.rule.label for name, choice in theirs.items()
+        }
+    assert comparison.sums.loss(ONE).mean != other.sums.loss(ONE).mean
+    assert comparison.prompts[ONE].log_probability.mean != other.prompts[ONE].log_probability.mean
+
+
+def test_the_best_constant_is_the_best_of_those_tried_on_the_choosing_half(
+    settings: BenchSettings, comparison: Comparison
+) -> None:
+    model = model_of(settings)
+    choosing, reporting = split_text(model.measure(settings.documents, 3))
+    assert not set(choosing.documents.tolist()) & set(reporting.documents.tolist())
+
+    def losses(part: MeasuredText, tau: float) -> float:
+        return torch.nn.functional.cross_entropy(model.logits(part.hidden) / tau, part.targets).item()
+
+    candidates = [rule.tau for rule in published_rules()[CONSTANT][:2] if isinstance(rule, ConstantTemperature)]
+    chosen = comparison.for_text[CONSTANT].rule
+    assert isinstance(chosen, ConstantTemperature)
+    assert comparison.sums.loss(CONSTANT).mean == pytest.approx(losses(reporting, chosen.tau), rel=1e-4)
+    assert comparison.human_loss == pytest.approx(losses(choosing, 1.0), rel=1e-4)
+    assert losses(choosing, chosen.tau) == pytest.approx(min(losses(choosing, tau) for tau in candidates), rel=1e-2)
+
+
+def test_table_conclusion_and_plot_show_every_decoder(comparison: Comparison, tmp_path: Path) -> None:
+    values = json.loads(json.dumps(figures(comparison, k=2), allow_nan=False))
+    shown = table(values)
+    assert shown.count("\n") == len(comparison.for_text) + 1
+    for name in comparison.for_text:
+        assert f"| {name} " in shown
+    assert "pass@2" not in shown
+    assert conclusion(values).count("\n") == 2
+    plot(values, tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_frontier_is_what_no_point_exceeds() -> None:
+    points = [tuple(point) for point in np.random.default_rng(0).integers(0, 12, size=(60, 2)).tolist()]
+    expected = {a for a in points if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in points)}
+    assert set(frontier(points)) == expected
+    assert frontier([]) == []
+
+
+def test_figures_of_prompts_with_a_verifier() -> None:
+    """Answers are the first token, and even ones are correct."""
+    rng = np.random.default_rng(0)
+    texts = [[SampledText(rng.integers(0, 4, size=3).tolist(), 3, -6.0) for _ in range(8)] for _ in range(5)]
+    found = measure_prompts(
+        texts,
+        range(5),
+        k=2,
+        reference_length=6.0,
+        verify=lambda place, text: (text.tokens[0], text.tokens[0] % 2 == 0),
+    )
+    assert found.num_counted == 4, "texts of half the length: twice as many of them cost the same"
+    assert found.log_probability.mean == pytest.approx(-2.0)
+    assert found.correct is not None
+    assert found.distinct_correct is not None
+    assert found.maj_at_k is not None
+    firsts = [[text.tokens[0] for text in samples] for samples in texts]
+    assert found.correct.mean == pytest.approx(np.mean([[first % 2 == 0 for first in row] for row in firsts]))
+    assert found.distinct_correct.mean == pytest.approx(
+        np.mean([len({f for f in row if f % 2 == 0}) / 8 for row in firsts])
+    )
+    # Two answers are correct and never tie for the same group's win, so their scores add up.
+    majorities = [sum(majority_score([str(first) for first in row], gold, 4) for gold in ("0", "2")) for row in firsts]
+    assert found.maj_at_k.mean == pytest.approx(np.mean(majorities))
+
+
+def test_prompts_are_beginnings_of_documents_of_their_own_half(gpt2: Path, text: Path) -> None:
+    settings = resolve_settings(config(gpt2, text, prompt_tokens=20, max_documents=9))[0]
+    longer = [len(ids) > 20 for ids in settings.documents]
+    assert 0 < sum(longer) < len(longer), "some documents are too short, so places of prompts and documents differ"
+    for place, ids in enumerate(settings.prompts):
+        assert ids[0] == settings.bos_id
+        owners = [number for number, document in enumerate(settings.documents) if document[:20] == ids[1:]]
+        assert [number % 2 for number in owners] == [place % 2]
+
+
+def test_answers_of_gsm8k_are_cut_at_stop_strings_and_checked(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+    chosen = config(gpt2, text, format="gsm8k", prompts=str(tmp_path / "q.jsonl"))
+    tokenizer = resolve_settings(config(gpt2, text))[2]
+    verify = make_verifier(chosen, [Prompt(id=1, turns=("",), fields={"gold": "2"})], tokenizer)
+    assert verify is not None
+    for written, expected in (("so 2\n\nQ: 3", ("2", True)), ("it is 3", ("3", False)), ("none", (None, False))):
+        tokens = tokenizer(written).input_ids
+        assert verify(0, SampledText(tokens, len(tokens), 0.0)) == expected
+    assert make_verifier(config(gpt2, text), [], tokenizer) is None
+
+
+def test_learned_decoders_are_trained_on_the_choosing_half_alone(settings: BenchSettings, few_rules: None) -> None:
+    logits, hidden = torch.randn(5, VOCABULARY), torch.randn(5, 32)
+    found = []
+    for changed in (-1, 0, 1):
+        documents = tuple(ids[::-1] if place == changed else ids for place, ids in enumerate(settings.documents))
+        families, _ = BenchWorker(replace(settings, documents=documents))(TextUnit())
+        found.append(
+            {name: families[name][-1].log_probabilities(logits, hidden) for name in (ROBUST, PROPER, AUTODECO)}
+        )
+    unchanged, choosing, reporting = found
+    for name, before in unchanged.items():
+        assert before.equal(reporting[name]), name
+        assert not before.equal(choosing[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-samples", "1"], "num_samples = 1 must be at least 2"),
+        (["--k", "9"], "k = 9 must be at most num_samples = 8"),
+        (["--format", "gsm8k"], "format = gsm8k needs prompts"),
+        (["--text", "missing.jsonl"], "missing.jsonl"),
+        (["--model", "missing"], "missing"),
+        (["--max-documents", "3"], "has 3 documents of 2 tokens and more, and two halves need 4"),
+        (["--max-new-tokens", "60"], "prompts fit into the context"),
+        (["--max-new-tokens", "8", "--tempnets", "missing"], "missing"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    gpt2: Path, text: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["decoders", "--model", str(gpt2), "--text", str(text), "--output", str(output)]
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--prompt-tokens", "5", "--storage", str(tmp_path), *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()

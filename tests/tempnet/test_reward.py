@@ -1,0 +1,168 @@
+"""Gradients of the expected reward and of the divergence, against autograd and exhaustive sums in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tempnet.reward import (
+    distinct_advantages,
+    distinct_reward,
+    leave_one_out,
+    mask_statistics,
+    surrogate_loss,
+    token_advantages,
+    token_statistics,
+)
+
+NUM_TOKENS, LENGTH = 3, 2
+WEIGHT = 0.37
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tau", [0.02, 0.3, 1.0, 1.9])
+def test_statistics_are_the_derivatives_that_autograd_finds(tau: float) -> None:
+    logits, beta = 3.0 * random(5, 11), torch.full((5,), 1.0 / tau, dtype=torch.float64, requires_grad=True)
+    tokens = torch.arange(5)
+    log_probs, log_base = (beta[:, None] * logits).log_softmax(-1), logits.log_softmax(-1)
+    kl = (log_probs.exp() * (log_probs - log_base)).sum(-1)
+    drawn = log_probs.gather(-1, tokens[:, None]).sum()
+    found = token_statistics(logits, tokens, torch.full((5,), tau, dtype=torch.float64))
+    torch.testing.assert_close(found.kl, kl.detach(), atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(found.score, torch.autograd.grad(drawn, beta, retain_graph=True)[0])
+    torch.testing.assert_close(found.kl_slope, torch.autograd.grad(kl.sum(), beta)[0], atol=1e-12, rtol=1e-7)
+
+
+def test_a_shift_of_the_logits_changes_nothing_and_cold_tokens_do_not_overflow() -> None:
+    logits, tokens = 30.0 * random(4, 9).float(), torch.tensor([0, 3, 8, 2])
+    tau = torch.tensor([1e-3, 0.05, 1.0, 2.0])
+    one, other = token_statistics(logits, tokens, tau), token_statistics(logits + 500.0, tokens, tau)
+    for name in ("score", "kl", "kl_slope"):
+        assert getattr(one, name).isfinite().all()
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), atol=2e-3, rtol=1e-3)
+    assert one.kl[2] == 0.0
+
+
+class Tree:
+    """A base model over texts of two tokens of three, with a temperature for each of the four contexts."""
+
+    def __init__(self, seed: int) -> None:
+        self.logits = 2.0 * random(1 + NUM_TOKENS, NUM_TOKENS, seed=seed)
+        self.tau = (0.5 + random(1 + NUM_TOKENS, seed=seed + 1).sigmoid()).requires_grad_()
+        self.texts = list(itertools.product(range(NUM_TOKENS), repeat=LENGTH))
+
+    def contexts(self, text: tuple[int, ...]) -> list[int]:
+        return [0, 1 + text[0]]
+
+    def log_prob(self, text: tuple[int, ...], tau: Tensor) -> Tensor:
+        log_probs = (self.logits / tau[:, None]).log_softmax(-1)
+        return torch.stack([log_probs[c, token] for c, token in zip(self.contexts(text), text, strict=True)]).sum()
+
+    def surrogate(self, group: Sequence[tuple[int, ...]], advantages: Tensor) -> Tensor:
+        """Return the surrogate loss of a group, as training computes it, divided by the number of texts."""
+        places = torch.tensor([self.contexts(text) for text in group])
+        found = token_statistics(self.logits[places], torch.tensor(group), self.tau[places])
+        tokens = token_advantages(advantages, found.kl, WEIGHT)
+        return surrogate_loss(self.tau[places], found, tokens, WEIGHT) / len(group)
+
+    def expected_gradient(self, size: int, advantages_of: object) -> Tensor:
+        """Return the expectation of the surrogate's gradient over all groups of a size."""
+        total = torch.zeros_like(self.tau)
+        for group in itertools.product(self.texts, repeat=size):
+            probability = torch.stack([self.log_prob(text, self.tau.detach()) for text in group]).sum().exp()
+            loss = self.surrogate(group, advantages_of(group))  # type: ignore[operator]
+            total += probability * torch.autograd.grad(loss, self.tau)[0]
+        return total
+
+    def divergence(self) -> Tensor:
+        """Return KL(π_τ ‖ π_1) as a sum over all texts."""
+        ones = torch.ones_like(self.tau)
+        own = torch.stack([self.log_prob(text, self.tau) for text in self.texts])
+        base = torch.stack([self.log_prob(text, ones) for text in self.texts])
+        return (own.exp() * (own - base)).sum()
+
+
+REWARDS = {text: float(value) for text, value in zip(itertools.product(range(3), repeat=2), range(9), strict=True)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_expected_gradient_of_each_is_that_of_the_objective(size: int) -> None:
+    tree = Tree(seed=4)
+    probabilities = torch.stack([tree.log_prob(text, tree.tau) for text in tree.texts]).exp()
+    expected = (probabilities * torch.tensor([REWARDS[text] for text in tree.texts], dtype=torch.float64)).sum()
+    objective = -expected + WEIGHT * tree.divergence()
+
+    def advantages(group: Sequence[tuple[int, ...]]) -> Tensor:
+        return leave_one_out(torch.tensor([REWARDS[text] for text in group], dtype=torch.float64))
+
+    torch.testing.assert_close(
+        tree.expected_gradient(size, advantages), torch.autograd.grad(objective, tree.tau)[0], atol=1e-9, rtol=1e-7
+    )
+
+
+def test_the_expected_gradient_of_distinct_is_that_of_the_expected_sum_over_distinct_answers() -> None:
+    """Texts that share their sum are one answer, and its texts have different rewards."""
+    tree, size = Tree(seed=7), 3
+    probabilities = {text: tree.log_prob(text, tree.tau).exp() for text in tree.texts}
+    expected = torch.zeros((), dtype=torch.float64)
+    for group in itertools.product(tree.texts, repeat=size):
+        value = distinct_reward([REWARDS[text] for text in group], [sum(text) for text in group])
+        expected = expected + torch.stack([probabilities[text] for text in group]).prod() * value
+    objective = -expected + WEIGHT * tree.divergence()
+
+    def advantages(group: Sequence[tuple[int, ...]]) -> Tensor:
+        rewards = torch.tensor([REWARDS[text] for text in group], dtype=torch.float64)
+        return distinct_advantages(rewards, [sum(text) for text in group])
+
+    torch.testing.assert_close(
+        tree.expected_gradient(size, advantages), torch.autograd.grad(objective, tree.tau)[0], atol=1e-9, rtol=1e-7
+    )
+
+
+def test_what_lies_behind_the_end_of_a_text_has_no_part() -> None:
+    logits, tokens, mask = (
+        random(2, 4, 6),
+        torch.zeros(2, 4, dtype=torch.long),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    )
+    tau = torch.full((2, 4), 0.6, dtype=torch.float64, requires_grad=True)
+    logits[1, 2:] = torch.nan
+    found = mask_statistics(token_statistics(logits, tokens, tau), mask)
+    advantages = token_advantages(torch.tensor([1.0, -1.0]).double(), found.kl, WEIGHT)
+    (gradient,) = torch.autograd.grad(surrogate_loss(tau, found, advantages, WEIGHT), tau)
+    assert gradient.isfinite().all()
+    assert (gradient[1, 2:] == 0).all()
+    assert (gradient[mask.bool()] != 0).all()
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=7))
+def test_a_text_is_worth_what_the_group_loses_without_it(texts: list[tuple[float, int]]) -> None:
+    """The advantages, by their definition: differences of sums over groups that lack one text, or two."""
+    rewards, answers = [reward for reward, _ in texts], [answer for _, answer in texts]
+
+    def value(places: list[int]) -> float:
+        chosen = [rewards[i] for i in places]
+        return distinct_reward(chosen, [answers[i] for i in places]) * len(places) if places else 0.0
+
+    everyone, expected = list(range(len(texts))), []
+    for i in everyone:
+        others = [j for j in everyone if j != i]
+        lost = [value(others) - value([k for k in others if k != j]) for j in others]
+        expected.append(value(everyone) - value(others) - (sum(lost) / len(others) if others else 0.0))
+    found = distinct_advantages(torch.tensor(rewards, dtype=torch.float64), answers)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_copies_of_a_correct_answer_earn_nothing() -> None:
+    found = distinct_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0]), ["a", "a", "b", "c"])
+    assert found[2] > 0 > max(found[0].item(), found[1].item(), found[3].item())
+    assert distinct_reward([1.0, 1.0, 1.0, 0.0], ["a", "a", "b", "c"]) == 0.5
