@@ -101,13 +101,23 @@ def test_the_notebook_from_a_model_to_its_tempnet(home: Path, reference: dict[st
 
 
 def test_generating(home: Path, reference: dict[str, Any]) -> None:
-    subprocess.run(*lines_like("echo *"), shell=True, check=True)
+    subprocess.run(*lines_like("echo * > prompts.txt"), shell=True, check=True)
     run_line(*lines_like("jobs.generate *"))
     (record,) = map(json.loads, (home / "texts.jsonl").read_text().splitlines())
     assert record["prompt"] == "The temperature of a softmax"
     assert len(record["tau"]) == len(record["tokens"]) <= 32
     assert 'title="τ ' in (home / "texts.html").read_text()
     run_line(*lines_like("jobs.calibrate tau-max *"))
+
+
+def test_learning_from_a_verifier(home: Path, reference: dict[str, Any]) -> None:
+    for line in (*lines_like("echo * > prompts.txt"), *lines_like("echo * > rewards.py")):
+        subprocess.run(line, shell=True, check=True)
+    run_line(*lines_like("jobs.train_reward *"), "--num-steps", "2", "--group-size", "8", "--workers.num-workers", "1")
+    outcome = json.loads((home / "runs" / "reward" / "outcome.json").read_text())
+    assert [step["lost"] for step in outcome["history"]] == [0, 0]
+    assert all(0.0 <= step["reward"] <= 1.0 for step in outcome["history"])
+    assert (home / "runs" / "reward" / "export" / "tempnet_config.json").is_file()
 
 
 def test_the_python_of_the_readme_generates(home: Path, reference: dict[str, Any]) -> None:

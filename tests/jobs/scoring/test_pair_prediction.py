@@ -10,7 +10,7 @@ import pytest
 
 from jobs.predict_temperatures import main
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
-from jobs.scoring.temperatures.pairs.page import _rows_of
+from jobs.scoring.temperatures.pairs.labels import distinct_rows
 from pipelines.sample.images import write_images
 from pipelines.text.tokenization import train_wordpiece
 from tempnet.models.dual_encoder import DualEncoder, DualEncoderConfig
@@ -86,5 +86,5 @@ def test_a_label_needs_a_page() -> None:
 
 def test_an_image_with_several_captions_counts_once() -> None:
     table = pa.table({"key": ["b", "b", "a", "c", "c"]})
-    assert sorted(_rows_of("tau_image", table)) == [0, 2, 3]
-    assert list(_rows_of("tau_text", table)) == [0, 1, 2, 3, 4]
+    assert sorted(distinct_rows("tau_image", table)) == [0, 2, 3]
+    assert list(distinct_rows("tau_text", table)) == [0, 1, 2, 3, 4]
