@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Only for comparison, and not in the lock.
 PEERS := cut-cross-entropy==25.1.1
+PIP_AUDIT := 2.10.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock audit wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -113,6 +114,15 @@ wheel: setup  ## Build the library alone, tempnet/ without the jobs and the pipe
 lock: setup  ## Write requirements.lock from what is installed in .venv
 	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' ) > requirements.lock.new
 	mv requirements.lock.new requirements.lock
+
+# `--strict` fails for a package that the index has no answer about, too: silence is no audit.
+audit: .venv-audit/.ready  ## Ask the package index for known vulnerabilities of every package of requirements.lock
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement requirements.lock
+
+.venv-audit/.ready:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==$(PIP_AUDIT)
+	touch $@
 
 clean:  ## Remove the sample data and all runs (not the environment)
 	rm -rf data/sample runs
