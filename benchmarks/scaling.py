@@ -4,28 +4,39 @@
 
 `gpt2-scratch-small` on the sample data, with the command that a person types and the same global batch. Every round runs one
 worker and then two. Speeds are medians of the tokens/s that MLflow holds for every 20 steps, without the first of them;
-ratios are taken within a round.
+ratios are taken within a round. Beside it stands what two cores of the machine give at all: the same training step, in plain
+PyTorch, in two processes that have nothing to do with each other, each with half of the batch, against one process.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun
+from jobs.studies.reproduction.direct import training_step
+from tempnet import TempNet, TempNetConfig
+from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.softmax.reference import TemperatureLossConfig
 
 TARGET = 1.7
+VOCAB_SIZE, BATCH_SIZE, CONTEXT_LENGTH = 4096, 16, 128
+SECONDS_OF_STEPS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +67,78 @@ def run(num_workers: int, storage: Path, name: str, arguments: Arguments) -> tup
     return statistics.median(speeds[1:]), outcome["data_wait_share"]
 
 
+def train_alone(batch_size: int, start: Any, speeds: Any) -> None:
+    """Do training steps with one thread, in fp32, and put the tokens a second into a queue."""
+    torch.set_num_threads(1)
+    base = AutoConfig.for_model(
+        "gpt2",
+        vocab_size=VOCAB_SIZE,
+        n_embd=192,
+        n_layer=4,
+        n_head=6,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
+    module = TemperatureCausalLM(
+        AutoModelForCausalLM.from_config(base, attn_implementation="eager"),
+        TempNet(TempNetConfig.for_logits(VOCAB_SIZE, rho=3.0)),
+        TemperatureLossConfig(name="dro", rho=3.0),
+        vocab_size=VOCAB_SIZE,
+    )
+    ids, targets = torch.randint(VOCAB_SIZE, (2, batch_size, CONTEXT_LENGTH))
+    step = training_step(module, ids, torch.arange(CONTEXT_LENGTH).expand_as(ids), targets)
+    step()
+    start.wait()
+    started, num_steps = time.monotonic(), 0
+    while time.monotonic() - started < SECONDS_OF_STEPS:
+        step()
+        num_steps += 1
+    speeds.put(num_steps * ids.numel() / (time.monotonic() - started))
+
+
+def measure_machine() -> float:
+    """Return by how much two processes that are independent of each other train faster than one."""
+    context = multiprocessing.get_context("spawn")
+    totals = []
+    for number in (1, 2):
+        start, speeds = context.Barrier(number), context.Queue()
+        processes = [
+            context.Process(target=train_alone, args=(BATCH_SIZE // number, start, speeds)) for _ in range(number)
+        ]
+        for process in processes:
+            process.start()
+        totals.append(sum(speeds.get() for _ in processes))
+        for process in processes:
+            process.join()
+    return totals[1] / totals[0]
+
+
 def main() -> None:
     """Print the speeds of every round, their ratios, and the median ratio beside its target."""
     arguments = tyro.cli(Arguments, description=__doc__)
     print(
         f"torch {torch.__version__}, {os.cpu_count()} CPUs, {platform.processor() or platform.machine()}, {arguments}"
     )
-    ratios = []
+    ratios: list[float] = []
+    machine: list[float] = []
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         for number in range(arguments.num_rounds):
             (alone, _), (both, wait) = (
                 run(workers, Path(name), f"round-{number}-workers-{workers}", arguments) for workers in (1, 2)
             )
+            machine.append(measure_machine())
             ratios.append(both / alone)
             print(
                 f"round {number + 1}: one worker {alone:,.0f} tokens/s, two {both:,.0f}, ratio {ratios[-1]:.3f}; two wait "
-                f"{wait:.2%} of the time for data",
+                f"{wait:.2%} of the time for data; two independent processes {machine[-1]:.3f} times one",
                 flush=True,
             )
     print(
-        f"median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least {TARGET:g} was to be"
+        f"median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least {TARGET:g} was to be; "
+        f"independent processes {statistics.median(machine):.3f} ({min(machine):.3f} to {max(machine):.3f})"
     )
 
 
