@@ -5,8 +5,10 @@
 In every world the headroom test runs as `jobs.calibrate headroom` does, without Ray. Then heads are trained on every second
 document and judged on the others, and the other way round:
 
-    tempnet   a TempNet that reads the logits, by the proper score
-    dro       the same TempNet by the robust loss, for the mean entropy of the training tokens
+    logits    a TempNet that reads the logits as in the papers, by the proper score
+    hidden    a TempNet that reads the hidden state, without the L2 norm and with the linear pooling, by the proper score
+    both      the same that reads logits, too
+    dro       the first TempNet by the robust loss, for the mean entropy of the training tokens
     mlp       a network of one hidden layer on the features of the test (scalars and hidden state), by cross-entropy
 
 Figures are gains over the best constant temperature of the training half in thousandths of a nat per token, with 95 %
@@ -45,9 +47,8 @@ from tempnet.models.output_head import output_weight
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig
 
-HEADS = ("tempnet", "dro", "mlp")
+HEADS = ("logits", "hidden", "both", "dro", "mlp")
 _BATCH_SIZE = 2048
-_RATE = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class Arguments:
     """Number of tokens of a document that are used, from its beginning."""
     num_steps: int = 250
     """Number of steps of training a head."""
+    rate: float = 3e-3
+    """Learning rate of a head at the first step; it falls to 0 linearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +109,36 @@ def run_test(world: World, num_documents: int) -> HeadroomTest:
     )
 
 
-def train_tempnet(world: World, rows: Tensor, job: Arguments, *, loss: str, seed: int) -> Callable[[Tensor], Tensor]:
+def make_network(head: str, vocab_size: int, state_size: int, rho: float) -> TempNet:
+    """Return a new TempNet for a head."""
+    if head in ("logits", "dro"):
+        return TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
+    config = TempNetConfig.for_hidden(
+        vocab_size, state_size, with_logits=head == "both", rho=rho, normalize_input=False, pooling="linear"
+    )
+    return TempNet(config)
+
+
+def train_tempnet(world: World, rows: Tensor, job: Arguments, *, head: str, seed: int) -> Callable[[Tensor], Tensor]:
     """Train a TempNet on some tokens, and return the function from tokens to u = log β."""
     torch.manual_seed(seed)
-    vocab_size = len(world.weight)
+    vocab_size, state_size = world.weight.shape
     log_partition, mean, _ = world.part(rows).profiles.partition(0.0)
-    rho = math.log(vocab_size) - (log_partition - mean).mean().item() if loss == "dro" else 0.0
-    network = TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
-    config = TemperatureLossConfig(name=loss, rho=rho)
+    rho = math.log(vocab_size) - (log_partition - mean).mean().item() if head == "dro" else 0.0
+    network = make_network(head, vocab_size, state_size, rho)
+    config = TemperatureLossConfig(name="dro" if head == "dro" else "proper", rho=rho)
 
     def step(chosen: Tensor) -> Tensor:
         return linear_language_model_loss(
             world.tokens.hidden[chosen], world.weight, world.targets[chosen], config, network
         ).loss
 
-    optimise(network, step, rows, job.num_steps)
+    optimise(network, step, rows, job)
 
     @torch.no_grad()
     def predict(chosen: Tensor) -> Tensor:
-        parts = chosen.split(_BATCH_SIZE)
-        return torch.cat([-network(world.tokens.hidden[part] @ world.weight.T).double().log() for part in parts])
+        hidden = (world.tokens.hidden[part] for part in chosen.split(_BATCH_SIZE))
+        return torch.cat([-network(state @ world.weight.T, state).double().log() for state in hidden])
 
     return predict
 
@@ -148,7 +161,7 @@ def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Calla
         g, _ = tokens.profiles.score(u.detach())
         return -(g * u).mean()  # Its gradient is that of the cross-entropy.
 
-    optimise(network, step, rows, job.num_steps)
+    optimise(network, step, rows, job)
 
     @torch.no_grad()
     def predict(chosen: Tensor) -> Tensor:
@@ -157,11 +170,11 @@ def train_mlp(world: World, rows: Tensor, job: Arguments, *, seed: int) -> Calla
     return predict
 
 
-def optimise(network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, num_steps: int) -> None:
+def optimise(network: nn.Module, step: Callable[[Tensor], Tensor], rows: Tensor, job: Arguments) -> None:
     """Minimise a loss of batches of tokens with AdamW, whose rate falls to 0 linearly."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / num_steps)
-    for _ in range(num_steps):
+    optimizer = torch.optim.AdamW(network.parameters(), lr=job.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / job.num_steps)
+    for _ in range(job.num_steps):
         loss = step(rows[torch.randint(len(rows), (_BATCH_SIZE,))])
         optimizer.zero_grad()
         loss.backward()
@@ -183,7 +196,7 @@ def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSum
             predict = (
                 train_mlp(world, train, job, seed=half)
                 if head == "mlp"
-                else train_tempnet(world, train, job, loss="proper" if head == "tempnet" else "dro", seed=half)
+                else train_tempnet(world, train, job, head=head, seed=half)
             )
             sums.add(head, tokens.profiles, documents, predict(test))
     for head in HEADS:
