@@ -110,7 +110,8 @@ def test_generating(home: Path, reference: dict[str, Any]) -> None:
     run_line(*lines_like("jobs.calibrate tau-max *"))
 
 
-def test_learning_from_a_verifier(home: Path, reference: dict[str, Any]) -> None:
+def test_learning_from_a_verifier(home: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(home)  # `python -m` adds the directory that it is started in.
     for line in (*lines_like("echo * > prompts.txt"), *lines_like("echo * > rewards.py")):
         subprocess.run(line, shell=True, check=True)
     run_line(*lines_like("jobs.train_reward *"), "--num-steps", "2", "--group-size", "8", "--workers.num-workers", "1")
