@@ -52,7 +52,8 @@ def run_seed(seed: int, num_faults: int, site: Site, reference: Reference) -> bo
         return False
     print(
         f"{row} {report.num_starts} | {report.num_lost} | {report.num_repeated} | {report.num_other_batches} | "
-        f"{report.largest_difference:.1e} | {report.num_late} | {len(report.unexplained)} | {time.monotonic() - started:.0f} |",
+        f"{report.largest_difference:.1e} | {report.num_late} | {len(report.unexplained)} | "
+        f"{time.monotonic() - started:.0f} |",
         flush=True,
     )
     for ending in report.endings:
@@ -75,7 +76,8 @@ def main() -> None:
             seeds = range(arguments.seed, arguments.seed + arguments.num_schedules)
             num_good = sum(run_seed(seed, arguments.num_faults, site, reference) for seed in seeds)
     print(
-        f"{num_good} of {arguments.num_schedules} are equal to the undisturbed run, disturbed in time and explained (all were to be)"
+        f"{num_good} of {arguments.num_schedules} are equal to the undisturbed run, disturbed in time and explained (all "
+        "were to be)"
     )
 
 

@@ -28,9 +28,8 @@ from jobs.engine.progress import note_failure
 from jobs.engine.resumption import registered_step
 
 _LOST_PROCESS = (NodeDiedError, ObjectLostError, RayActorError, RaySystemError, RpcError)
-_SECONDS_BETWEEN_LOOKS = 5.0
-_SECONDS_TO_END = 10.0
-_SHARE_OF_PATIENCE = 0.75
+_SECONDS_BETWEEN_LOOKS = 2.0
+_SHARE_OF_PATIENCE, _SHARE_TO_END = 0.6, 0.2  # of the seconds until Ray ends its processes itself
 
 
 class LostClusterError(FatalTrainingError):
@@ -47,8 +46,8 @@ def naming_lost_cluster(directory: str) -> Iterator[None]:
     Raises:
         LostClusterError: if the cluster is lost; every other error is raised unchanged.
     """
-    watch = HeadWatch(directory, patience=_SHARE_OF_PATIENCE * _seconds_until_ray_ends())
-    with watch:
+    seconds = _seconds_until_ray_ends()
+    with HeadWatch(directory, patience=_SHARE_OF_PATIENCE * seconds, seconds_to_end=_SHARE_TO_END * seconds) as watch:
         try:
             yield
         except BaseException as error:
@@ -64,13 +63,19 @@ class HeadWatch:
     Args:
         directory: path or URI of the run.
         patience: seconds without an answer after which the head is considered lost.
+        seconds_to_end: seconds that the block then has to end, before the process is ended.
         seconds_between_looks: seconds between two attempts to reach it.
     """
 
     def __init__(
-        self, directory: str, *, patience: float, seconds_between_looks: float = _SECONDS_BETWEEN_LOOKS
+        self,
+        directory: str,
+        *,
+        patience: float,
+        seconds_to_end: float,
+        seconds_between_looks: float = _SECONDS_BETWEEN_LOOKS,
     ) -> None:
-        self._directory, self._patience = directory, patience
+        self._directory, self._patience, self._seconds_to_end = directory, patience, seconds_to_end
         self._seconds_between_looks = seconds_between_looks
         self._address = ""
         self._stop = threading.Event()
@@ -112,7 +117,7 @@ class HeadWatch:
         self.message = self._describe_loss()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         # Ray may wait for the control service while it ends the run, and would then end this process without a word.
-        if not self._stop.wait(_SECONDS_TO_END):
+        if not self._stop.wait(self._seconds_to_end):
             with suppress(SystemExit):
                 fail(self.message, FAILED)
             sys.stderr.flush()

@@ -83,7 +83,13 @@ def run_site(corpus: Path, directory: Path, *, num_steps: int, seconds_of_troubl
     server.start()
     try:
         with run_object_store(directory / "s3.log") as store:
-            environment = {**store.environment, "TEMPNET_CACHE": str(directory / "cache"), "TMPDIR": str(directory)}
+            environment = {
+                **store.environment,
+                "TEMPNET_CACHE": str(directory / "cache"),
+                "TMPDIR": str(directory),
+                # Ray waits so long for a control service that is lost. With its default of a minute the run would be over.
+                "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+            }
             with two_nodes(environment, clock.environment) as cluster:
                 yield Site(
                     directory=directory, corpus=corpus, cluster=cluster, clock=clock, store=store, server=server,

@@ -95,9 +95,9 @@ def slow_the_store(run: DisturbedRun) -> None:
 
 
 def let_the_store_refuse_writes(run: DisturbedRun) -> None:
-    """For some seconds the store can only be read."""
+    """The store can only be read until the job has noticed it, which is at its next checkpoint."""
     run.site.store.behave(refuses_writes=True)
-    time.sleep(run.site.seconds_of_trouble)
+    run.job.end()
     run.site.store.behave()
 
 

@@ -75,7 +75,7 @@ def test_other_errors_stay_as_they_are(head: socket.socket, error: BaseException
 
 
 def test_a_head_that_is_lost_without_an_error_interrupts_the_run(head: socket.socket, tmp_path: Path) -> None:
-    with HeadWatch(str(tmp_path), patience=0.2, seconds_between_looks=0.05) as watch:
+    with HeadWatch(str(tmp_path), patience=0.2, seconds_to_end=20.0, seconds_between_looks=0.05) as watch:
         time.sleep(0.5)
         assert not watch.message
         head.close()
@@ -87,12 +87,11 @@ def test_a_head_that_is_lost_without_an_error_interrupts_the_run(head: socket.so
 def test_a_run_that_cannot_be_interrupted_is_ended_with_the_message(tmp_path: Path) -> None:
     code = f"""
 import signal, time, ray
-from jobs.engine import cluster_loss
-cluster_loss._SECONDS_TO_END = 0.2
+from jobs.engine.cluster_loss import HeadWatch
 ray.is_initialized = lambda: True
 ray.get_runtime_context = lambda: type("Context", (), dict(gcs_address="127.0.0.1:1"))
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-with cluster_loss.HeadWatch({str(tmp_path)!r}, patience=0.1, seconds_between_looks=0.05):
+with HeadWatch({str(tmp_path)!r}, patience=0.1, seconds_to_end=0.2, seconds_between_looks=0.05):
     time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
