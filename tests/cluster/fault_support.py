@@ -14,16 +14,13 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import ray
 from fault_site import DisturbedRun, Ending, History, Site
 from pyarrow.fs import FileSelector
 from support import wait_for
 
 # The last line of a traceback, or an error of the object store in its own words.
 _BARE = re.compile(r"$|(\w+\.)*\w*(Error|Exception|Died|Interrupt)\b(:|$)|(error: )?(\w+Error: )?When .*AWS Error")
-_RAY_PROGRAMS = Path(ray.__file__).parent / "core" / "src" / "ray"
 
 
 def kill_a_worker(run: DisturbedRun) -> None:
@@ -43,7 +40,7 @@ def lose_a_node(run: DisturbedRun) -> None:
 def kill_a_raylet(run: DisturbedRun) -> None:
     """The raylet of a node is ended by SIGKILL, and its other processes follow; the node is started again."""
     node = run.site.cluster.node
-    node.kill(str(_RAY_PROGRAMS / "raylet" / "raylet"))
+    assert node.kill("raylet")
     node.process.wait()
     run.site.cluster.start_node()
 
@@ -67,7 +64,7 @@ def lose_the_head(run: DisturbedRun) -> None:
 
 def kill_the_control_service(run: DisturbedRun) -> None:
     """Ray's control service is ended by SIGKILL; when the job has noticed it, both nodes are started again."""
-    run.site.cluster.head.kill(str(_RAY_PROGRAMS / "gcs" / "gcs_server"))
+    assert run.site.cluster.head.kill("gcs_server")
     run.job.end()
     run.site.cluster.close()
     run.site.cluster.start()
