@@ -234,13 +234,16 @@ def find_unexplained(endings: list[Ending]) -> list[str]:
 def run_schedule(schedule: Schedule, site: Site, reference: Reference, name: str) -> Report:
     """Train while the faults of a schedule happen, and compare."""
     run, num_late = DisturbedRun.begin(site, name), 0
-    for step, fault in schedule:
-        run.reach(step)
-        if not run.is_over:
-            run.fault = fault
-            FAULTS[fault](run)
-        num_late += run.is_over
-    run.finish()
+    try:
+        for step, fault in schedule:
+            run.reach(step)
+            if not run.is_over:
+                run.fault = fault
+                FAULTS[fault](run)
+            num_late += run.is_over
+        run.finish()
+    finally:
+        run.job.process.kill()  # a schedule that fails must not leave a job beside the next one
     losses, digests = site.history(name, "train/loss"), site.history(name, "train/batch_digest")
     steps = reference.losses.keys() & losses.keys() & digests.keys()
     return Report(
