@@ -29,7 +29,7 @@ from jobs.engine.resumption import registered_step
 
 _LOST_PROCESS = (NodeDiedError, ObjectLostError, RayActorError, RaySystemError, RpcError)
 _SECONDS_BETWEEN_LOOKS = 2.0
-_SHARE_OF_PATIENCE, _SHARE_TO_END = 0.6, 0.2  # of the seconds until Ray ends its processes itself
+_SHARE_OF_PATIENCE, _SHARE_TO_END = 0.75, 0.15  # of the seconds until Ray ends its processes itself
 
 
 class LostClusterError(FatalTrainingError):

@@ -157,8 +157,8 @@ FAULTS: dict[str, Callable[[DisturbedRun], None]] = {
 
 MESSAGES = {
     "driver told to end": "the same command goes on from",
-    "head lost": "the same command then goes on",
-    "control service killed": "the same command then goes on",
+    "head lost": "does not answer: the cluster is lost",
+    "control service killed": "does not answer: the cluster is lost",
     "store read-only": "the store refuses to write there",
     "shard gone": ".arrow",
 }

@@ -23,7 +23,7 @@ def test_twenty_schedules_draw_every_fault() -> None:
 
 
 def test_words_that_a_person_understands_are_told_from_those_of_ray_and_the_store() -> None:
-    lost = "error: Ray's head at 127.0.0.1:1 does not answer: … To continue: the same command then goes on from …"
+    lost = "error: Ray's head at 127.0.0.1:1 does not answer: the cluster is lost, or its control service is. To continue, …"
     understood = [(1, lost, "head lost"), (-signal.SIGKILL, "step 3", "driver killed"), (1, "error: no room", "")]
     bare = [
         (1, "ray.exceptions.ActorUnavailableError: The actor is temporarily unavailable", "control service killed"),
