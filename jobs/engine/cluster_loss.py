@@ -51,6 +51,7 @@ def naming_lost_cluster(directory: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
+            watch.close()  # an interruption from here on would hide the error
             message = watch.message or watch.explain(error)
             if not message:
                 raise
@@ -90,6 +91,10 @@ class HeadWatch:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Interrupt nothing any more."""
         self._stop.set()
 
     def explain(self, error: BaseException) -> str:
@@ -114,7 +119,10 @@ class HeadWatch:
                 break
         else:
             return
-        self.message = self._describe_loss()
+        message = self._describe_loss()
+        if self._stop.is_set():
+            return  # an error of Ray's has ended the run meanwhile
+        self.message = message
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         # Ray may wait for the control service while it ends the run, and would then end this process without a word.
         if not self._stop.wait(self._seconds_to_end):
