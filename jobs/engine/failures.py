@@ -16,6 +16,7 @@ from typing import Any
 
 from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 from ray.train import FailureConfig
 from ray.train.v2._internal.constants import (
     DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
@@ -186,6 +187,8 @@ def describe_failure(error: TrainingFailedError) -> str:
 
 def _first_line(error: Any) -> str:
     """Describe an error in one line: for a dead process its machine and what ended it, else the error's first line."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause  # its own text begins with the name of the task
     text = str(error)
     pid, ip = _found(r"pid: (\d+)", text), _found(r"ip: (\S+)", text)
     if "its node has died" in text:

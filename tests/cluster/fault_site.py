@@ -58,7 +58,7 @@ class Site:
         """Start the job of a run, or go on with it."""
         options = [
             "gpt2-scratch-small", *LANGUAGE_MODEL_OPTIONS, f"--run.name={name}", f"--run.num-steps={self.num_steps}",
-            "--run.log-every=10", "--run.checkpoint-every=20", "--run.max-restarts=9", "--run.max-wait-minutes=2",
+            "--run.log-every=10", "--run.checkpoint-every=20", "--run.max-restarts=4", "--run.max-wait-minutes=2",
             "--run.storage=s3://bucket/runs", f"--run.prepared={self.directory / 'prepared'}",
             f"--data.train={self.corpus / 'train'}", f"--data.validation={self.corpus / 'validation'}",
             f"--data.tokenizer={self.corpus / 'tokenizer'}", f"--workers.num-workers={num_workers}",
