@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.train import FailureConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
@@ -74,6 +74,14 @@ def test_the_reason_is_one_line_and_that_of_the_worker_that_died() -> None:
     assert describe_failure(group_error(_0=collateral)) == (
         "worker 0: RuntimeError: Connection closed by peer [192.0.2.2]:1234"
     )
+
+
+def test_a_failed_task_is_named_by_what_failed_in_it() -> None:
+    gone = FileNotFoundError("Failed to open local file 'train-0.arrow'")
+    task = RayTaskError("read", "Traceback\n…", gone)
+    expected = "worker 1: FileNotFoundError: Failed to open local file 'train-0.arrow'"
+    assert describe_failure(group_error(_1=task)) == expected
+    assert describe_failure(group_error(_1=task.as_instanceof_cause())) == expected
 
 
 def policy(run: Path, *, max_failures: int = 2, max_wait_minutes: float = 3.0, directory: str = "") -> RestartPolicy:
