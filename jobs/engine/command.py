@@ -25,7 +25,7 @@ def run_command(
     Returns:
         The outcome of the run, or None for a dry run.
     """
-    from ray.train import TrainingFailedError
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     from jobs.engine.failures import describe_continuation, describe_failure
     from jobs.engine.job import FatalTrainingError
