@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.store_errors import names_store
+from pipelines.store_errors import names_store, names_written_store
 
 
 @names_store
@@ -56,6 +56,17 @@ def exists(uri: str) -> bool:
     return filesystem.get_file_info(path).type != fs.FileType.NotFound
 
 
+@names_written_store
+def create_directory(uri: str) -> None:
+    """Create the directory at a path or URI, and those above it, unless they exist.
+
+    Raises:
+        OSError: if it cannot be created.
+    """
+    filesystem, path = resolve(uri)
+    filesystem.create_dir(path, recursive=True)
+
+
 @names_store
 def read_bytes(uri: str) -> bytes:
     """Return the content of the file at a path or URI.
@@ -69,7 +80,7 @@ def read_bytes(uri: str) -> bytes:
     return content
 
 
-@names_store
+@names_written_store
 def write_bytes(uri: str, content: bytes) -> None:
     """Write a file atomically: a reader sees all of it or none, and if the disk is full the old file remains.
 
@@ -110,7 +121,7 @@ def read_json(uri: str) -> dict[str, Any] | None:
     return values
 
 
-@names_store
+@names_written_store
 def write_json(uri: str, content: Mapping[str, Any]) -> None:
     """Write a JSON object as :func:`write_bytes` does."""
     write_bytes(uri, json.dumps(content, indent=1).encode())

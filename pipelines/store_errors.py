@@ -66,6 +66,10 @@ def name_store(filesystem: fs.FileSystem, uri: str) -> str:
     return f"{bucket} at {address}" if address else bucket
 
 
+class RefusedWriteError(PermissionError):
+    """An object store lets nothing be written at a URI, which may be read."""
+
+
 def is_final(error: OSError) -> bool:
     """Return whether an object store would give the same answer again, so that there is no use in asking it."""
     return isinstance(error, FileNotFoundError | PermissionError) or _holds(str(error), _ACCESS + _BUCKET + _MISSING)
@@ -93,9 +97,42 @@ def explain(error: OSError, uri: str) -> OSError:
     return OSError(f"{uri}: the store failed, also when asked again ({text})")
 
 
-def names_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function whose first argument is a URI: errors of an object store are explained (`explain`)."""
+def explain_write(error: OSError, uri: str) -> OSError:
+    """Return an error with one line for people in place of an error of an object store that was to be written to.
 
+    Args:
+        error: the error as pyarrow raises it.
+        uri: what was to be written.
+    """
+    if isinstance(error, RefusedWriteError):
+        return error
+    if not isinstance(error, PermissionError) and not _holds(str(error), _ACCESS):
+        return explain(error, uri)
+    text = " ".join(str(error).split())
+    return RefusedWriteError(
+        f"{uri}: the store refuses to write there: check that {_variables(uri)[0]} are credentials with the permission to "
+        f"write, and that the bucket is not read-only ({text})"
+    )
+
+
+def names_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function whose first argument is a URI that it reads: errors of a store are explained (`explain`)."""
+    return _explaining(function, explain)
+
+
+def names_written_store(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function whose first argument is a URI that it writes: errors of a store are explained."""
+    return _explaining(function, explain_write)
+
+
+def is_store(uri: str) -> bool:
+    """Return whether a URI names an object store, and not files of this machine."""
+    return "://" in uri and not uri.startswith("file:")
+
+
+def _explaining(
+    function: Callable[Parameters, Result], explain_error: Callable[[OSError, str], OSError]
+) -> Callable[Parameters, Result]:
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -105,9 +142,9 @@ def names_store(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         except OSError as error:
             uri = str(next(iter(signature.bind(*args, **kwargs).arguments.values())))
             # An error that names the URI comes from this project, and is explained already.
-            if "://" not in uri or uri.startswith("file:") or uri in str(error):
+            if not is_store(uri) or uri in str(error):
                 raise
-            raise explain(error, uri) from error
+            raise explain_error(error, uri) from error
 
     return call
 

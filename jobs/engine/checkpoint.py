@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from jobs.engine.checkpoint_files import find_changed_file, write_file_list
 from jobs.engine.config import TrainingConfig
-from jobs.engine.failures import DiskFullError, naming_full_disk
+from jobs.engine.failures import DiskFullError, naming_full_disk, naming_refused_write
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments, load_partitions
 from jobs.engine.resumption import checkpoint_name
@@ -164,7 +164,8 @@ def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) ->
     try:
         with naming_full_disk(checkpoint.path):
             write_file_list(Path(checkpoint.path), rank=rank, world_size=world_size, group=group)
-        with naming_full_disk(storage.build_checkpoint_path_from_name(name)):
+        place = storage.build_checkpoint_path_from_name(name)
+        with naming_full_disk(place), naming_refused_write(storage.storage_filesystem, place):
             return storage.persist_current_checkpoint(checkpoint, name)
     except DiskFullError:
         shutil.rmtree(checkpoint.path, ignore_errors=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +31,7 @@ _ENVIRONMENT = {
 }
 
 _NUM_STARTS = 3
+_SECONDS_TO_ANSWER = 20.0
 _MIN_STARTUP_CONCURRENCY = 6
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
@@ -47,6 +51,7 @@ def start_ray() -> None:
     """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
 
     Raises:
+        ConnectionError: if nothing answers at that address for `_SECONDS_TO_ANSWER`.
         TimeoutError: if a local Ray does not start within Ray's own limit of 30 s in any of `_NUM_STARTS` attempts.
     """
     if ray.is_initialized():
@@ -54,12 +59,37 @@ def start_ray() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
+        _wait_for_head(os.environ["RAY_ADDRESS"])
         ray.init(logging_level=logging.WARNING, log_to_driver=False)
     else:
         _start_local_ray()
     if threading.current_thread() is threading.main_thread():
         # Let `kill` (SIGTERM) end a job as Ctrl-C does; with Ray's handler the job would exit as failed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def answers(address: str) -> bool:
+    """Return whether something listens at an address, HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
+            return True
+    except OSError:
+        return False
+
+
+def _wait_for_head(address: str) -> None:
+    """Wait some seconds for a head that is being started; Ray itself would wait for minutes, and say nothing of use."""
+    if not re.fullmatch(r"[^/]+:\d+", address):
+        return  # such as "auto" and ray://HOST:PORT, which Ray understands
+    deadline = time.monotonic() + _SECONDS_TO_ANSWER
+    while not answers(address):
+        if time.monotonic() > deadline:
+            raise ConnectionError(
+                f"RAY_ADDRESS = {address}, but no head of a Ray cluster answers there: start the cluster, or correct the "
+                "address; without RAY_ADDRESS the job starts a Ray of its own"
+            )
+        time.sleep(0.5)
 
 
 def _start_local_ray() -> None:

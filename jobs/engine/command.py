@@ -25,8 +25,9 @@ def run_command(
     Returns:
         The outcome of the run, or None for a dry run.
     """
-    from ray.train import TrainingFailedError
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
+    from jobs.engine.failures import describe_continuation, describe_failure
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.launch import train
     from pipelines.problems import TooManyProblemsError
@@ -39,8 +40,11 @@ def run_command(
         outcome = train(plan, record_models=record_models)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
-    except (FatalTrainingError, TrainingFailedError) as error:
+    except FatalTrainingError as error:
         fail(str(error), FAILED)
+    except TrainingFailedError as error:
+        # The error holds tracebacks of the workers; what a person needs is the last line.
+        fail(f"{error}\n{describe_failure(error)}; {describe_continuation(config.run.directory)}", FAILED)
     except KeyboardInterrupt:
         exit_interrupted(config.run.directory)
     print(f"\n{plan.summary_table(outcome)}\n")

@@ -10,11 +10,13 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 from ray.train import FailureConfig
 from ray.train.v2._internal.constants import (
     DEFAULT_WORKER_GROUP_START_TIMEOUT_S,
@@ -28,6 +30,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from jobs.engine.masking import masked
 from jobs.engine.progress import note_failure
 from jobs.engine.resumption import find_resumption, registered_step
+from pipelines.store_errors import RefusedWriteError, explain_write, is_store
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAX_CHARACTERS = 300
@@ -76,13 +79,69 @@ def find_full_disk(error: TrainingFailedError, directory: str) -> str:
     Returns:
         The line; empty if a full disk is not why the run failed.
     """
-    failures = [error.controller_failure] if isinstance(error, ControllerError) else []
-    if isinstance(error, WorkerGroupError):
-        failures = list(error.worker_failures.values())
-    for failure in failures:
+    for failure in _failures(error):
         if number := _no_room_number(failure):
             return f"{os.strerror(number)}: {getattr(failure, 'filename', None) or directory}"
     return ""
+
+
+@contextmanager
+def naming_refused_write(filesystem: FileSystem, path: str) -> Iterator[None]:
+    """Convert the error of an object store that lets nothing be written inside the block.
+
+    Raises:
+        RefusedWriteError: with the URI and what to do; any other error is raised unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(filesystem, LocalFileSystem):
+            raise
+        explained = explain_write(error, f"{filesystem.type_name}://{path}")
+        if isinstance(explained, RefusedWriteError):
+            raise explained from error
+        raise
+
+
+def find_refused_write(error: TrainingFailedError, directory: str) -> str:
+    """Describe in one line which URI the object store does not let be written.
+
+    Args:
+        error: why the run failed.
+        directory: path or URI of the run, where Ray Train's controller writes.
+
+    Returns:
+        The line; empty if that is not why the run failed.
+    """
+    for failure in _failures(error):
+        cause: BaseException | None = failure
+        while cause is not None and not isinstance(cause, RefusedWriteError):
+            cause = cause.__cause__ or cause.__context__
+        if (
+            cause is None
+            and isinstance(error, ControllerError)
+            and isinstance(failure, OSError)
+            and is_store(directory)
+        ):
+            cause = explain_write(failure, directory)
+        if isinstance(cause, RefusedWriteError):
+            return str(cause)
+    return ""
+
+
+def _failures(error: TrainingFailedError) -> list[Exception]:
+    if isinstance(error, WorkerGroupError):
+        return list(error.worker_failures.values())
+    return [error.controller_failure] if isinstance(error, ControllerError) else []
+
+
+def describe_continuation(directory: str) -> str:
+    """Say from where the run in a directory goes on if its command is typed again."""
+    with suppress(OSError, ValueError):  # the store may be lost, or no checkpoint be whole: the next start says so
+        if not (step := find_resumption(directory, {}).step):
+            return "the same command then begins again at step 0"
+        return f"the same command then goes on from the checkpoint of step {step}, which is whole"
+    return "the same command then goes on from the last checkpoint"
 
 
 def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes: float) -> str:
@@ -99,14 +158,15 @@ def explain_end(error: TrainingFailedError, directory: str, *, max_wait_minutes:
     if full := find_full_disk(error, directory):
         remedy = "make room there"
         reason = full
+    elif refused := find_refused_write(error, directory):
+        remedy = "see to that"
+        reason = refused
     elif isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
         reason = f"{_describe_wait(error.controller_failure)} within run.max_wait_minutes = {max_wait_minutes:g}"
         remedy = "add machines"
     else:
         return ""
-    step = find_resumption(directory, {}).step
-    kept = f"goes on from the checkpoint of step {step}, which is whole" if step else "begins again at step 0"
-    return f"{reason}. To continue, {remedy}: the same command then {kept}"
+    return f"{reason}. To continue, {remedy}: {describe_continuation(directory)}"
 
 
 def describe_failure(error: TrainingFailedError) -> str:
@@ -127,6 +187,8 @@ def describe_failure(error: TrainingFailedError) -> str:
 
 def _first_line(error: Any) -> str:
     """Describe an error in one line: for a dead process its machine and what ended it, else the error's first line."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause  # its own text begins with the name of the task
     text = str(error)
     pid, ip = _found(r"pid: (\d+)", text), _found(r"ip: (\S+)", text)
     if "its node has died" in text:
@@ -146,10 +208,10 @@ def _found(pattern: str, text: str) -> str:
 
 
 class RestartPolicy(DefaultFailurePolicy):
-    """Ray Train's restart policy, which limits the number of restarts, extended by messages and two reasons to give up.
+    """Ray Train's restart policy, which limits the number of restarts, extended by messages and reasons to give up.
 
-    It does not restart the workers after a disk was full, since it stays full, and it limits the time spent waiting for
-    machines.
+    It does not restart the workers after a disk was full or a store refused to be written, since that stays so, and it
+    limits the time spent waiting for machines.
 
     Args:
         failure_config: how often workers are restarted.
@@ -174,7 +236,7 @@ class RestartPolicy(DefaultFailurePolicy):
         $RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S seconds (by default, every minute).
         """
         error = training_failed_error
-        if find_full_disk(error, self._directory):
+        if find_full_disk(error, self._directory) or find_refused_write(error, self._directory):
             return FailureDecision.RAISE
         if isinstance(error, ControllerError) and isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS):
             return self._wait(error.controller_failure)

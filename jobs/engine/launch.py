@@ -15,6 +15,7 @@ from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.engine.cluster import check_resources, start_ray
+from jobs.engine.cluster_loss import naming_lost_cluster
 from jobs.engine.config import RunSection, TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
@@ -35,7 +36,7 @@ from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
-from pipelines.storage import read_json, resolve, write_json
+from pipelines.storage import create_directory, read_json, resolve, write_json
 
 
 def tracking_uri(config: TrainingConfig) -> str:
@@ -87,7 +88,7 @@ def train(
         record_end(config, outcome, record_models)
         print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
         return outcome
-    with Lease(config.run.directory):
+    with Lease(config.run.directory), naming_lost_cluster(config.run.directory):
         prepared = _prepare(plan)
         outcome = claim_directory(config)  # only now, so that a run that cannot start does not take the name
         if outcome is not None:
@@ -233,8 +234,7 @@ def claim_directory(config: Named) -> dict[str, Any] | None:
         ValueError: see :func:`find_directory`.
     """
     outcome = find_directory(config)
-    filesystem, path = resolve(config.run.directory)
-    filesystem.create_dir(path, recursive=True)
+    create_directory(config.run.directory)
     write_json(f"{config.run.directory}/configuration.json", recorded_values(config))
     return outcome
 

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 from pyarrow.fs import LocalFileSystem
 
-from pipelines.storage import read_json, resolve, write_json
+from pipelines.storage import create_directory, read_json, resolve, write_json
 
 LEASE_FILE = "lease.json"
 
@@ -73,8 +73,7 @@ class Lease:
         held = self._read()
         if held is not None and not is_ended_here(held):
             self._wait_until_dead(held)
-        filesystem, path = resolve(self._directory)
-        filesystem.create_dir(path, recursive=True)
+        create_directory(self._directory)
         self._beat()
         time.sleep(_SECONDS_TO_SETTLE)
         held = self._read()

@@ -40,18 +40,19 @@ class Node:
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Return its processes whose command begins with a text."""
+        """Return its processes whose command, or the name of whose program, begins with a text."""
         found = []
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(self.process.pid)
             for process in [*family.children(recursive=True), family]:
                 with suppress(psutil.NoSuchProcess):
-                    if "".join(process.cmdline()[:1]).startswith(pattern):
+                    command = "".join(process.cmdline()[:1])
+                    if command.startswith(pattern) or Path(command).name.startswith(pattern):
                         found.append(process)
         return found
 
     def kill(self, pattern: str = "") -> int:
-        """Send SIGKILL to its processes whose command begins with a text, and return their number; "": to all.
+        """Send SIGKILL to its processes of a name (`processes`), and return their number; "": to all.
 
         With all of them it is a machine that loses its power.
         """

@@ -15,7 +15,8 @@ from pipelines.block_cache import BlockCache
 from pipelines.object_store import BLOCK_BYTES, TRAFFIC, RemoteObject, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
 from pipelines.retries import RETRIES, count_all, count_by_reason
-from pipelines.storage import read_json, write_json
+from pipelines.storage import create_directory, read_json, write_json
+from pipelines.store_errors import RefusedWriteError
 from tests.pipelines.stored_contents import CONTENTS, expected, path, random_ranges
 
 
@@ -62,7 +63,7 @@ def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: P
     assert RETRIES.num_total == retries
 
 
-@pytest.mark.parametrize("call", [list_archives, read_json, lambda uri: write_json(uri, {})])
+@pytest.mark.parametrize("call", [list_archives, read_json])
 def test_a_store_that_refuses_is_explained(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], object]
 ) -> None:
@@ -73,6 +74,17 @@ def test_a_store_that_refuses_is_explained(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(PermissionError, match=r"^s3://bucket/data: the store refuses access: set AWS_ACCESS_KEY_ID"):
         call("s3://bucket/data")
+
+
+@pytest.mark.parametrize("call", [create_directory, lambda uri: write_json(uri, {})])
+def test_a_store_that_refuses_to_be_written_is_explained(store: ObjectStore, call: Callable[[str], object]) -> None:
+    store.behave(refuses_writes=True)
+    wanted = "^s3://bucket/new: the store refuses to write there: check that AWS_ACCESS_KEY_ID .* permission to write"
+    with pytest.raises(RefusedWriteError, match=wanted):
+        call("s3://bucket/new")
+    assert read_json("s3://bucket/new") is None
+    store.behave()
+    call("s3://bucket/new")
 
 
 @pytest.mark.usefixtures("store")

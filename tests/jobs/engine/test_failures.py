@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.train import FailureConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
@@ -20,9 +21,17 @@ from safetensors.torch import save_file
 
 from jobs.engine import failures
 from jobs.engine.checkpoint import SafeCheckpointEngine
-from jobs.engine.failures import DiskFullError, RestartPolicy, describe_failure, explain_end, naming_full_disk
-from jobs.engine.resumption import write_snapshot
+from jobs.engine.failures import (
+    DiskFullError,
+    RestartPolicy,
+    describe_failure,
+    explain_end,
+    naming_full_disk,
+    naming_refused_write,
+)
+from jobs.engine.resumption import Resumption, write_snapshot
 from pipelines.storage import read_json, write_json
+from pipelines.store_errors import RefusedWriteError
 
 # Ray 2.60 reports deaths in these words.
 KILLED = """The actor died unexpectedly before finishing this task.
@@ -67,9 +76,20 @@ def test_the_reason_is_one_line_and_that_of_the_worker_that_died() -> None:
     )
 
 
-def policy(run: Path, *, max_failures: int = 2, max_wait_minutes: float = 3.0) -> RestartPolicy:
+def test_a_failed_task_is_named_by_what_failed_in_it() -> None:
+    gone = FileNotFoundError("Failed to open local file 'train-0.arrow'")
+    task = RayTaskError("read", "Traceback\n…", gone)
+    expected = "worker 1: FileNotFoundError: Failed to open local file 'train-0.arrow'"
+    assert describe_failure(group_error(_1=task)) == expected
+    assert describe_failure(group_error(_1=task.as_instanceof_cause())) == expected
+
+
+def policy(run: Path, *, max_failures: int = 2, max_wait_minutes: float = 3.0, directory: str = "") -> RestartPolicy:
     return RestartPolicy(
-        FailureConfig(max_failures=max_failures), directory=str(run), max_wait_minutes=max_wait_minutes, mailbox=None
+        FailureConfig(max_failures=max_failures),
+        directory=directory or str(run),
+        max_wait_minutes=max_wait_minutes,
+        mailbox=None,
     )
 
 
@@ -167,3 +187,30 @@ def test_a_full_disk_is_no_reason_to_start_again(
     for error in failed(OSError(errno.EIO, "I/O error"))[:1]:
         assert restarts.make_decision(error) == FailureDecision.RETRY
         assert explain_end(error, str(tmp_path), max_wait_minutes=1.0) == ""
+
+
+def test_a_store_that_refuses_to_be_written_is_no_reason_to_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        failures, "find_resumption", lambda *_: Resumption(checkpoints=["checkpoint-00000010"], notes=[])
+    )
+    aws = "When initiating multiple part upload for key 'a' in bucket 'b': AWS Error ACCESS_DENIED during PutObject"
+    with (
+        pytest.raises(RefusedWriteError) as caught,
+        naming_refused_write(pyarrow.fs.S3FileSystem(), "b/runs/x/checkpoint"),
+    ):
+        raise OSError(aws)
+    sent = deepcopy(caught.value)  # Pickle copies it in the same way when a worker sends it.
+    place, directory = "s3://b/runs/x", "s3://b/runs/x"
+    for error in (group_error(_0=RuntimeError("peer"), _1=sent), ControllerError(OSError(aws))):
+        assert policy(tmp_path, directory=directory).make_decision(error) == FailureDecision.RAISE
+        message = explain_end(error, directory, max_wait_minutes=1.0)
+        assert re.match(rf"{place}\S*: the store refuses to write there: check that AWS_ACCESS_KEY_ID", message)
+        assert message.endswith("the same command then goes on from the checkpoint of step 10, which is whole")
+        assert "\n" not in message
+    assert capsys.readouterr().out == ""
+    with pytest.raises(OSError, match="SLOW_DOWN"), naming_refused_write(pyarrow.fs.S3FileSystem(), "b/runs"):
+        raise OSError("AWS Error SLOW_DOWN")
+    slow = group_error(_0=OSError("AWS Error SLOW_DOWN"))
+    assert policy(tmp_path).make_decision(slow) == FailureDecision.RETRY
