@@ -29,6 +29,7 @@ from jobs.tasks.dual_encoder.config import (
 from jobs.tasks.dual_encoder.plan import make_plan
 from pipelines.sample.images import read_captions, write_images
 from pipelines.text.tokenization import train_wordpiece
+from tempnet.models.towers import random_tower
 
 NUM_PAIRS = 100
 
@@ -40,6 +41,16 @@ def write_tiny_images(directory: Path) -> Path:
     )
     train_wordpiece(read_captions(directory / "train"), 600).save_pretrained(directory / "tokenizer")
     return directory
+
+
+def write_smooth_tower(directory: Path) -> str:
+    """Write a random image tower that does not enlarge rounding errors, and return its directory.
+
+    It has batch norms but no ReLU or max pooling, at whose kinks a rounding error switches gradients on or off.
+    """
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4, "layer_type": "x", "hidden_act": "gelu"}
+    random_tower("regnet", "image", embedding_size=8, **sizes).save_pretrained(directory)
+    return str(directory)
 
 
 def tiny_clip_config(images: Path, storage: Path, name: str, **sections: dict[str, Any]) -> ClipConfig:

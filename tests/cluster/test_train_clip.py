@@ -20,7 +20,7 @@ from killing import kill_workers, last_checkpoint
 from mlflow import MlflowClient
 from PIL import Image
 from ray.train import TrainingFailedError
-from safetensors.torch import load_file
+from sample_state_support import sample_states
 from support import run_until, training_worker_pids, wait_for
 from transformers import AutoModel
 
@@ -60,20 +60,6 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
 
 
-def sample_states(outcome: dict[str, Any], step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """Return the columns of the samples' state in a checkpoint, joined over the ranks, in the order of sample IDs."""
-    directory = Path(outcome["directory"]) / f"checkpoint-{step:08d}"
-    files = sorted(directory.glob("samples-*.safetensors"))
-    parts = [load_file(file) for file in files]
-    columns = {}
-    for name in parts[0]:
-        whole = torch.empty(2, NUM_PAIRS)
-        for rank, part in enumerate(parts):
-            whole[:, rank :: len(parts)] = part[name]
-        columns[name] = whole
-    return columns
-
-
 def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
     """Assert equal batches, and nearly equal losses of all steps, mean τ and states of all samples."""
     assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
@@ -84,7 +70,7 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: f
     for step in expected:
         assert losses[step] == pytest.approx(expected[step], abs=tolerance), step
     assert outcome["validation"]["tau_mean"] == pytest.approx(reference["validation"]["tau_mean"], rel=10 * tolerance)
-    states, wanted = sample_states(outcome), sample_states(reference)
+    states, wanted = sample_states(outcome, NUM_STEPS), sample_states(reference, NUM_STEPS)
     assert states.keys() == wanted.keys()
     for name in wanted:
         assert torch.isfinite(wanted[name]).all()  # Five epochs have visited every sample.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from ray.train import TrainingFailedError
-from safetensors.torch import load_file
+from sample_state_support import sample_states
 from sentence_support import NUM_STEPS, history, tiny_sentences
 from support import training_worker_pids, wait_for
 from transformers import AutoModel, AutoTokenizer
@@ -41,15 +41,6 @@ def reference(
         )
 
 
-def document_states(outcome: dict[str, Any]) -> torch.Tensor:
-    """Return log u (2, N) of the last checkpoint, in the order of the documents' IDs."""
-    files = sorted((Path(outcome["directory"]) / f"checkpoint-{NUM_STEPS:08d}").glob("samples-*.safetensors"))
-    whole = torch.empty(2, outcome["num_documents_train"])
-    for rank, file in enumerate(files):
-        whole[:, rank :: len(files)] = load_file(file)["log_u"]
-    return whole
-
-
 def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
     """Assert equal batches, and nearly equal losses of all steps, scores and states of all documents."""
     assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
@@ -61,7 +52,9 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
         assert losses[step] == pytest.approx(expected[step], abs=1e-4), step
     for name, value in reference["validation"].items():
         assert outcome["validation"][name] == pytest.approx(value, rel=1e-3), name
-    torch.testing.assert_close(document_states(outcome), document_states(reference), rtol=0, atol=1e-2)
+    states, wanted = sample_states(outcome, NUM_STEPS), sample_states(reference, NUM_STEPS)
+    assert states["log_u"].shape == (2, outcome["num_documents_train"])
+    torch.testing.assert_close(states, wanted, rtol=0, atol=1e-2)
 
 
 def test_the_run_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
