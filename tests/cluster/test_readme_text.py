@@ -24,6 +24,8 @@ from readme_support import README, lines_like, recipe, run_line
 from server_support import free_port, wait_for_ports
 from support import BIN, ROOT, outcome_of
 
+from tempnet.loading import load_tempnet
+
 pytestmark = pytest.mark.cluster
 
 
@@ -118,7 +120,7 @@ def test_learning_from_a_verifier(home: Path, reference: dict[str, Any], monkeyp
     outcome = json.loads((home / "runs" / "reward" / "outcome.json").read_text())
     assert [step["lost"] for step in outcome["history"]] == [0, 0]
     assert all(0.0 <= step["reward"] <= 1.0 for step in outcome["history"])
-    assert (home / "runs" / "reward" / "export" / "tempnet_config.json").is_file()
+    assert load_tempnet(home / "runs" / "reward" / "export").config.kind == "hidden"
 
 
 def test_the_python_of_the_readme_generates(home: Path, reference: dict[str, Any]) -> None:
