@@ -7,7 +7,7 @@ document and judged on the others, and the other way round:
 
     logits    a TempNet that reads the logits as in the papers, by the proper score
     hidden    a TempNet that reads the hidden state, without the L2 norm and with the linear pooling, by the proper score
-    both      the same that reads logits, too
+    both      a TempNet with the linear pooling that reads logits and hidden state, both normalised, by the proper score
     dro       the first TempNet by the robust loss, for the mean entropy of the training tokens
     mlp       a network of one hidden layer on the features of the test (scalars and hidden state), by cross-entropy
 
@@ -57,6 +57,10 @@ class Arguments:
 
     worlds: tuple[str, ...]
     """Directories that `benchmarks.miscalibrated` has written, one per seed."""
+    kinds: tuple[str, ...] = WORLDS
+    """Kinds of worlds to measure."""
+    heads: tuple[str, ...] = HEADS
+    """Heads to train."""
     num_tokens: int = 60_000
     """Largest number of tokens of a world."""
     tokens_per_document: int = 256
@@ -113,8 +117,9 @@ def make_network(head: str, vocab_size: int, state_size: int, rho: float) -> Tem
     """Return a new TempNet for a head."""
     if head in ("logits", "dro"):
         return TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
+    both = head == "both"  # Logits without the L2 norm would saturate the first layer.
     config = TempNetConfig.for_hidden(
-        vocab_size, state_size, with_logits=head == "both", rho=rho, normalize_input=False, pooling="linear"
+        vocab_size, state_size, with_logits=both, rho=rho, normalize_input=both, pooling="linear"
     )
     return TempNet(config)
 
@@ -192,14 +197,14 @@ def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSum
         sums.add_tokens(tokens, documents)
         constant = world.part(train).profiles.best_constant()
         sums.add(CONSTANT, tokens.profiles, documents, torch.full((len(test),), constant, dtype=torch.float64))
-        for head in HEADS:
+        for head in job.heads:
             predict = (
                 train_mlp(world, train, job, seed=half)
                 if head == "mlp"
                 else train_tempnet(world, train, job, head=head, seed=half)
             )
             sums.add(head, tokens.profiles, documents, predict(test))
-    for head in HEADS:
+    for head in job.heads:
         sums.add_constant(f"{head}/mean", sums.mean_tau(head))
     return sums
 
@@ -211,14 +216,14 @@ def main(job: Arguments) -> None:
             "world",
             *(f"test: {name}" for name in FEATURE_SETS),
             "score test: both",
-            *HEADS,
-            *(f"{head}, MeanShift" for head in HEADS),
+            *job.heads,
+            *(f"{head}, MeanShift" for head in job.heads),
             "ECE: constant",
-            *(f"ECE: {head}" for head in HEADS),
+            *(f"ECE: {head}" for head in job.heads),
         ]
     ]
     for directory in job.worlds:
-        for name in WORLDS:
+        for name in job.kinds:
             world = measure(Path(directory) / name, job)
             num_documents = int(world.documents.max()) + 1
             test, sums = run_test(world, num_documents), judge_heads(world, num_documents, job)
@@ -228,9 +233,9 @@ def main(job: Arguments) -> None:
                     f"{name}, {Path(directory).name}",
                     *(milli(test.sums.gain(features, CONSTANT)) for features in FEATURE_SETS),
                     f"{1000 * second:.1f}",
-                    *(milli(sums.gain(head, CONSTANT)) for head in HEADS),
-                    *(f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in HEADS),
-                    *(f"{100 * sums.calibration_error(head).mean:.2f}" for head in (CONSTANT, *HEADS)),
+                    *(milli(sums.gain(head, CONSTANT)) for head in job.heads),
+                    *(f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in job.heads),
+                    *(f"{100 * sums.calibration_error(head).mean:.2f}" for head in (CONSTANT, *job.heads)),
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
