@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from node_support import BIN, Node
 from ray.job_submission import JobSubmissionClient
 from readme_support import lines_like
+from server_support import free_port, wait_for_ports
 from submit_support import submit, write_probe
 from support import LANGUAGE_MODEL_OPTIONS, ROOT, wait_for
 
+from jobs.engine.ray_token import ensure_token
 from jobs.engine.revision import checkout_revision
 
 pytestmark = pytest.mark.cluster
@@ -82,3 +85,37 @@ def test_status_log_and_end_of_jobs_on_a_cluster(
     assert jobs["failing"].metadata["revision"] == (checkout_revision() or "unknown")
     assert str(jobs["stopped"].status) == "STOPPED"
     assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.long
+def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_path: Path) -> None:
+    """The head and all that runs on it lose their power; some time later there is a head at the same address again."""
+    directory, place, port = write_probe(tmp_path / "code"), tmp_path / "place", free_port()
+    environment = os.environ | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "PYTHONPATH": str(ROOT),
+    }
+    ensure_token()
+
+    def start() -> Node:
+        return Node(
+            "--head", f"--port={free_port()}", "--include-dashboard=true", f"--dashboard-port={port}",
+            f"--dashboard-agent-listen-port={free_port()}", num_cpus=2, environment=environment,
+        )  # fmt: skip
+
+    head = start()
+    try:
+        wait_for_ports(head.process, port, timeout=120)
+        reached = environment | {"DASHBOARD": f"http://127.0.0.1:{port}"}
+        job = submit(reached, directory, place, "outlive")
+        wait_for(lambda: (place / "start-0").exists(), seconds=300)
+        head.kill()
+        head = start()
+        said, told = job.communicate(timeout=400)
+    finally:
+        head.kill()
+    assert job.returncode == 0, told
+    assert "the cluster does not answer; waiting for it" in told
+    assert "the cluster does not know the job" in told
+    assert (said.count("start 0 of outlive"), said.count("start 1 of outlive"), said.count("done")) == (1, 1, 1)
