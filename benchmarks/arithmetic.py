@@ -35,7 +35,7 @@ from tempnet.decoders.texts import mean_interval
 
 Reward = Literal["each", "distinct"]
 REWARDS: tuple[Reward, ...] = ("each", "distinct")
-_NUM_HELD_OUT = 200
+_NUM_HELD_OUT = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
