@@ -44,7 +44,7 @@ class Arithmetic:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds, three or more."""
-    num_steps_base: int = 600
+    num_steps_base: int = 700
     """Number of training steps of the base model."""
     num_steps_reward: int = 200
     """Number of training steps of each TempNet that learns from rewards."""
