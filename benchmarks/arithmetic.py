@@ -76,7 +76,7 @@ def compare_arithmetic(job: Arithmetic, seed: int) -> dict[str, Any]:
         model=str(base),
         vocab_size=len(WORDS),
         bos_id=0,
-        documents=tuple(_held_out(seed)),
+        documents=tuple(held_out_texts(seed)),
         prompts=tuple(tuple(tokens_of(prompt_of(target))) for target in asked),
         tempnets={f"TempNet, reward {reward}": _train_tempnet(job, seed, directory, reward) for reward in REWARDS},
         num_steps=job.num_steps,
@@ -94,7 +94,7 @@ def compare_arithmetic(job: Arithmetic, seed: int) -> dict[str, Any]:
     return figures(run_bench(settings, lambda units: [worker(unit) for unit in units], verify), k=job.k)
 
 
-def _held_out(seed: int) -> list[tuple[int, ...]]:
+def held_out_texts(seed: int) -> list[tuple[int, ...]]:
     """Return demonstrations without the token that opens them, of development and test targets in turn."""
     rng, targets = np.random.default_rng(seed + 1_000_000), split_targets()
     parts = (draw_texts(_NUM_HELD_OUT, targets[part], rng).tolist() for part in ("development", "test"))

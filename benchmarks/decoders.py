@@ -235,5 +235,8 @@ def main(job: Digits | Text | Arithmetic) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tasks = {"digits": Digits, "arithmetic": Arithmetic, "text": Text}
-    main(tyro.extras.subcommand_cli_from_dict(tasks, description=__doc__))
+    main(
+        tyro.extras.subcommand_cli_from_dict(
+            {"digits": Digits, "arithmetic": Arithmetic, "text": Text}, description=__doc__
+        )
+    )

@@ -93,7 +93,9 @@ def _bleu_of_matches(matches: Sequence[int], length: int, reference_lengths: Seq
     if not matches[0]:
         return 0.0
     logs = [
-        math.log((number or _NO_MATCH) / max(1, length - n))  # a text has length − n + 1 n-grams, and n counts from 0 here
+        math.log(
+            (number or _NO_MATCH) / max(1, length - n)
+        )  # a text has length − n + 1 n-grams, and n counts from 0 here
         for n, number in enumerate(matches)
     ]
     nearest = min(reference_lengths, key=lambda size: (abs(size - length), size))
