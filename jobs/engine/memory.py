@@ -9,7 +9,7 @@ from jobs.engine.worker_settings import WorkersSection
 
 GIB = 2**30
 # Python, PyTorch, Ray and DeepSpeed of a worker on CPUs; the context and the libraries of a CUDA device.
-_PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
+PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
 # DeepSpeed's buckets, in numbers: `reduce_bucket_size` and `allgather_bucket_size` have this default.
 _BUCKET_SIZE = 500_000_000
 # ZeRO 3 gathers the weights of the layers that are run, and of the next ones, up to this number of them (DeepSpeed's
@@ -101,7 +101,7 @@ def training_memory(
         loss=loss,
         state=state,
         overhead=max(holes, validation - reused),
-        process=_PROCESS_BYTES[workers.use_gpu],
+        process=PROCESS_BYTES[workers.use_gpu],
     )
 
 
