@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from tempnet.devices import offloaded_weights
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -44,7 +46,7 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
     """Reject a model whose weights contain NaN, since every logit and every temperature would then be NaN as well.
 
     Args:
-        module: the loaded model; parameters without data (on the device `meta`) are not checked.
+        module: the loaded model, which may be spread over devices; parameters that have no data are not checked.
         source: where the model was loaded from, for the error message.
 
     Raises:
@@ -52,6 +54,8 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
     """
     for name, parameter in module.named_parameters():
         check_weight(name, parameter, source)
+    for name, weight in offloaded_weights(module):
+        check_weight(name, weight, source)
 
 
 def check_weight(name: str, weight: Tensor, source: str | Path) -> None:

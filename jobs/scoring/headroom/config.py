@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import LanguageModelPool, check_least, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Headroom:
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     storage: str = ""
     """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jobs.scoring.config import EvaluationConfig, check_least
+from jobs.scoring.config import EvaluationConfig, LanguageModelPool, check_least
 from jobs.scoring.language_models.temperatures import Temperature
 
 # The value in `tempnets` for a model that is to be used without a TempNet.
@@ -52,6 +52,7 @@ class EvaluateConfig(EvaluationConfig):
     """Data type of the base model. The softmax and TempNet are always float32."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with a model."""
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         EvaluationConfig.__post_init__(self)

@@ -16,6 +16,7 @@ from jobs.scoring.models import LoadedModel
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
+from tempnet.devices import input_device, move_base
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
 
@@ -69,17 +70,18 @@ class Evaluator:
         return run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
 
     def _load(self, spec: LanguageModelSpec) -> _Model:
-        dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
+        options = {
+            "dtype": getattr(torch, self._config.dtype),
+            "trust_remote_code": self._config.trust_remote_code,
+            "device_map": self._config.workers.device_map,
+        }
         network: TempNet | None = None
         place = local_copy(spec.path)
         if spec.tempnet:
-            base, network = load_causal_lm(
-                place, local_copy(spec.tempnet), dtype=dtype, trust_remote_code=trust, fetch=local_copy
-            )
+            base, network = load_causal_lm(place, local_copy(spec.tempnet), fetch=local_copy, **options)
         else:
-            base = load_base(place, fetch=local_copy, dtype=dtype, trust_remote_code=trust).eval()
-        device = "cuda" if self._config.workers.use_gpu else "cpu"
-        base.to(device)  # type: ignore[arg-type]
+            base = load_base(place, fetch=local_copy, **options).eval()
+        base = move_base(base, "cuda" if self._config.workers.use_gpu else "cpu")
         if network:
-            network.to(device)
+            network.to(input_device(base))
         return _Model(base, network, load_tokenizer(spec.path))

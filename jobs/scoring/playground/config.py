@@ -24,6 +24,9 @@ class PlaygroundConfig:
     """Data type of the base model. A TempNet always computes in float32."""
     device: str = "auto"
     """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on `device`."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with the model."""
 
@@ -32,6 +35,8 @@ class PlaygroundConfig:
             raise ValueError(f"port = {self.port} must lie between 0 and 65535")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
+        if self.device_map and self.device != "auto":
+            raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

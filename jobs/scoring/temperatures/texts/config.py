@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import LanguageModelPool, check_least, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class PredictTemperaturesConfig:
     """Characters per part. A part ends with the document that reaches this number, or at the end of its archive."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         check_least(self, html_tokens=1, batch_size=1, part_characters=1, context_length=0, stride=0, max_documents=0)
