@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tempnet.devices import offloaded_weights
 
@@ -60,6 +61,8 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
 
 def check_weight(name: str, weight: Tensor, source: str | Path) -> None:
     """Reject a weight that contains NaN, as :func:`check_weights` does."""
+    if is_traceable_wrapper_subclass(weight):  # one of torchao, which is held in fewer bits
+        weight = weight.dequantize()
     # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the values
     # are counted only then.
     if not weight.is_meta and bool(weight.detach().sum().isnan()) and (count := int(weight.isnan().sum())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from jobs.engine.config import RunSection, TrackingSection
@@ -94,6 +95,16 @@ def check_least(config: object, **least: int) -> None:
     for name, lowest in least.items():
         if getattr(config, name) < lowest:
             raise ValueError(f"{name} = {getattr(config, name)} must be at least {lowest}")
+
+
+def check_precision(name: str, value: str) -> None:
+    """Check that torchao is there if weights are to be held in eight bits.
+
+    Raises:
+        ValueError: naming the field and the value.
+    """
+    if value in ("int8", "fp8") and find_spec("torchao") is None:
+        raise ValueError(f"{name} = {value} needs torchao, which is not installed: pip install 'torchao>=0.18'")
 
 
 def check_share(name: str, value: float) -> None:

@@ -29,6 +29,7 @@ from tempnet.devices import input_device, move_base
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
+from tempnet.precisions import loading_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +93,9 @@ class Sampler:
         base = load_base(
             local_copy(config.model),
             fetch=local_copy,
-            dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             device_map=config.device_map,
+            **loading_options(config.dtype),
         )
         self.base = move_base(base, device).eval()
         self.config, self.tokenizer, self.stop = config, tokenizer, stop

@@ -21,6 +21,7 @@ from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import find_output_head
+from tempnet.precisions import loading_options
 
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
@@ -32,9 +33,9 @@ class Measurer:
     def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         self._settings = settings
-        base = load_base(local_copy(settings.model), fetch=local_copy, dtype=dtype, device_map=device_map).eval()
+        options = loading_options(settings.precision) | {"device_map": device_map}
+        base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
         self._base = move_base(base, "cuda" if use_gpu else "cpu")
         self._device = input_device(base)
         self._head = find_output_head(base)

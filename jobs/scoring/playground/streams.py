@@ -23,6 +23,7 @@ from tempnet.devices import input_device, move_base
 from tempnet.generation_checks import check_prompts
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
+from tempnet.precisions import loading_options
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.weights import check_weight_files, check_weights
 
@@ -76,9 +77,9 @@ class Playground:
         check_weight_files(place)
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             place,
-            dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             device_map=config.device_map,
+            **loading_options(config.dtype),
         )
         check_weights(base, config.model)
         return cls(move_base(base, device), tokenizer, tempnet)

@@ -6,6 +6,7 @@ weights that are without data between calls.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,14 @@ def test_devices_that_do_not_go_together_are_refused() -> None:
         GenerateConfig(model="m", prompts="p", output="o", device="cpu", device_map="auto")
     with pytest.raises(ValueError, match="device_map = auto chooses the devices: leave out device = cuda:1"):
         PlaygroundConfig(model="m", device="cuda:1", device_map="auto")
+
+
+def test_eight_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ValueError, match="dtype = fp8 needs torchao, which is not installed: pip install"):
+        GenerateConfig(model="m", prompts="p", output="o", dtype="fp8")
+    with pytest.raises(ValueError, match="precision = int8 needs torchao, which is not installed: pip install"):
+        PredictTemperaturesConfig(model="m", text="t", precision="int8")
 
 
 def test_commands_know_the_option(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,11 +49,10 @@ class Predictor:
     def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         base, network = load_causal_lm(
             local_copy(settings.model),
             local_copy(settings.tempnet),
-            dtype=dtype,
+            dtype=settings.precision,
             device_map=device_map,
             fetch=local_copy,
         )
