@@ -146,7 +146,7 @@ def check_fits(memory: Memory, workers: WorkersSection) -> None:
         return
     remedies = {
         "weights": "workers.zero_stage 3 and more workers, or a frozen base with stored features (model.features)",
-        "gradients": "workers.zero_stage 2 or 3 and more workers",
+        "gradients": "workers.zero_stage 2 or 3 and more workers, or for a small model on a GPU workers.zero_stage 0",
         "optimizer": "workers.offload_optimizer, or workers.zero_stage 1 or more and more workers",
         "activations": "a smaller optimizer.micro_batch_size, or workers.activation_checkpointing",
         "loss": "a smaller optimizer.micro_batch_size",
