@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 EIGHT_BITS = ("int8", "fp8")
 """Precisions that need torchao, the extra `quantised`."""
@@ -44,3 +46,20 @@ def loading_options(precision: torch.dtype | str) -> dict[str, Any]:
         ) from error
     kind = Int8WeightOnlyConfig if precision == "int8" else Float8WeightOnlyConfig
     return {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(kind())}
+
+
+def check_precision(model: nn.Module, source: object) -> None:
+    """Check that a model has weights in eight bits if it was loaded so; GPT-2's layers, for example, are not linear ones.
+
+    Raises:
+        ValueError: naming the source and the kind of the model.
+    """
+    # A model that somebody else has quantised otherwise is loaded as it is.
+    wanted = getattr(getattr(model, "config", None), "quantization_config", None)
+    if getattr(wanted, "quant_method", None) == "torchao" and not any(
+        is_traceable_wrapper_subclass(parameter) for parameter in model.parameters()
+    ):
+        raise ValueError(
+            f"{source} is a {type(model).__name__}, which has no linear layers that could be held in eight bits: load it in "
+            "bfloat16"
+        )

@@ -63,6 +63,16 @@ def test_nan_is_found_in_eight_bits_too(precision: str, tmp_path: Path) -> None:
         load_causal_lm(tmp_path, dtype=precision)
 
 
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao, the extra `quantised`, is not installed")
+    make_base("gpt2").save_pretrained(tmp_path)
+    make_tempnet().save_pretrained(tmp_path / "tempnet")
+    with pytest.raises(
+        ValueError, match="is a GPT2LMHeadModel, which has no linear layers that could be held in eight"
+    ):
+        load_causal_lm(tmp_path, dtype="int8")
+
+
 def test_other_precisions_are_those_of_pytorch_and_torchao_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}.items():
         assert loading_options(name) == loading_options(dtype) == {"dtype": dtype}

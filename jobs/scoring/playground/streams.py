@@ -23,7 +23,7 @@ from tempnet.devices import input_device, move_base
 from tempnet.generation_checks import check_prompts
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
-from tempnet.precisions import loading_options
+from tempnet.precisions import check_precision, loading_options
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.weights import check_weight_files, check_weights
 
@@ -81,6 +81,7 @@ class Playground:
             device_map=config.device_map,
             **loading_options(config.dtype),
         )
+        check_precision(base, config.model)
         check_weights(base, config.model)
         return cls(move_base(base, device), tokenizer, tempnet)
 
