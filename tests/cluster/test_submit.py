@@ -118,4 +118,5 @@ def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_pa
     assert job.returncode == 0, told
     assert "the cluster does not answer; waiting for it" in told
     assert "the cluster does not know the job" in told
-    assert (said.count("start 0 of outlive"), said.count("start 1 of outlive"), said.count("done")) == (1, 1, 1)
+    # The head may be lost before it has sent what the first job printed.
+    assert (said.count("start 1 of outlive"), said.count("done")) == (1, 1)
