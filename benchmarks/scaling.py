@@ -35,7 +35,7 @@ from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
 
 TARGET = 1.7
-VOCAB_SIZE, BATCH_SIZE, CONTEXT_LENGTH = 4096, 16, 128
+VOCAB_SIZE, BATCH_SIZE, CONTEXT_LENGTH = 2048, 16, 128  # those of gpt2-scratch-small on the sample data
 SECONDS_OF_STEPS = 20.0
 
 
