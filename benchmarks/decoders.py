@@ -1,13 +1,15 @@
 """Rivals and controls on one bench, over three or more seeds: the table of `jobs.analyse decoders` with intervals over seeds.
 
     .venv/bin/python -m benchmarks.decoders digits --seeds 0 1 2
+    .venv/bin/python -m benchmarks.decoders arithmetic --seeds 0 1 2
     .venv/bin/python -m benchmarks.decoders text --worlds worlds-0/shift worlds-1/shift worlds-2/shift
 
 `digits` has a verifier. A text is six free digits ("forks": any is valid), a mark, and the same digits in order ("locks": one
 is valid). In the training texts a fork is d with a probability that falls as 1/(d + 1), so that a low temperature repeats
 itself, and each lock is replaced by a random digit with probability `noise`, so that entropy hardly tells a fork from a lock.
-An answer is correct if the locks are right; different forks are different answers. `text` takes worlds of
-`benchmarks.miscalibrated`, one for each seed.
+An answer is correct if the locks are right; different forks are different answers. `arithmetic` has
+a verifier too, nothing wrong in its training texts, and TempNets that learned from rewards (`benchmarks.arithmetic`).
+`text` takes worlds of `benchmarks.miscalibrated`, one for each seed.
 
 Every seed has a base model, training, texts and choices of its own, and all its figures come from documents and prompts that
 chose nothing. The figures of the table are means over seeds, ± 95 % over seeds by Student's t; half-widths over documents
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 import tyro
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.arithmetic import Arithmetic, compare_arithmetic, show_differences
 from jobs.scoring.decoders.config import Decoders
 from jobs.scoring.decoders.job import resolve_settings
 from jobs.scoring.decoders.model import SampledText
@@ -204,18 +207,27 @@ def _combine_values(values: Sequence[Any]) -> Any:
     return None if values[0] is None else sum(values) / len(values)
 
 
-def main(job: Digits | Text) -> None:
+def compare(job: Digits | Text | Arithmetic, seed: int) -> dict[str, Any]:
+    """Return the figures of one seed of a task."""
+    if isinstance(job, Digits):
+        return compare_digits(job, seed)
+    return compare_text(job, seed) if isinstance(job, Text) else compare_arithmetic(job, seed)
+
+
+def main(job: Digits | Text | Arithmetic) -> None:
     """Run all seeds, print a line for each, and at the end the table."""
-    seeds = job.seeds if isinstance(job, Digits) else tuple(range(len(job.worlds)))
+    seeds = tuple(range(len(job.worlds))) if isinstance(job, Text) else job.seeds
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
     runs = []
     for seed in seeds:
-        runs.append(compare_digits(job, seed) if isinstance(job, Digits) else compare_text(job, seed))
+        runs.append(compare(job, seed))
         (output / f"seed-{seed}.json").write_text(json.dumps(runs[-1], indent=1, ensure_ascii=False) + "\n")
         print(f"seed {seed}: {runs[-1]['num_tokens']} tokens report", flush=True)
     values = combine(runs)
     shown = f"{table(values)}\n\n{len(runs)} seeds, ± 95 % over seeds. {conclusion(values)}"
+    if isinstance(job, Arithmetic):
+        shown += f"\n\n{show_differences(runs)}"
     (output / "decoders.md").write_text(shown + "\n")
     plot(values, output / "frontier.png")
     print(f"\n{shown}\n{output}/decoders.md and frontier.png")
@@ -223,4 +235,8 @@ def main(job: Digits | Text) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(tyro.extras.subcommand_cli_from_dict({"digits": Digits, "text": Text}, description=__doc__))
+    main(
+        tyro.extras.subcommand_cli_from_dict(
+            {"digits": Digits, "arithmetic": Arithmetic, "text": Text}, description=__doc__
+        )
+    )

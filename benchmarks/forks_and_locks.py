@@ -20,32 +20,25 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessor,
     MinPLogitsWarper,
-    PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
 )
 
-from benchmarks.sorted_copy import END, LETTERS, NUM_NEW_TOKENS, WORDS, draw_texts, verify
+from benchmarks.small_bases import make_base, train_on_rewards
+from benchmarks.sorted_copy import LETTERS, NUM_NEW_TOKENS, WORDS, draw_texts, verify
 from jobs.engine.tables import markdown_table
 from jobs.scoring.generation.processors import SeededDraw
 from jobs.scoring.reward.config import RewardConfig, VerifierSection
-from jobs.scoring.reward.job import train
-from jobs.scoring.reward.plan import make_plan
-from jobs.scoring.reward.rollouts import RolloutWorker
 from jobs.scoring.reward.trainer import RewardTrainer
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import attach
@@ -53,7 +46,6 @@ from tempnet.network import TempNet
 from tempnet.rivals import half_width
 
 _GROUP_SIZE = 64
-_BATCH_SIZE, _RATE = 128, 4e-3
 _LEAST_CORRECT = 0.97
 CONSTANTS = (0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)
 MIN_PS, MIN_P_TAUS = tuple(step / 20 for step in range(1, 20)), (1.0, 1.5, 2.0)
@@ -93,45 +85,6 @@ class EntropyTemperature(LogitsProcessor):
         return scores / (self._tau * EDT_BASE ** (self._theta / entropy)).clamp(min=1e-3)
 
 
-def make_base(directory: Path, seed: int, num_steps: int) -> None:
-    """Train the base model of a seed on corrupted texts, and save it with its tokenizer, unless it is there."""
-    if (directory / "tokenizer.json").exists():
-        return
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
-    config = GPT2Config(
-        vocab_size=len(WORDS),
-        n_positions=16,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    base = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(base.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, num_steps, pct_start=0.1)
-    for _ in range(num_steps):
-        texts = torch.from_numpy(draw_texts(_BATCH_SIZE, rng))
-        logits = base(input_ids=texts[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(base.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    print(f"seed {seed}: base model, loss {loss.item():.3f}", flush=True)
-    base.save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token=END))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token=END, eos_token=END, unk_token=END).save_pretrained(
-        directory
-    )
-
-
 def train_head(base: Path, run: Path, seed: int, job: Arguments) -> RewardTrainer:
     """Train the TempNet of a seed, or go on from its checkpoint."""
     run.mkdir(parents=True, exist_ok=True)
@@ -151,13 +104,7 @@ def train_head(base: Path, run: Path, seed: int, job: Arguments) -> RewardTraine
         seed=seed,
         checkpoint_every=50,
     )
-    config = replace(config, temperature=replace(config.temperature, hidden_size=64, num_prototypes=32))
-    plan = make_plan(config)
-    worker = RolloutWorker(plan)
-    trainer = RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
-    train(trainer, str(run), say=lambda line: print(f"seed {seed}: {line}", flush=True))
-    worker.close()
-    return trainer
+    return train_on_rewards(config, say=lambda line: print(f"seed {seed}: {line}", flush=True))
 
 
 class Judge:
@@ -277,7 +224,7 @@ def main(job: Arguments) -> None:
     results, weights = {}, []
     for seed in job.seeds:
         directory = Path(job.output) / f"seed-{seed}"
-        make_base(directory / "base", seed, job.num_base_steps)
+        make_base(directory / "base", seed, job.num_base_steps, words=WORDS, draw=draw_texts)
         trainer = train_head(directory / "base", directory / job.reward, seed, job)
         result = trainer.result()
         kl = result["last_steps"].get("kl", math.nan)

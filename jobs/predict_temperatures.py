@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             _print_summary(summary, output)
         if html:
             predict = on_worker(first_documents, config.workers) if config.output else first_documents
-            sections = predict(settings, archives, config.html_tokens, use_gpu=config.workers.use_gpu)
+            sections = predict(settings, archives, config.html_tokens, **config.workers.devices)
             write_page(html, config.text, sections)
             _print_page(html, np.concatenate([tau for _, tau, _ in sections.values()]))
     return 0

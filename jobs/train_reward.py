@@ -1,7 +1,9 @@
 """Train a TempNet on the rewards that a verifier gives to texts of a frozen model, held near the model by a KL leash.
 
 python -m jobs.train_reward --model gpt2 --prompts questions.jsonl --verifier.name gsm8k
-python -m jobs.train_reward --model gpt2 --prompts tasks.jsonl --verifier.name unit-tests --reward distinct
+python -m jobs.train_reward --model gpt2 --prompts tasks.jsonl --verifier.name unit-tests --reward distinct --dry-run
+
+--dry-run: print the plan, and start nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from jobs.scoring.reward.config import RewardConfig
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
+    rest = [argument for argument in arguments if argument != "--dry-run"]
     with refusals_on_one_line():
-        config = tyro.cli(RewardConfig, args=arguments, prog="python -m jobs.train_reward", description=__doc__)
+        config = tyro.cli(RewardConfig, args=rest, prog="python -m jobs.train_reward", description=__doc__)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.tracking import where_to_browse
-    from jobs.scoring.reward.job import train_reward
+    from jobs.scoring.reward.job import describe_run, train_reward
     from jobs.scoring.reward.trainer import NoRewardError
 
     try:
+        if len(rest) < len(arguments):
+            print(describe_run(config))
+            return 0
         outcome = train_reward(config)
     except (ValueError, OSError) as error:
         fail(str(error))

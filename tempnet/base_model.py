@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet.fingerprints import files_digest
+from tempnet.precisions import check_precision
 from tempnet.weights import check_weight_files, check_weights
 
 BASE_FILE = "base_model.json"
@@ -123,5 +124,6 @@ def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options
     if revision is not None:
         options["revision"] = revision
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, **options)
+    check_precision(base, place)
     check_weights(base, place)
     return base

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
+from tempnet.devices import run_device
 from tempnet.generation_checks import check_call, check_generation, check_prompts
-from tempnet.models.output_head import find_output_head
+from tempnet.models.output_head import find_output_head, output_weight
 from tempnet.network import TempNet
 from tempnet.softmax.fold import FoldCache, can_fold_network
 
@@ -115,8 +116,8 @@ def generate(base: PreTrainedModel, tempnet: TempNet, *, fold: CachedFold | None
     """Run `base.generate(**options)` and sample every token at the temperature that the TempNet predicts.
 
     Args:
-        base: the base model.
-        tempnet: its temperature network, on the device of the model's output weight.
+        base: the base model, which may be spread over devices.
+        tempnet: its temperature network, on the device that tokens are given on.
         fold: result of `CachedFold.of(base, tempnet)`, which can be reused for many calls. By default it is computed
             in this call if possible.
         options: options of `base.generate`. The defaults differ: tokens are sampled, the temperature is 1, and
@@ -177,7 +178,8 @@ class CachedFold:
         self.num_first = tempnet.config.hidden_size
         if not tempnet.config.reads_logits:
             return
-        cache, weight = FoldCache(), weight[: tempnet.config.input_size]
+        # The output layer of a model that is spread over devices may be on another one than its TempNet.
+        cache, weight = FoldCache(), weight[: tempnet.config.input_size].to(run_device(tempnet))
         centred = tempnet.config.input_shift == "mean"
         first = cache.first(tempnet.first_layer.weight, weight, centred=centred)
         # The two matrices are concatenated, so that each step needs only one matrix product.
@@ -187,7 +189,7 @@ class CachedFold:
     @torch.no_grad()
     def temperatures(self, hidden: Tensor) -> Tensor:
         """Return τ (…,) of hidden states (…, d), which are the inputs of the output layer."""
-        hidden, config = hidden.float(), self.tempnet.config
+        hidden, config = hidden.to(run_device(self.tempnet), torch.float32), self.tempnet.config
         state = self.tempnet.state_product(self.tempnet.normalize_state(hidden)) if config.reads_state else None
         if not config.reads_logits:
             assert state is not None
@@ -212,7 +214,7 @@ class CachedFold:
                 "soft-cap, a scale), or the TempNet has no transform or input_shift = 'max'. Use TemperatureLogitsProcessor, "
                 "or attach(base, tempnet)"
             )
-        return cls(base.get_output_embeddings().weight, tempnet)
+        return cls(output_weight(base)[0], tempnet)
 
     @classmethod
     def attach(cls, base: PreTrainedModel, tempnet: TempNet) -> Attached:
@@ -271,7 +273,7 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
         fold: a fold that was built before; by default it is built here if possible.
     """
     if fold is None and can_fold(base, tempnet):
-        fold = CachedFold(base.get_output_embeddings().weight, tempnet)
+        fold = CachedFold(output_weight(base)[0], tempnet)
     attached = Attached(base, tempnet)
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:

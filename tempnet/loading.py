@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tempnet.base_model import load_base
+from tempnet.devices import DeviceMap, input_device
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 from tempnet.network_config import PublishedHead, TempNetConfig
+from tempnet.precisions import loading_options
 from tempnet.weights import check_weights
 
 # Files that may hold a published network: a separate file, or the weights of the whole model.
@@ -150,21 +152,25 @@ def load_causal_lm(
     model: str | Path,
     tempnet: str | Path | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     trust_remote_code: bool = False,
+    device_map: DeviceMap = None,
     fetch: Callable[[str], str] = str,
     **options: Any,
 ) -> tuple[PreTrainedModel, TempNet]:
     """Load a base model and its TempNet, both in eval mode, and check that they fit together.
 
-    The TempNet is moved to the device of the model's output weight.
+    The TempNet is moved to the device of the model's input embeddings, where its logits arrive (`tempnet.devices`).
 
     Args:
         model: local directory or hub name of a Transformers causal LM, or of an export. If the export holds only the
             TempNet, the base model is loaded from where the export says it is (`tempnet.base_model`).
         tempnet: source of the TempNet (see :func:`load_tempnet`). By default it is looked for in the model's directory.
-        dtype: dtype of the base model; the TempNet is always float32.
+        dtype: dtype of the base model; "int8" or "fp8" hold its weights in eight bits (`tempnet.precisions`). The TempNet
+            is always float32.
         trust_remote_code: whether to run code that comes with the model.
+        device_map: how to spread the base over the GPUs and the memory of this machine: "auto", another name that
+            Transformers knows, or name of a part → device. It needs accelerate. None: the base is on the CPU.
         fetch: returns a local path for a base model that an export refers to by a URI; by default URIs are refused.
         options: further options of `AutoModelForCausalLM.from_pretrained`.
 
@@ -174,9 +180,10 @@ def load_causal_lm(
             contain NaN.
     """
     network = load_tempnet(model if tempnet is None else tempnet)
-    base = load_base(model, fetch=fetch, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    options |= loading_options(dtype) | {"trust_remote_code": trust_remote_code, "device_map": device_map}
+    base = load_base(model, fetch=fetch, **options)
     check_vocabulary(base, network)
-    return base.eval(), network.to(base.get_output_embeddings().weight.device)
+    return base.eval(), network.to(input_device(base))
 
 
 def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:

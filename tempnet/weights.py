@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tempnet.devices import offloaded_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +47,7 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
     """Reject a model whose weights contain NaN, since every logit and every temperature would then be NaN as well.
 
     Args:
-        module: the loaded model; parameters without data (on the device `meta`) are not checked.
+        module: the loaded model, which may be spread over devices; parameters that have no data are not checked.
         source: where the model was loaded from, for the error message.
 
     Raises:
@@ -52,10 +55,14 @@ def check_weights(module: nn.Module, source: str | Path) -> None:
     """
     for name, parameter in module.named_parameters():
         check_weight(name, parameter, source)
+    for name, weight in offloaded_weights(module):
+        check_weight(name, weight, source)
 
 
 def check_weight(name: str, weight: Tensor, source: str | Path) -> None:
     """Reject a weight that contains NaN, as :func:`check_weights` does."""
+    if is_traceable_wrapper_subclass(weight):  # one of torchao, which is held in fewer bits
+        weight = weight.dequantize()
     # A sum is cheaper than a mask as large as the weight. It is NaN if a term is NaN or infinities cancel, so the values
     # are counted only then.
     if not weight.is_meta and bool(weight.detach().sum().isnan()) and (count := int(weight.isnan().sum())):

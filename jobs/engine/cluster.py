@@ -159,7 +159,9 @@ def _keep_private() -> None:
         Path(node.get_session_dir_path()).chmod(0o700)
 
 
-def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float) -> None:
+def check_resources(
+    *, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float, gpus_per_worker: int = 1
+) -> None:
     """Check that the cluster is large enough for the run.
 
     Raises:
@@ -173,7 +175,8 @@ def check_resources(*, num_workers: int, cpus_per_worker: float, use_gpu: bool, 
             f"{data_cpus:g} = {needed:g} CPUs, but the cluster has {total.get('CPU', 0):g}: "
             "use fewer workers or fewer CPUs a worker"
         )
-    if use_gpu and num_workers > total.get("GPU", 0):
+    if use_gpu and (gpus := num_workers * gpus_per_worker) > total.get("GPU", 0):
         raise ValueError(
-            f"workers.use_gpu = True needs {num_workers} GPUs, one a worker, but the cluster has {total.get('GPU', 0):g}"
+            f"workers.use_gpu = True needs {gpus} GPUs, {gpus_per_worker} a worker, but the cluster has "
+            f"{total.get('GPU', 0):g}"
         )

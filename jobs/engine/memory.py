@@ -9,12 +9,14 @@ from jobs.engine.worker_settings import WorkersSection
 
 GIB = 2**30
 # Python, PyTorch, Ray and DeepSpeed of a worker on CPUs; the context and the libraries of a CUDA device.
-_PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
+PROCESS_BYTES = {False: round(0.72 * GIB), True: round(0.9 * GIB)}
 # DeepSpeed's buckets, in numbers: `reduce_bucket_size` and `allgather_bucket_size` have this default.
 _BUCKET_SIZE = 500_000_000
 # ZeRO 3 gathers the weights of the layers that are run, and of the next ones, up to this number of them (DeepSpeed's
 # `stage3_max_live_parameters`).
 _MOST_GATHERED = 1_000_000_000
+# ZeRO 3 updates the weights in groups of this number of them (DeepSpeed's `sub_group_size`).
+_SUB_GROUP_SIZE = 1_000_000_000
 # On CPUs, what the C library holds in holes of its heap, as a share of what is in use. It was fitted to runs of other sizes
 # than those of `benchmarks.memory_arithmetic` (docs/log.md). Workers do not give memory back between steps, which would cost
 # more time than all else (`jobs.engine.cluster.CPU_ENVIRONMENT`).
@@ -28,7 +30,8 @@ class Memory:
     weights: float
     """Weights, trained and frozen; ZeRO 3 divides them, and gathers those of a few layers at a time."""
     gradients: float
-    """Gradients in float32; ZeRO 2 and 3 divide them, beside a bucket in which they are reduced."""
+    """Gradients in float32, of which ZeRO keeps a part, and the buckets in which they are reduced. What the activations leave
+    free when it is needed is not counted twice."""
     optimizer: float
     """AdamW's moments, and under ZeRO a copy of the weights; ZeRO 1, 2 and 3 divide them. 0 if they are offloaded."""
     activations: float
@@ -66,6 +69,7 @@ def training_memory(
     loss: float,
     state: float = 0.0,
     validation: float = 0.0,
+    accumulates: bool = False,
 ) -> Memory:
     """Return the memory of a worker.
 
@@ -76,23 +80,22 @@ def training_memory(
         activations, loss, state: bytes of these items.
         validation: bytes that the last validation needs when those of activations and loss are free again. On CPUs they are
             taken anew, because its tensors do not fit into the holes of the heap.
+        accumulates: whether the gradients of a micro-batch wait for those of the next one.
     """
     stage, count = workers.zero_stage, workers.min_workers
-    share = [1.0 if stage < least else 1.0 / count for least in (1, 2, 3)]
+    share = [1.0 if stage < least else 1.0 / count for least in (1, 3)]
     optimizer = 0.0 if workers.offload_optimizer else (12 if stage else 8) * num_trained * share[0]
-    gradients = 4 * num_trained * share[1]
-    if stage in (1, 2):
-        # Gradients are collected in a bucket until they are reduced; with ZeRO 2 a second one is filled meanwhile.
-        gradients += 4 * min(_BUCKET_SIZE, num_trained) * (1 if stage == 1 else 2)
+    # A GPU's allocator uses memory again for what comes later; on CPUs it lies in holes of the heap.
+    reused = activations + loss if workers.use_gpu else 0.0
+    gradients = _gradients(workers, num_trained, reused=reused, accumulates=accumulates)
     frozen = 2 if workers.resolved_precision == "bf16" else 4
     held = 4 * num_trained + frozen * num_frozen
     gathered = 0.0
     if stage == 3:
         gathered = held * min(1.0, _MOST_GATHERED / max(1, num_trained + num_frozen))
-    weights = held * share[2] + gathered
+    weights = held * share[1] + gathered
     in_use = weights + gradients + optimizer + activations + loss + state
     holes = 0.0 if workers.use_gpu else _SHARE_OF_HOLES * in_use
-    reused = activations + loss if workers.use_gpu else 0.0
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -101,8 +104,35 @@ def training_memory(
         loss=loss,
         state=state,
         overhead=max(holes, validation - reused),
-        process=_PROCESS_BYTES[workers.use_gpu],
+        process=PROCESS_BYTES[workers.use_gpu],
     )
+
+
+def _gradients(workers: WorkersSection, num_trained: int, *, reused: float, accumulates: bool) -> float:
+    """Return the bytes of gradients and of the buckets in which DeepSpeed reduces them, beyond `reused` bytes.
+
+    ZeRO copies every gradient into a bucket, which is reduced when it is full or the backward pass ends, and keeps its own
+    part. ZeRO 1 and 2 make buckets when the first gradient arrives and drop them after the backward pass, ZeRO 3 makes one
+    for the whole run. A bucket is allocated whole, whatever the size of the model, but on CPUs only what is written takes
+    memory. Then comes the optimizer's step, which copies the part into one piece (`DeepSpeedZeroOptimizer`'s
+    `setup_buckets`, `copy_grads_in_partition` and `step`; `DeepSpeedZeroOptimizer_Stage3`'s `__add_grad_to_ipg_bucket`,
+    `__avg_scatter_grads` and `_prepare_fp32_grad_for_sub_group`).
+    """
+    stage, whole = workers.zero_stage, 4.0 * num_trained
+    if stage == 0:
+        return whole
+    part = whole / workers.min_workers
+    num_buckets = 2 if stage == 2 else 1  # ZeRO 2 fills a second one while the first is reduced (`overlap_comm`)
+    size = 4.0 * _BUCKET_SIZE
+    buckets = num_buckets * size if workers.use_gpu else min(num_buckets * size, whole)
+    if stage == 3:
+        # Reduced is a copy of the bucket, in which the parts of every worker lie side by side.
+        after_backward, step = buckets + min(size, whole) + part, buckets + part + min(part, 4.0 * _SUB_GROUP_SIZE)
+    else:
+        after_backward, step = buckets + part, 2 * part
+    waiting = part if stage == 3 or (accumulates and stage == 2) else whole if accumulates else 0.0
+    beside_activations = waiting + (buckets if workers.use_gpu or stage == 3 else 0.0)
+    return max(beside_activations, after_backward - reused, step - reused)
 
 
 def check_fits(memory: Memory, workers: WorkersSection) -> None:
@@ -116,7 +146,7 @@ def check_fits(memory: Memory, workers: WorkersSection) -> None:
         return
     remedies = {
         "weights": "workers.zero_stage 3 and more workers, or a frozen base with stored features (model.features)",
-        "gradients": "workers.zero_stage 2 or 3 and more workers",
+        "gradients": "workers.zero_stage 2 or 3 and more workers, or for a small model on a GPU workers.zero_stage 0",
         "optimizer": "workers.offload_optimizer, or workers.zero_stage 1 or more and more workers",
         "activations": "a smaller optimizer.micro_batch_size, or workers.activation_checkpointing",
         "loss": "a smaller optimizer.micro_batch_size",

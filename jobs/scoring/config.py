@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
 
 from jobs.engine.config import RunSection, TrackingSection
 
@@ -22,6 +24,40 @@ class PoolSection:
         for name in ("num_workers", "cpus_per_worker"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"workers.{name} = {getattr(self, name)} must be positive")
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that Ray reserves for every worker."""
+        return int(self.use_gpu)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelPool(PoolSection):
+    """Workers whose language model may be spread over several GPUs of a node."""
+
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over the GPUs of its worker, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on one device."""
+    gpus_per_worker: int = 1
+    """Number of GPUs that Ray reserves for every worker with `use_gpu`; more than one need `device_map = auto`."""
+
+    def __post_init__(self) -> None:
+        PoolSection.__post_init__(self)
+        if self.gpus_per_worker < 1 or (self.gpus_per_worker > 1 and not (self.use_gpu and self.device_map)):
+            raise ValueError(
+                f"workers.gpus_per_worker = {self.gpus_per_worker} must be 1, or more with workers.use_gpu and "
+                "workers.device_map = auto: a model that is not spread uses one GPU"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that Ray reserves for every worker."""
+        return self.gpus_per_worker if self.use_gpu else 0
+
+    @property
+    def devices(self) -> dict[str, Any]:
+        """The options of the classes that load a model."""
+        return {"use_gpu": self.use_gpu, "device_map": self.device_map}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +95,16 @@ def check_least(config: object, **least: int) -> None:
     for name, lowest in least.items():
         if getattr(config, name) < lowest:
             raise ValueError(f"{name} = {getattr(config, name)} must be at least {lowest}")
+
+
+def check_precision(name: str, value: str) -> None:
+    """Check that torchao is there if weights are to be held in eight bits.
+
+    Raises:
+        ValueError: naming the field and the value.
+    """
+    if value in ("int8", "fp8") and find_spec("torchao") is None:
+        raise ValueError(f"{name} = {value} needs torchao, which is not installed: pip install 'torchao>=0.18'")
 
 
 def check_share(name: str, value: float) -> None:

@@ -143,6 +143,7 @@ def check_pool(pool: PoolSection, *, reads: bool) -> None:
         num_workers=pool.num_workers,
         cpus_per_worker=pool.cpus_per_worker,
         use_gpu=pool.use_gpu,
+        gpus_per_worker=pool.num_gpus,
         data_cpus=READ_CPUS if reads else 0.0,
     )
 
@@ -209,7 +210,7 @@ class _Schedule(Generic[Unit]):
     def _start_worker(self) -> Any:
         actor: Any = ray.remote(Worker).options(
             num_cpus=self._pool.cpus_per_worker,
-            num_gpus=1 if self._pool.use_gpu else 0,
+            num_gpus=self._pool.num_gpus,
             max_restarts=_NUM_RETRIES,
             max_task_retries=_NUM_RETRIES,
             runtime_env={"env_vars": CPU_ENVIRONMENT},

@@ -48,27 +48,59 @@ def bleu(text: Tokens, references: Sequence[Tokens], max_n: int = 4) -> float:
     """
     if not text or not references:
         return 0.0
-    logs = []
+    counts = [count_ngrams(text, n) for n in range(1, max_n + 1)]
+    known = []
     for n in range(1, max_n + 1):
-        counts = count_ngrams(text, n)
-        known: Counter[tuple[Hashable, ...]] = Counter()
+        most: Counter[tuple[Hashable, ...]] = Counter()
         for reference in references:
-            known |= count_ngrams(reference, n)  # The largest count over the references.
-        matches = (counts & known).total()
-        if not matches and n == 1:
-            return 0.0
-        logs.append(math.log((matches or _NO_MATCH) / max(1, counts.total())))
-    nearest = min((len(reference) for reference in references), key=lambda size: (abs(size - len(text)), size))
-    penalty = min(0.0, 1.0 - nearest / len(text))
-    return math.exp(penalty + sum(logs) / max_n)
+            most |= count_ngrams(reference, n)  # The largest count over the references.
+        known.append(most)
+    matches = [(own & most).total() for own, most in zip(counts, known, strict=True)]
+    return _bleu_of_matches(matches, len(text), [len(reference) for reference in references])
 
 
 def self_bleu(texts: Sequence[Tokens], max_n: int = 4) -> float:
-    """Return the mean BLEU of every text against all others; NaN for fewer than two texts."""
+    """Return the mean BLEU of every text against all others; NaN for fewer than two texts.
+
+    The largest count of an n-gram among the others is the largest of all, or the second largest for a text that has the
+    largest itself. So the n-grams are counted once, and not once for every pair of texts.
+    """
     if len(texts) < 2:
         return math.nan
-    scores = [bleu(text, [*texts[:place], *texts[place + 1 :]], max_n) for place, text in enumerate(texts)]
+    matches: list[list[int]] = [[] for _ in texts]
+    for n in range(1, max_n + 1):
+        counts = [count_ngrams(text, n) for text in texts]
+        largest: dict[tuple[Hashable, ...], tuple[int, int]] = {}
+        for own in counts:
+            for ngram, number in own.items():
+                first, second = largest.get(ngram, (0, 0))
+                largest[ngram] = (max(first, number), max(second, min(first, number)))
+        for place, own in enumerate(counts):
+            others = ((number, largest[ngram]) for ngram, number in own.items())
+            matches[place].append(
+                sum(min(number, second if number == first else first) for number, (first, second) in others)
+            )
+    lengths = [len(text) for text in texts]
+    scores = [
+        _bleu_of_matches(found, lengths[place], [*lengths[:place], *lengths[place + 1 :]]) if lengths[place] else 0.0
+        for place, found in enumerate(matches)
+    ]
     return sum(scores) / len(scores)
+
+
+def _bleu_of_matches(matches: Sequence[int], length: int, reference_lengths: Sequence[int]) -> float:
+    """Return the BLEU of a text of some length from its clipped matches of single tokens, of pairs, and so on."""
+    if not matches[0]:
+        return 0.0
+    logs = [
+        math.log(
+            (number or _NO_MATCH) / max(1, length - n)
+        )  # a text has length − n + 1 n-grams, and n counts from 0 here
+        for n, number in enumerate(matches)
+    ]
+    nearest = min(reference_lengths, key=lambda size: (abs(size - length), size))
+    penalty = min(0.0, 1.0 - nearest / length)
+    return math.exp(penalty + sum(logs) / len(matches))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -271,7 +271,10 @@ class TemperatureCausalLM(nn.Module):
             return self.head.logits(self.base, contexts, self.vocab_size).float()
 
     def _autocast(self, device: str) -> torch.autocast:
-        return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+        # A weight is used once in a forward pass. Autocast's cache would hold copies of all weights to its end, even where
+        # activation checkpointing and ZeRO 3 keep those of one layer only.
+        is_half = self.autocast_dtype is not None
+        return torch.autocast(device, dtype=self.autocast_dtype, enabled=is_half, cache_enabled=False)
 
     def _run(self, part: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Any:
         """Run the base, or its body (which ends at the hidden states), with masks or positions for packed documents."""

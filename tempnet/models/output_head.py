@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tempnet.devices import input_device, is_spread, with_weights
 from tempnet.models.packing import small_model
 
 # Number of tokens in the check (more than one, because a single one may be padding, whose logits are 0), and the
@@ -42,7 +43,7 @@ class OutputHead:
             vocab_size: V; logits beyond it are not computed.
         """
         weight, bias = output_weight(base)
-        hidden = self.scaled(hidden).to(weight.dtype)
+        hidden = self.scaled(hidden).to(weight)
         logits = F.linear(hidden, weight[:vocab_size], None if bias is None else self.scale * bias[:vocab_size])
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
@@ -58,19 +59,22 @@ class OutputHead:
 def output_weight(base: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output weight W (V or more, d) and the bias b, or None.
 
-    They are read as attributes of their module, because under ZeRO-3 this makes DeepSpeed gather them.
+    They are read as attributes of their module, because under ZeRO-3 this makes DeepSpeed gather them. Those that are
+    offloaded are copied to the device that the layer runs on, which takes as long as the layer itself.
     """
     head = base.get_output_embeddings()
-    return head.weight, getattr(head, "bias", None)
+    with with_weights(head):
+        return head.weight, getattr(head, "bias", None)
 
 
 @torch.no_grad()
 def find_output_head(base: PreTrainedModel) -> OutputHead | None:
     """Return the formula of a model's logits, checked on a few tokens, or None if the model does not follow it.
 
-    A model without weights (on the device meta) is checked by a small one of the same kind.
+    A model without weights (on the device meta) is checked by a small one of the same kind, one that is spread over
+    devices by itself.
     """
-    if any(parameter.is_meta for parameter in base.parameters()):
+    if not is_spread(base) and any(parameter.is_meta for parameter in base.parameters()):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(0)
             base = small_model(base)
@@ -79,12 +83,13 @@ def find_output_head(base: PreTrainedModel) -> OutputHead | None:
     head = OutputHead(scale=float(scale), soft_cap=getattr(config, "final_logit_softcapping", None))
     was_training = base.training
     base.eval()
-    ids = torch.arange(_NUM_PROBES, device=base.device).unsqueeze(0) % config.vocab_size
+    ids = torch.arange(_NUM_PROBES, device=input_device(base)).unsqueeze(0) % config.vocab_size
     output = base(input_ids=ids, use_cache=False)
     hidden = base.base_model(input_ids=ids, use_cache=False)[0]
     base.train(was_training)
     if hidden.shape[-1] != base.get_output_embeddings().weight.shape[-1]:
         return None
     ours = head.logits(base, hidden, output.logits.shape[-1])
-    error = (ours.float() - output.logits.float()).norm() / output.logits.float().norm().clamp(min=1e-12)
+    theirs = output.logits.to(ours.device).float()
+    error = (ours.float() - theirs).norm() / theirs.norm().clamp(min=1e-12)
     return head if error < _MAX_RELATIVE_ERROR.get(hidden.dtype, _MAX_RELATIVE_ERROR_HALF) else None

@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 from jobs import evaluate_lm
 from jobs.engine.config import TrackingSection
 from jobs.scoring import stages
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.launch import evaluate
 from jobs.scoring.language_models.windows import num_words, wikitext_pages
@@ -61,7 +61,7 @@ def config(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "data_dir": files["data_dir"],
             "storage": str(tmp_path / "runs"),
             "tracking": TrackingSection(enabled=False),
-            "workers": PoolSection(num_workers=num_workers),
+            "workers": LanguageModelPool(num_workers=num_workers),
             "batch_size": 3,
         }
         return EvaluateConfig(name=name, **{**defaults, **changes})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from language_model_support import Make, history, train
+from killing import at_the_same_time, kill_workers_after_checkpoints
+from language_model_support import Make, assert_same_losses, history, train
 from loading_support import run_ranks
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from jobs.tasks.language_model.models import find_divisible_base
+from jobs.tasks.presets.language_models import PRESETS
 from tempnet.weights import WeightFiles
 
 pytestmark = pytest.mark.cluster
@@ -23,12 +26,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "sliding_window": 8, "tie_word_embeddings": True,
     },
+    # LLaMA-2 70B has 80 layers and 64 heads, of which eight share a key, and is 128 times as wide.
+    "70B": {
+        "hidden_size": 8192 // 128, "intermediate_size": 28_672 // 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "max_position_embeddings": 64,
+    },
 }  # fmt: skip
 
 
-def save_model(kind: str, directory: Path, **options: Any) -> Path:
+def save_model(kind: str, directory: Path, vocab_size: int = 90, **options: Any) -> Path:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, vocab_size=90, bos_token_id=0, eos_token_id=0, **SIZES[kind])
+    architecture = "llama" if kind == "70B" else kind
+    config = AutoConfig.for_model(architecture, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **SIZES[kind])
     AutoModelForCausalLM.from_config(config).save_pretrained(directory, **options)
     return directory
 
@@ -100,3 +109,33 @@ def test_a_run_on_a_divided_base_is_that_on_a_whole_one(
     assert divided["validation"]["cross_entropy_tau"] == pytest.approx(
         whole["validation"]["cross_entropy_tau"], abs=1e-6
     )
+
+
+@pytest.mark.long
+def test_the_largest_preset_survives_a_kill_on_a_small_model_of_its_shape(
+    cluster: dict[str, str], tiny: Make, tmp_path: Path
+) -> None:
+    """The settings are those of `llama2-chat-70b-frozen`, but for sizes, data and the eight GPUs."""
+    preset, small = PRESETS["llama2-chat-70b-frozen"](), tiny("whole")
+    directory = save_model("70B", tmp_path / "llama", vocab_size=512, max_shard_size="100KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    config = replace(
+        preset,
+        run=small.run,
+        data=small.data,
+        model=replace(preset.model, path=str(directory)),
+        temperature=replace(preset.temperature, rho=1.0, hidden_size=32, num_prototypes=16),
+        workers=replace(
+            preset.workers, num_workers=2, use_gpu=False, cpus_per_worker=0.5, precision="fp32", num_threads=1
+        ),
+        validation=small.validation,
+    )
+    assert config.workers.zero_stage == 3
+    assert find_divisible_base(config) is not None
+    whole = train(config)
+    assert len(set(history(whole, "train/loss").values())) > 1
+    killed = replace(config, run=replace(config.run, name="killed"))
+    with at_the_same_time(lambda: kill_workers_after_checkpoints(cluster, f"{killed.run.storage}/killed", times=1)):
+        outcome = train(killed)
+    assert 5 <= outcome["resumed_from_step"] < 40
+    assert_same_losses(outcome, whole)

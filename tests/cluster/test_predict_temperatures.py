@@ -13,7 +13,7 @@ from prediction_support import save_tiny_model, some_texts
 from support import run_until, write_jsonl_zst
 
 from jobs.predict_temperatures import main
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.job import predict_archives
 from jobs.scoring.temperatures.texts.predictor import Predictor
@@ -60,7 +60,7 @@ def run(
         batch_size=batch_size,
         part_characters=500,
         max_bad_share=max_bad_share,
-        workers=PoolSection(num_workers=num_workers, cpus_per_worker=0.5),
+        workers=LanguageModelPool(num_workers=num_workers, cpus_per_worker=0.5),
     )
     settings, archives = resolve_settings(config)
     claim_output(config.output, settings.record(archives))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import LanguageModelPool, PoolSection, check_least, check_share
 
 _NEEDED = {
     "output": "a directory",
@@ -67,7 +67,7 @@ class TextAnalysis(Analysis):
     """Precision in which the base model runs. TempNet and τ are float32."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         super(TextAnalysis, self).__post_init__()
@@ -126,7 +126,7 @@ class TauMax(Analysis):
     """The values of τ_max, which rescale all temperatures of a TempNet."""
     batch_size: int = 8
     """Number of sequences per forward pass."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         super(TauMax, self).__post_init__()

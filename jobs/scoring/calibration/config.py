@@ -32,12 +32,24 @@ class Rho:
     """Precision in which the model is run."""
     use_gpu: bool = False
     """Run the model on a GPU of the cluster."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over `num_gpus` GPUs of a node, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on one device."""
+    num_gpus: int = 1
+    """Number of GPUs that are reserved with `use_gpu`; more than one need `device_map = auto`."""
     storage: str = ""
     """Directory or URI for the prepared text. If empty: $TEMPNET_HOME, else ./runs."""
     output: str = "calibration"
     """Directory or URI for calibration.json and curve.png."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that comes with the model."""
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1 or (self.num_gpus > 1 and not (self.use_gpu and self.device_map)):
+            raise ValueError(
+                f"num_gpus = {self.num_gpus} must be 1, or more with use_gpu and device_map = auto: a model that is not "
+                "spread uses one GPU"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,9 @@ class TauMax:
     """Number of prompts to generate from at the same time."""
     seed: int = 0
     """Random seed of the sampling of tokens."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on the CPU."""
     dry_run: bool = False
     """Print the result without saving it with the TempNet."""
 

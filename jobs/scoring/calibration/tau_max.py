@@ -17,6 +17,7 @@ from pipelines.sources import check_source
 from pipelines.storage import join
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
+from tempnet.devices import input_device
 from tempnet.inference import CachedFold, can_fold, generate
 from tempnet.loading import find_tempnet, load_causal_lm
 from tempnet.network import TempNet
@@ -37,7 +38,9 @@ def calibrate_tau_max(job: TauMax) -> None:
             "tau_max_eval: add --dry-run to see the figure only"
         )
     prompts = _read_prompts(job, places["prompts"])
-    base, network = load_causal_lm(places["model"], places["tempnet"] or None, fetch=local_copy)
+    base, network = load_causal_lm(
+        places["model"], places["tempnet"] or None, device_map=job.device_map, fetch=local_copy
+    )
     tokenizer = load_tokenizer(job.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.eos_token_id
@@ -49,6 +52,7 @@ def calibrate_tau_max(job: TauMax) -> None:
         texts = []
         torch.manual_seed(seed)
         for batch in batches:
+            batch = batch.to(input_device(base))
             length = batch["input_ids"].shape[1]
             result = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
             is_end = result.sequences[:, length:] == tokenizer.eos_token_id

@@ -43,18 +43,20 @@ Verifier = Callable[[int, SampledText], tuple[Hashable | None, bool]]
 def published_rules() -> dict[str, list[Rule]]:
     """Return the decoders that learn nothing, with the parameters that are tried."""
     constants = (2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 19, 20, 21, 22, 24, 28, 32)
-    taus = (1.0, 1.5, 2.0)
-    ranges = ((0.5, 0.25), (0.5, 0.5), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0))
+    taus = (1.0, 1.5, 2.0, 3.0)
+    ranges = ((0.5, 0.25), (0.5, 0.5), (1.0, 0.25), (1.0, 0.5), (1.0, 1.0), (1.5, 1.5))
     return {
         ONE: [ConstantTemperature(1.0)],
         CONSTANT: [ConstantTemperature(0.05 * step) for step in constants],
         "EDT": [
-            EntropyTemperature(high, theta) for high in (0.3, 0.5, 0.8, 1.0, 1.2, 1.5) for theta in (0.1, 0.5, 2.0)
+            EntropyTemperature(high, theta)
+            for high in (0.3, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)
+            for theta in (0.1, 0.5, 2.0, 4.0)
         ],
         "dynatemp": [
             EntropyRange(middle - spread, middle + spread, exponent)
             for middle, spread in ranges
-            for exponent in (0.5, 1.0, 2.0)
+            for exponent in (0.5, 1.0, 2.0, 4.0)
         ],
         "min-p": [MinP(ratio, tau) for tau in taus for ratio in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)],
         "top-p": [TopP(share, tau) for tau in (0.7, 1.0, 1.5) for share in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)],

@@ -26,7 +26,7 @@ from tempnet.network_config import TempNetConfig
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
 
 ROBUST, PROPER, AUTODECO = "TempNet, robust loss", "TempNet, proper score", "AutoDeco"
-SCALES = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)
+SCALES = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 3.0)
 """Levels of learned temperatures to choose from, as factors; the choice of τ_max at inference is such a factor."""
 _BATCH_SIZE = 512
 _RATE = 3e-3

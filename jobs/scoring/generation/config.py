@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jobs.scoring.config import check_precision
+
 CHOICES = ("auto", "tempnet", "greedy")
 
 
@@ -46,10 +48,14 @@ class GenerateConfig:
     """Use only this many prompts, the first ones of the file; 0: all."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Whether to put prompts into the tokenizer's chat template. auto: if the tokenizer has one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the base model. A TempNet always computes in float32."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
+    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
+    A TempNet always computes in float32."""
     device: str = "auto"
     """PyTorch device: cpu, cuda, cuda:1, …; auto: a GPU if there is one, else the CPU."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the model over all GPUs of this machine, layer by layer, and over the CPU's memory if they are too
+    small. None: the model is on `device`."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with the model."""
     entropy: bool = True
@@ -73,6 +79,9 @@ class GenerateConfig:
             raise ValueError(f"temperature = {self.temperature} must be positive; for the largest logit, say greedy")
         if (self.tempnet or self.tau_max_eval is not None) and self.temperature not in ("auto", "tempnet"):
             raise ValueError(f"temperature = {self.temperature} uses no TempNet: leave out tempnet and tau_max_eval")
+        check_precision("dtype", self.dtype)
+        if self.device_map and self.device != "auto":
+            raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
         if self.temperature == "greedy" and (self.num_samples > 1 or self.top_k or self.top_p < 1.0 or self.html):
             raise ValueError(
                 "temperature = greedy draws nothing: num_samples, top_k, top_p and html have no meaning with it"

@@ -25,9 +25,11 @@ from jobs.scoring.generation.processors import EffectiveVocabulary, EntropyRecor
 from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
+from tempnet.devices import input_device, move_base
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
+from tempnet.precisions import loading_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +93,11 @@ class Sampler:
         base = load_base(
             local_copy(config.model),
             fetch=local_copy,
-            dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
+            device_map=config.device_map,
+            **loading_options(config.dtype),
         )
-        self.base = base.to(device).eval()  # type: ignore[arg-type]
+        self.base = move_base(base, device).eval()
         self.config, self.tokenizer, self.stop = config, tokenizer, stop
         self.set_temperature(temperature)
         ends = self.base.generation_config.eos_token_id
@@ -113,9 +116,9 @@ class Sampler:
         self.fold: CachedFold | None = None
         if isinstance(temperature, TempNet):
             check_vocabulary(self.base, temperature)
-            temperature.to(self.base.device)
+            temperature.to(input_device(self.base))
             if can_fold(self.base, temperature):
-                self.fold = CachedFold(self.base.get_output_embeddings().weight, temperature)
+                self.fold = CachedFold.of(self.base, temperature)
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Request]) -> list[Generated]:
@@ -146,7 +149,7 @@ class Sampler:
                 processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1.0 else []
                 processors.append(SeededDraw([_seed(config.seed, request.key) for request in requests]))
             sequences: Tensor = self.base.generate(
-                **{name: torch.tensor(rows, device=self.base.device) for name, rows in inputs.items()},
+                **{name: torch.tensor(rows, device=input_device(self.base)) for name, rows in inputs.items()},
                 max_new_tokens=config.max_new_tokens,
                 logits_processor=processors,
                 stopping_criteria=[stop] if stop else [],

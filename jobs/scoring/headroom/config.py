@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import LanguageModelPool, check_least, check_precision, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Headroom:
     """Tokens between the starts of a long document's windows, 1 … context_length. 0: half of context_length."""
     batch_size: int = 16
     """Number of windows per forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the model runs."""
+    precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """Precision of the model; int8, fp8: weights in eight bits, products in bfloat16, by torchao."""
     text_field: str = "text"
     """Name of the field or column that contains the text."""
     part_characters: int = 200_000
@@ -45,7 +45,7 @@ class Headroom:
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     storage: str = ""
     """Directory or URI of the MLflow store. Default: $TEMPNET_HOME, else ./runs."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:
@@ -59,6 +59,7 @@ class Headroom:
             batch_size=1,
             part_characters=1,
         )
+        check_precision("precision", self.precision)
         check_share("max_bad_share", self.max_bad_share)
         if not self.least_gain >= 0:
             raise ValueError(f"least_gain = {self.least_gain:g} must not be negative")

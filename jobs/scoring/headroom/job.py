@@ -105,9 +105,7 @@ def _measure_text(config: Headroom, settings: HeadroomSettings, archives: list[A
     def keep(number: int, written: tuple[int, int], seconds: float) -> str:
         return f"part {written[0]}: {written[1]} tokens, {written[1] / seconds:,.0f} tokens/s"
 
-    stages: Stages[int] = Stages(
-        read=read, model=partial(Measurer, settings, use_gpu=config.workers.use_gpu), write=write
-    )
+    stages: Stages[int] = Stages(read=read, model=partial(Measurer, settings, **config.workers.devices), write=write)
     failed = run_stages(stages, missing, config.workers, title=names.__getitem__, keep=keep)
     if failed:
         raise ScoringFailedError(failed)

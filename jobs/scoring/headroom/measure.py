@@ -17,9 +17,11 @@ from jobs.scoring.temperatures.texts.parts import Part, token_arrays
 from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
+from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import Profiles
 from tempnet.models.output_head import find_output_head
+from tempnet.precisions import loading_options
 
 # Maximum number of logits held in float32 at a time (64 MiB); a profile needs four copies.
 _NUM_LOGITS_AT_ONCE = 1 << 24
@@ -28,15 +30,14 @@ _NUM_LOGITS_AT_ONCE = 1 << 24
 class Measurer:
     """Measures the tokens of parts, in a worker; the result does not depend on the batch."""
 
-    def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False) -> None:
+    def __init__(self, settings: HeadroomSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         self._settings = settings
-        self._device = torch.device("cuda" if use_gpu else "cpu")
-        base = load_base(local_copy(settings.model), fetch=local_copy, dtype=dtype).eval()
-        base.to(self._device)
-        self._base = base
+        options = loading_options(settings.precision) | {"device_map": device_map}
+        base = load_base(local_copy(settings.model), fetch=local_copy, **options).eval()
+        self._base = move_base(base, "cuda" if use_gpu else "cpu")
+        self._device = input_device(base)
         self._head = find_output_head(base)
 
     def __call__(self, part: Part) -> Part:
@@ -91,7 +92,7 @@ class Measurer:
             output = self._base(input_ids=input_ids, use_cache=False, output_hidden_states=True)
             hidden, logits = output.hidden_states[-1][is_new], output.logits[is_new]
         else:
-            hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0][is_new]
+            hidden = self._base.base_model(input_ids=input_ids, use_cache=False)[0].to(self._device)[is_new]
         wanted = targets.to(self._device)[is_new]
         size = max(1, _NUM_LOGITS_AT_ONCE // self._settings.vocab_size)
         return [
@@ -103,7 +104,7 @@ class Measurer:
         vocab_size = self._settings.vocab_size
         if logits is None:
             assert self._head is not None
-            chunk = self._head.logits(self._base, hidden, vocab_size).float()
+            chunk = self._head.logits(self._base, hidden, vocab_size).to(self._device, torch.float32)
         else:
             chunk = logits[at : at + len(hidden), :vocab_size].float()
         profiles = Profiles.of_logits(chunk, targets)

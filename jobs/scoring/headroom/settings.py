@@ -41,7 +41,7 @@ class HeadroomSettings:
     context_length: int
     stride: int
     batch_size: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "int8", "fp8"]
     tokens_per_document: int
     max_documents: int
     part_characters: int

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jobs.scoring.config import EvaluationConfig, check_least
+from jobs.scoring.config import EvaluationConfig, LanguageModelPool, check_least, check_precision
 from jobs.scoring.language_models.temperatures import Temperature
 
 # The value in `tempnets` for a model that is to be used without a TempNet.
@@ -48,10 +48,12 @@ class EvaluateConfig(EvaluationConfig):
     """Maximum number of tokens that a model reads at once. 0: all of its positions."""
     batch_size: int = 8
     """Number of sequences per forward pass."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the base model. The softmax and TempNet are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "fp8"] = "float32"
+    """Data type of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
+    The softmax and TempNet are always float32."""
     trust_remote_code: bool = False
     """Allow Transformers to run code that is shipped with a model."""
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         EvaluationConfig.__post_init__(self)
@@ -62,6 +64,7 @@ class EvaluateConfig(EvaluationConfig):
             )
         if not (self.wikitext or self.lambada or self.tasks):
             raise ValueError("nothing to evaluate on: give wikitext, lambada or tasks")
+        check_precision("dtype", self.dtype)
         check_least(self, limit=0, num_fewshot=-1, max_length=0, batch_size=1)
         for name in ("wikitext", "lambada"):
             if (path := getattr(self, name)) and "://" not in path and not Path(path).is_file():

@@ -27,6 +27,7 @@ from jobs.scoring.language_models.windows import encode_context
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
+from tempnet.devices import input_device
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.network import TempNet
 
@@ -65,6 +66,7 @@ class TemperedLM(HFLM):
             batch_size=batch_size,
             prefix_token_id=document_start_id(tokenizer),
         )
+        self._device = input_device(base)  # the harness asks for that of the weights, which may be offloaded
         self._temperature = temperature
         self._function = temperature.function(network)
         self._num_logits = vocab_size

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from jobs.scoring.language_models.temperatures import TemperatureFunction, num_rows_a_chunk
 from jobs.scoring.language_models.windows import Window
+from tempnet.devices import input_device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def _score_batch(
     scores: dict[str, Score],
     vocab_size: int | None,
 ) -> None:
-    device = base.device
+    device = input_device(base)
     length = max(len(window.inputs) for window in windows)
     # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
     inputs = torch.tensor([window.inputs + (0,) * (length - len(window.inputs)) for window in windows], device=device)

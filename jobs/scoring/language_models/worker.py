@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.language_models.config import EvaluateConfig
@@ -16,8 +16,10 @@ from jobs.scoring.models import LoadedModel
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import load_base
+from tempnet.devices import input_device, move_base
 from tempnet.loading import load_causal_lm
 from tempnet.network import TempNet
+from tempnet.precisions import loading_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,20 @@ class Evaluator:
         return run_task(lm, self._tasks, unit.task, limit=config.limit, num_fewshot=config.num_fewshot)
 
     def _load(self, spec: LanguageModelSpec) -> _Model:
-        dtype, trust = getattr(torch, self._config.dtype), self._config.trust_remote_code
+        options: dict[str, Any] = {
+            "trust_remote_code": self._config.trust_remote_code,
+            "device_map": self._config.workers.device_map,
+        }
         network: TempNet | None = None
         place = local_copy(spec.path)
         if spec.tempnet:
             base, network = load_causal_lm(
-                place, local_copy(spec.tempnet), dtype=dtype, trust_remote_code=trust, fetch=local_copy
+                place, local_copy(spec.tempnet), dtype=self._config.dtype, fetch=local_copy, **options
             )
         else:
-            base = load_base(place, fetch=local_copy, dtype=dtype, trust_remote_code=trust).eval()
-        device = "cuda" if self._config.workers.use_gpu else "cpu"
-        base.to(device)  # type: ignore[arg-type]
+            options |= loading_options(self._config.dtype)
+            base = load_base(place, fetch=local_copy, **options).eval()
+        base = move_base(base, "cuda" if self._config.workers.use_gpu else "cpu")
         if network:
-            network.to(device)
+            network.to(input_device(base))
         return _Model(base, network, load_tokenizer(spec.path))

@@ -19,9 +19,11 @@ from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer
+from tempnet.devices import input_device, move_base
 from tempnet.generation_checks import check_prompts
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
+from tempnet.precisions import check_precision, loading_options
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.weights import check_weight_files, check_weights
 
@@ -50,7 +52,7 @@ class Playground:
     def __init__(self, base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tempnet: TempNet) -> None:
         check_vocabulary(base, tempnet)
         self.base, self.tokenizer = base.eval(), tokenizer
-        self.temperatures = BatchTemperatures(tempnet, base.device)
+        self.temperatures = BatchTemperatures(tempnet, input_device(base))
         ends = base.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends
         self._ends = set(ends if isinstance(ends, list) else [ends])
@@ -74,10 +76,14 @@ class Playground:
         tokenizer = load_tokenizer(place, needs_eos=False)
         check_weight_files(place)
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+            place,
+            trust_remote_code=config.trust_remote_code,
+            device_map=config.device_map,
+            **loading_options(config.dtype),
         )
+        check_precision(base, config.model)
         check_weights(base, config.model)
-        return cls(base.to(device), tokenizer, tempnet)  # type: ignore[arg-type]
+        return cls(move_base(base, device), tokenizer, tempnet)
 
     def generate(self, settings: Settings) -> Iterator[dict[str, Token]]:
         """Yield the next token of every text that has not ended, by the name of the text (`TEXTS`).
@@ -86,7 +92,7 @@ class Playground:
             ValueError: if the prompt and the new tokens do not fit into the context.
         """
         ids = self.tokenizer(settings.prompt).input_ids or [document_start_id(self.tokenizer)]
-        tokens = torch.tensor([ids] * len(TEXTS), device=self.base.device)
+        tokens = torch.tensor([ids] * len(TEXTS), device=self.temperatures.device)
         check_prompts(self.base, tokens, None, settings.num_tokens)
         return self._steps(tokens, settings)
 
@@ -105,7 +111,7 @@ class Playground:
                     int(torch.multinomial(row.exp(), 1, generator=generator))
                     for row, generator in zip(log_probabilities, generators, strict=True)
                 ]
-                tokens = torch.tensor(drawn, device=self.base.device).unsqueeze(-1)
+                tokens = torch.tensor(drawn, device=self.temperatures.device).unsqueeze(-1)
                 running -= {text for text in running if drawn[text] in self._ends}
                 if not running:
                     return

@@ -101,6 +101,9 @@ class RewardConfig:
     prompts: str = field(metadata=PATH)
     """The file of prompts, a path or URI, in the format that `--format` names."""
     verifier: VerifierSection
+    held_out_prompts: str = field(default="", metadata=PATH)
+    """A file of prompts in the same format that nothing is learned from: on them the learned temperatures are measured at
+    the end, beside their mean, the best constant and τ = 1. If empty: only on new texts of the training prompts."""
     name: str = field(default="reward", metadata=FREE_TO_CHANGE)
     """Name of the run, and of its directory in storage. Starting a run of the same name again continues it."""
     storage: str = field(default="", metadata=FREE_TO_CHANGE)

@@ -19,7 +19,9 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.tags import run_tags
 from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.scoring.reward.checkpoint import load_checkpoint, save_checkpoint
+from jobs.scoring.reward.comparison import compare_temperatures, table
 from jobs.scoring.reward.config import RewardConfig
+from jobs.scoring.reward.description import describe_plan
 from jobs.scoring.reward.plan import RewardPlan, make_plan, refer_to_base
 from jobs.scoring.reward.pool import RolloutPool
 from jobs.scoring.reward.trainer import Figures, RewardTrainer
@@ -31,8 +33,16 @@ from tempnet.network import PAIRED_DIRECTORY
 
 CONFIGURATION_FILE = "configuration.json"
 OUTCOME_FILE = "outcome.json"
-# Steps' worth of texts for each of the three temperatures that are compared at the end.
-_NUM_FINAL_BATCHES = 4
+
+
+def describe_run(config: RewardConfig) -> str:
+    """Return the plan of the job in words, and start nothing.
+
+    Raises:
+        ValueError, OSError: see `make_plan`.
+    """
+    uri = resolve_uri(config.tracking, config.run.resolved_storage)
+    return describe_plan(make_plan(config), uri)
 
 
 def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -118,42 +128,6 @@ def describe(figures: Figures) -> str:
     )
 
 
-def compare_temperatures(trainer: RewardTrainer) -> dict[str, Any]:
-    """Return figures of texts at the learned temperatures, at their mean (MeanShift), and at τ = 1, from the same seeds."""
-    learned = trainer.evaluate(None, num_batches=_NUM_FINAL_BATCHES, first=-1001)
-    mean = learned["tau_mean"]
-    return {
-        "temperatures": {
-            "learned": learned,
-            "mean_shift": trainer.evaluate(mean, num_batches=_NUM_FINAL_BATCHES, first=-1001),
-            "one": trainer.evaluate(1.0, num_batches=_NUM_FINAL_BATCHES, first=-1001),
-        }
-    }
-
-
-def table(outcome: dict[str, Any]) -> str:
-    """Return the results as text for the terminal."""
-    lines = [f"{'temperature':<28}{'reward':>10}{'distinct':>10}{'KL':>10}"]
-    temperatures = outcome["temperatures"]
-    mean = temperatures["learned"]["tau_mean"]
-    names = {"learned": "learned", "mean_shift": f"their mean, {mean:.3f} (MeanShift)", "one": "1"}
-    for name, shown in names.items():
-        figures = temperatures[name]
-        lines.append(f"{shown:<28}{figures['reward']:>10.4f}{figures['distinct']:>10.4f}{figures['kl']:>10.3f}")
-    texts = temperatures["learned"]["texts"]
-    lines.append(
-        f"over {texts:.0f} texts each; λ = {outcome['kl_weight']:.4g} for a KL of {outcome['target_kl']:.3f} nats a text"
-    )
-    if failures := outcome["failures"]:
-        reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(failures.items()))
-        lines.append(
-            f"LOST {sum(failures.values())} texts to the verifier: {reasons}; the first: {outcome['first_failure']}"
-        )
-    if outcome.get("num_too_long"):
-        lines.append(f"LEFT OUT {outcome['num_too_long']} prompts that are too long for the model's context")
-    return "\n".join(lines)
-
-
 def export(trainer: RewardTrainer, uri: str) -> None:
     """Write what `jobs.generate --model` reads: configuration and tokenizer of the base, where it is, and the TempNet."""
     plan = trainer.plan
@@ -203,6 +177,7 @@ def _open(plan: RewardPlan, uri: str) -> TrackedRun:
 def _final_metrics(outcome: dict[str, Any]) -> dict[str, float]:
     """Return the final figures for MLflow."""
     metrics = {"target_kl": outcome["target_kl"], "lost_total": float(sum(outcome["failures"].values()))}
-    for name, figures in outcome["temperatures"].items():
-        metrics |= {f"{name}/{key}": figures[key] for key in ("reward", "distinct", "kl", "tau_mean")}
+    for part, prefix in (("temperatures", ""), ("held_out", "held_out/")):
+        for name, figures in outcome.get(part, {}).items():
+            metrics |= {f"{prefix}{name}/{key}": figures[key] for key in ("reward", "distinct", "kl", "tau_mean")}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

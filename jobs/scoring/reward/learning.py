@@ -29,7 +29,7 @@ from tempnet.reward import (
 )
 
 # Tokens whose logits are held at a time: for V = 50 000, 100 MB in float32 for each of the few copies.
-_NUM_TOKENS_AT_A_TIME = 512
+NUM_TOKENS_AT_A_TIME = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Learner:
         weights = _token_weights(tokens, statistics, groups, kl_weight, len(rollouts))
         _add(sums, tokens, statistics.kl, tau, groups)
         self._network.zero_grad()
-        for part in torch.arange(len(tokens.ids), device=tau.device).split(_NUM_TOKENS_AT_A_TIME):
+        for part in torch.arange(len(tokens.ids), device=tau.device).split(NUM_TOKENS_AT_A_TIME):
             part = part[weights.is_valid[part]]
             if len(part):
                 found = TokenStatistics(statistics.score[part], statistics.kl[part], statistics.kl_slope[part])
@@ -154,7 +154,7 @@ class Learner:
     def _statistics(self, tokens: _Tokens, given: Tensor | None) -> tuple[TokenStatistics, Tensor]:
         """Return statistics and temperatures (N,), at given temperatures or at those of the TempNet."""
         parts, taus = [], []
-        for part in torch.arange(len(tokens.ids), device=tokens.ids.device).split(_NUM_TOKENS_AT_A_TIME):
+        for part in torch.arange(len(tokens.ids), device=tokens.ids.device).split(NUM_TOKENS_AT_A_TIME):
             logits = self._logits(tokens, part)
             tau = self._tau(tokens, part, logits) if given is None else given[part]
             parts.append(token_statistics(logits, tokens.ids[part], tau))

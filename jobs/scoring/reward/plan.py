@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from jobs.engine.fields import with_absolute_paths
 from jobs.engine.fingerprints import model_digest, tempnet_digest
@@ -49,14 +50,21 @@ class RewardPlan:
     """The configuration, with absolute paths."""
     questions: tuple[Question, ...]
     """The prompts that leave room for `max_new_tokens` in the model's context."""
+    held_out: tuple[Question, ...]
+    """The held-out prompts that do; they are measured at the end."""
     num_too_long: int
-    """Number of prompts that do not, which are left out."""
+    """Number of prompts, of both kinds, that do not, which are left out."""
     network: TempNetConfig
     """Configuration of the TempNet."""
     stop: tuple[str, ...]
     """Strings that end a text."""
     record: dict[str, Any]
     """Everything that decides the result, as plain values: the fields, and digests of the model and the prompts."""
+
+    @property
+    def asked(self) -> tuple[Question, ...]:
+        """All prompts: those that are learned from, then the held-out ones."""
+        return (*self.questions, *self.held_out)
 
     @property
     def limits(self) -> Limits:
@@ -83,6 +91,10 @@ class RewardPlan:
             places.append(order[position % size])
         return [(place, places[:slot].count(place) * self.config.group_size) for slot, place in enumerate(places)]
 
+    def held_out_places(self) -> list[tuple[int, int]]:
+        """Return the places of the held-out questions among all, each with the number of its first sample."""
+        return [(place, 0) for place in range(len(self.questions), len(self.asked))]
+
 
 def make_plan(config: RewardConfig) -> RewardPlan:
     """Check a configuration against the model, the prompts, the verifier and the TempNet to start from.
@@ -94,28 +106,22 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     config = with_absolute_paths(config)
     config = dataclasses.replace(config, storage=config.run.resolved_storage)
     prompts = read_prompts(config.prompts, config.format, config.limit)
+    held_out = _read_held_out(config, prompts)
     with naming_field("model: "):
         tokenizer = load_tokenizer(config.model)
     if config.chat == "on" and tokenizer.chat_template is None:
         raise ValueError(f"chat = on: the tokenizer of {config.model} has no chat template")
     is_chat = config.chat != "off" and tokenizer.chat_template is not None
-    room = room_for_prompts(_generation(config))
-    questions = []
-    for prompt in prompts:
-        text, ids = prompt_text(prompt.turns, [], tokenizer, is_chat)
-        questions.append(Question(prompt=prompt, text=text, ids=tuple(ids)))
-    fitting = tuple(question for question in questions if room is None or len(question.ids) <= room)
-    if not fitting:
-        raise ValueError(
-            f"prompts = {config.prompts!r}: the shortest has {min(len(question.ids) for question in questions)} tokens, and "
-            f"the context of {config.model} leaves room for {room} beside max_new_tokens = {config.max_new_tokens}"
-        )
+    fitting = _fitting("prompts", config, [_question(prompt, tokenizer, is_chat) for prompt in prompts])
+    new = [_question(prompt, tokenizer, is_chat) for prompt in held_out]
+    measured = _fitting("held_out_prompts", config, new) if new else ()
     place = local_copy(config.model, with_weights=False)
     base = AutoConfig.from_pretrained(place, trust_remote_code=config.trust_remote_code).get_text_config()
     plan = RewardPlan(
         config=config,
         questions=fitting,
-        num_too_long=len(questions) - len(fitting),
+        held_out=measured,
+        num_too_long=len(prompts) + len(held_out) - len(fitting) - len(measured),
         network=config.temperature.network_config(len(tokenizer), base.hidden_size),
         stop=() if is_chat else FORMATS[config.format].stop,
         record={
@@ -123,16 +129,50 @@ def make_plan(config: RewardConfig) -> RewardPlan:
             "model_digest": model_digest(config.model, trust_remote_code=config.trust_remote_code),
             "tempnet_digest": "",
             "questions_digest": _questions_digest(fitting),
+            "held_out_digest": _questions_digest(measured) if measured else "",
         },
     )
     if config.temperature.path:
         plan.record["tempnet_digest"] = tempnet_digest(make_network(plan))
     panel = Panel(config.verifier.name, plan.limits)
     try:
-        panel.check((question.prompt.id, question.prompt.fields) for question in fitting)
+        panel.check((question.prompt.id, question.prompt.fields) for question in plan.asked)
     finally:
         panel.close()
     return plan
+
+
+def _read_held_out(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the held-out prompts, of which none may be one that is learned from."""
+    if not config.held_out_prompts:
+        return []
+    with naming_field("held_out_prompts: "):
+        held_out = read_prompts(config.held_out_prompts, config.format, 0)
+    known = {prompt.turns for prompt in prompts}
+    if shared := [prompt for prompt in held_out if prompt.turns in known]:
+        raise ValueError(
+            f"held_out_prompts = {config.held_out_prompts!r}: {len(shared)} of its prompts are in prompts = "
+            f"{config.prompts!r} too, the first with the id {shared[0].id!r}"
+        )
+    return held_out
+
+
+def _question(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, is_chat: bool) -> Question:
+    text, ids = prompt_text(prompt.turns, [], tokenizer, is_chat)
+    return Question(prompt=prompt, text=text, ids=tuple(ids))
+
+
+def _fitting(field: str, config: RewardConfig, questions: Sequence[Question]) -> tuple[Question, ...]:
+    """Return the questions that leave room for the new tokens; the field is that of their file."""
+    room = room_for_prompts(_generation(config))
+    fitting = tuple(question for question in questions if room is None or len(question.ids) <= room)
+    if not fitting:
+        raise ValueError(
+            f"{field} = {getattr(config, field)!r}: the shortest has {min(len(question.ids) for question in questions)} "
+            f"tokens, and the context of {config.model} leaves room for {room} beside max_new_tokens = "
+            f"{config.max_new_tokens}"
+        )
+    return fitting
 
 
 def make_network(plan: RewardPlan) -> TempNet:

@@ -29,7 +29,7 @@ class Order:
     step: int
     """Number of the step, which is part of the random seed of its texts; negative for texts that nothing learns from."""
     places: tuple[tuple[int, int], ...]
-    """Places of the questions, each with the number of its first sample."""
+    """Places of the questions among all that may be asked, each with the number of its first sample."""
     temperature: dict[str, Tensor] | float
     """Weights of the TempNet, or a constant temperature, from which no gradient is computed."""
     kl_weight: float = 0.0
@@ -114,7 +114,7 @@ class RolloutWorker:
     def _requests(self, order: Order) -> list[Request]:
         requests = []
         for place, first in order.places:
-            question = self.plan.questions[place]
+            question = self.plan.asked[place]
             requests += [
                 Request(key=(question.prompt.id, sample, order.step), prompt=question.text, ids=list(question.ids))
                 for sample in range(first, first + self.plan.config.group_size)
@@ -124,7 +124,7 @@ class RolloutWorker:
     def _samples(self, order: Order, generated: Sequence[Generated]) -> list[Sample]:
         size, samples = self.plan.config.group_size, []
         for number, text in enumerate(generated):
-            question = self.plan.questions[order.places[number // size][0]]
+            question = self.plan.asked[order.places[number // size][0]]
             samples.append(Sample(prompt=question.text, text=text.text, fields=question.prompt.fields))
         return samples
 

@@ -26,6 +26,8 @@ Figures = dict[str, float]
 
 # AdamW's β₂: a step's gradient is so noisy that its square is best averaged over tens of steps.
 _BETAS = (0.9, 0.98)
+# The step of the texts for held-out prompts, which no other texts have.
+_HELD_OUT_STEP = -3001
 
 
 class NoRewardError(RuntimeError):
@@ -106,6 +108,13 @@ class RewardTrainer:
         self._check_rewards(answer)
         return _figures(answer)
 
+    def evaluate_held_out(self, temperature: float | None) -> Figures:
+        """Return mean figures of a group of texts for every held-out prompt; see :meth:`evaluate`."""
+        chosen = temperature if temperature is not None else self.weights()
+        answer = self._ask(self.plan.held_out_places(), _HELD_OUT_STEP, chosen, 0.0)
+        self._check_rewards(answer)
+        return _figures(answer)
+
     def train_step(self) -> Figures:
         """Make one step and return its figures.
 
@@ -149,9 +158,14 @@ class RewardTrainer:
         }
 
     def _carry_out(self, step: int, temperature: dict[str, Tensor] | float, kl_weight: float) -> Answer:
-        """Return the sum of the answers of a step's orders, added in the order of the questions."""
+        """Return the sum of the answers to a step's questions."""
+        return self._ask(self.plan.places_of_step(step), step, temperature, kl_weight)
+
+    def _ask(
+        self, places: Sequence[tuple[int, int]], step: int, temperature: dict[str, Tensor] | float, kl_weight: float
+    ) -> Answer:
+        """Return the sum of the answers to questions, added in their order."""
         size = self.plan.config.prompts_at_a_time
-        places = self.plan.places_of_step(step)
         orders = [
             Order(step=step, places=tuple(places[start : start + size]), temperature=temperature, kl_weight=kl_weight)
             for start in range(0, len(places), size)

@@ -11,7 +11,7 @@ from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.studies.reproduction.experiment import Measure, Scores
 from jobs.studies.reproduction.picture import has_picture, png
 from jobs.studies.reproduction.plan import PlannedStudy, Reproduction, locate, outcome_of
@@ -177,7 +177,7 @@ def _score_runs(work: Reproduction, planned: PlannedStudy, outcomes: Outcomes) -
         place = Place(
             directory=work.config.run.directory,
             data={name: path for name, path in work.scoring_data.items() if name in study.scoring.data},
-            workers=PoolSection(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
+            workers=LanguageModelPool(num_workers=4 if use_gpu else 1, use_gpu=use_gpu),
         )
         for name, more in study.scoring.scores(wanted, place).items():
             scores[name] |= more

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jobs.engine.config import TrackingSection, TrainingConfig
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 
 _UNTRACKED = TrackingSection(enabled=False)
 
@@ -38,7 +38,7 @@ class Place:
     """Directory of the experiment."""
     data: Mapping[str, str]
     """Name → path of the data that the scoring needs."""
-    workers: PoolSection
+    workers: LanguageModelPool
 
 
 class Scoring(Protocol):

@@ -26,6 +26,7 @@ from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import Calibration, calibrate_rho
+from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.softmax.reference import TemperatureLossConfig
 
@@ -47,12 +48,21 @@ def read_or_calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[s
     return read_json(f"{config.run.directory}/{CALIBRATION_FILE}") or calibrate(config, manifest)
 
 
-def calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """Compute a calibration with Ray, without reading an earlier one; see :func:`read_or_calibrate`."""
+def calibrate(
+    config: LanguageModelConfig, manifest: Manifest, *, device_map: str | None = None, num_gpus: int = 1
+) -> dict[str, Any]:
+    """Compute a calibration with Ray, without reading an earlier one; see :func:`read_or_calibrate`.
+
+    Args:
+        config: configuration of the run.
+        manifest: the prepared text.
+        device_map: "auto" to spread the base over the GPUs, else None.
+        num_gpus: number of GPUs to reserve, if the configuration's workers use them.
+    """
     workers = config.workers
-    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=1 if workers.use_gpu else 0)(_calibrate)
+    task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=num_gpus if workers.use_gpu else 0)(_calibrate)
     try:
-        return dataclasses.asdict(ray.get(task.remote(config, manifest.directory)))
+        return dataclasses.asdict(ray.get(task.remote(config, manifest.directory, device_map)))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
 
@@ -65,13 +75,11 @@ def describe_calibration(values: dict[str, Any]) -> str:
     )
 
 
-def _calibrate(config: LanguageModelConfig, directory: str) -> Calibration:
+def _calibrate(config: LanguageModelConfig, directory: str, device_map: str | None) -> Calibration:
     if config.workers.num_threads:
         torch.set_num_threads(config.workers.num_threads)
     tokenizer = load_tokenizer(config.tokenizer)
-    device = torch.device("cuda" if config.workers.use_gpu else "cpu")
-    base = build_base(config, tokenizer)
-    base.to(device)  # type: ignore[arg-type]
+    base = move_base(build_base(config, tokenizer, device_map=device_map), "cuda" if config.workers.use_gpu else "cpu")
     module = TemperatureCausalLM(
         base,
         None,
@@ -82,7 +90,7 @@ def _calibrate(config: LanguageModelConfig, directory: str) -> Calibration:
         autocast_dtype=autocast_dtype(config),
     )
     settings = config.temperature
-    contexts = sample_contexts(module, Manifest.load(directory), settings.num_calibration_tokens, device)
+    contexts = sample_contexts(module, Manifest.load(directory), settings.num_calibration_tokens, input_device(base))
     size = max(1, _NUM_LOGITS_AT_A_TIME // len(tokenizer))
 
     @torch.no_grad()
@@ -105,5 +113,5 @@ def sample_contexts(module: TemperatureCausalLM, manifest: Manifest, num_tokens:
         arrays: Batch = read_range(manifest, index, index + 1)
         batch = to_tensors(arrays, device)
         hidden = module.contexts(batch["input_ids"], batch["position_ids"])
-        contexts.append(hidden[batch["targets"] != IGNORE_INDEX])
+        contexts.append(hidden[(batch["targets"] != IGNORE_INDEX).to(hidden.device)])
     return torch.cat(contexts)[:num_tokens]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from jobs.engine.memory import Memory, training_memory
@@ -59,52 +63,72 @@ def estimate_memory(
         activations=activations,
         loss=loss,
         validation=4.0 * _COPIES_OF_KEPT_LOGITS * num_kept * vocab_size,
+        accumulates=config.num_accumulation_steps > 1,
     )
 
 
 def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> float:
     """Return the bytes that the base holds for a micro-batch between its forward and its backward pass.
 
-    The forward pass is run on the device meta, which has shapes but no data, and what autograd would save is counted. With
+    The forward pass is run with tensors that have shapes but no data, and what autograd would save is counted. With
     activation checkpointing it is the input of every layer, and everything within one layer. Under autocast, the copies
-    of trained weights in bfloat16 stay until the backward pass, too. A frozen base saves nothing; one layer is counted.
+    of trained weights in bfloat16 stay until the backward pass, too, and are counted. A frozen base, whose weights are in
+    bfloat16 then, saves nothing; one layer is counted.
     """
-    num_weights = sum(parameter.numel() for parameter in base.parameters())
     is_half = config.workers.resolved_precision == "bf16"
-    copies = 2.0 * num_weights if is_half and not config.model.is_frozen else 0.0
-    saved = _saved_bytes(base, config.micro_batch_size, config.data.context_length)
+    sizes = config.micro_batch_size, config.data.context_length
+    saved = _saved_bytes(base, *sizes, is_half=is_half, is_frozen=config.model.is_frozen)
     num_layers = max(1, base.config.get_text_config().num_hidden_layers)
     if config.model.is_frozen:
         return saved / num_layers
     if config.workers.activation_checkpointing:
-        hidden = 4.0 * config.micro_batch_size * config.data.context_length * base.config.get_text_config().hidden_size
-        return num_layers * hidden + (saved + copies) / num_layers
-    return saved + copies
+        hidden = 4.0 * sizes[0] * sizes[1] * base.config.get_text_config().hidden_size
+        return num_layers * hidden + saved / num_layers
+    return saved
 
 
-def _saved_bytes(base: PreTrainedModel, num_blocks: int, num_tokens: int) -> float:
-    """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters."""
+def _saved_bytes(
+    base: PreTrainedModel, num_blocks: int, num_tokens: int, *, is_half: bool = False, is_frozen: bool = False
+) -> float:
+    """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters.
+
+    Args:
+        base: the model on the device meta.
+        num_blocks: number of blocks.
+        num_tokens: number of tokens of each.
+        is_half: whether matrix products are in bfloat16 by autocast, which is not applied on the device meta. Therefore the
+            tensors are ones of the CPU without data.
+        is_frozen: whether the parameters are in bfloat16 then.
+    """
     seen: dict[int, Tensor] = {}
-    total = 0
-    parameters = {parameter.untyped_storage()._cdata for parameter in base.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal total
-        storage = tensor.untyped_storage()
-        if tensor.is_meta and storage._cdata not in parameters and storage._cdata not in seen:
-            seen[storage._cdata] = tensor  # kept, so that no other storage gets the same address
-            total += storage.nbytes()
+        if (storage := tensor.untyped_storage()._cdata) not in parameters:
+            seen[storage] = tensor  # kept, so that no other storage gets the same address
         return tensor
 
-    ids = torch.zeros(num_blocks, num_tokens, dtype=torch.long, device="meta")
-    positions = torch.arange(num_tokens, device="meta").expand(num_blocks, -1)
-    # Packed documents are trained with such a mask; without one, the model would look at positions that have no data.
-    mask = document_mask(positions, base.config._attn_implementation)
+    def like(value: Tensor) -> Tensor:
+        dtype = torch.bfloat16 if is_half and is_frozen and value.is_floating_point() else value.dtype
+        return torch.empty(value.shape, dtype=dtype, device="cpu", requires_grad=value.requires_grad)
+
     body: nn.Module = base.base_model
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
-    except Exception:  # A model of another kind may need values, or take no such mask; it can raise anything.
-        config = base.config.get_text_config()
-        return float(_NUMBERS_PER_LAYER * 4 * num_blocks * num_tokens * config.hidden_size * config.num_hidden_layers)
-    return float(total)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
+        values = {name: like(value) for name, value in chain(body.named_parameters(), body.named_buffers())}
+        parameters = {value.untyped_storage()._cdata for value in values.values()}
+        positions = torch.arange(num_tokens).expand(num_blocks, -1)
+        inputs = {
+            "input_ids": torch.zeros(num_blocks, num_tokens, dtype=torch.long),
+            "position_ids": positions,
+            # Packed documents are trained with such a mask; without one, the model would look at positions without data.
+            "attention_mask": document_mask(positions, base.config._attn_implementation),
+            "use_cache": False,
+        }
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                functional_call(body, values, kwargs=inputs)
+        except Exception:  # A model of another kind may need values, or take no such mask; it can raise anything.
+            config = base.config.get_text_config()
+            return float(
+                _NUMBERS_PER_LAYER * 4 * num_blocks * num_tokens * config.hidden_size * config.num_hidden_layers
+            )
+    return float(sum(tensor.untyped_storage().nbytes() for tensor in seen.values()))

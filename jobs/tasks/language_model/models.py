@@ -123,12 +123,21 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
     )
 
 
-def build_base(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Build the base model, pretrained or randomly initialised; with bf16 precision a frozen one is loaded in bfloat16."""
+def build_base(
+    config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, *, device_map: str | None = None
+) -> PreTrainedModel:
+    """Build the base model, pretrained or randomly initialised; with bf16 precision a frozen one is loaded in bfloat16.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        device_map: "auto" to spread a pretrained base, which is not trained, over the devices of this process.
+    """
     torch.manual_seed(config.run.seed)
     base: PreTrainedModel
     if config.model.path:
-        base = load_base(local_copy(config.model.path), fetch=local_copy, **_options_of_loading(config))
+        options = _options_of_loading(config)
+        base = load_base(local_copy(config.model.path), fetch=local_copy, device_map=device_map, **options)
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention

@@ -124,7 +124,7 @@ def llama2_chat_70b_frozen() -> LanguageModelConfig:
         "llama2-chat-70b-frozen", "meta-llama/Llama-2-70b-chat-hf", "Tables 1, 11 and 12", num_steps=20_000
     )
     # The bfloat16 weights take 138 GB, too much for any one GPU beside its activations, so ZeRO 3 divides them among
-    # eight workers during training. Loading still needs all the weights on each worker (docs/log.md).
+    # eight workers, while they are loaded and during training.
     return replace(config, workers=replace(config.workers, num_workers=8, zero_stage=3))
 
 

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
 
 from jobs.predict_temperatures import main
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.temperatures.tables import part_file
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
@@ -162,7 +162,7 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
     output = str(tmp_path / "output")
     settings, archives = resolve_settings(config_of(model, text))
     claim_output(output, settings.record(archives))
-    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=PoolSection(num_workers=5)))
+    again, _ = resolve_settings(config_of(model, text, batch_size=3, workers=LanguageModelPool(num_workers=5)))
     claim_output(output, again.record(archives))
     other, _ = resolve_settings(config_of(model, text, stride=3))
     with pytest.raises(ValueError, match=r"begun with other settings.*stride: 8 → 3$"):

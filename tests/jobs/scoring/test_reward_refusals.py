@@ -53,14 +53,22 @@ def refused(capsys: pytest.CaptureFixture[str], model: Path, prompts: Path, *opt
         (["--temperature.path", "missing"], "temperature.path = missing is missing"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
         (["--model", "missing"], "missing"),
+        (["--held-out-prompts", "missing.jsonl"], "held_out_prompts: prompts = "),
+        (["--held-out-prompts", "{prompts}"], "2 of its prompts are in prompts = "),
+        (["--held-out-prompts", "{bad}"], "prompt 'h1': verifier.name = exact"),
+        (["--held-out-prompts", "{long}"], "held_out_prompts = '{long}': the shortest has"),
         (["--tracking.uri", "nowhere"], "tracking.uri = 'nowhere' is no address of MLflow"),
     ],
 )
 def test_a_refusal_names_what_is_wrong(
     gpt2: Path, prompts: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    options = [option.format(model=gpt2) for option in options]
-    assert message in refused(capsys, gpt2, prompts, *options)
+    places = {name: prompts.parent / f"{name}.jsonl" for name in ("bad", "long")}
+    places["bad"].write_text(json.dumps({"id": "h1", "prompt": "new"}))
+    places["long"].write_text(json.dumps({"prompt": "a b c d e f g " * 20, "answer": "y"}))
+    places |= {"model": gpt2, "prompts": prompts}
+    options = [option.format(**places) for option in options]
+    assert message.format(**places) in refused(capsys, gpt2, prompts, *options)
 
 
 def test_prompts_that_leave_no_room_are_left_out_and_refused_if_none_is_left(

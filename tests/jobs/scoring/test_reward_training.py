@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from jobs.scoring.reward.comparison import compare_temperatures
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection, VerifierSection
-from jobs.scoring.reward.job import compare_temperatures, export, train
+from jobs.scoring.reward.job import export, train
 from jobs.scoring.reward.plan import RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer

@@ -11,7 +11,7 @@ import pytest
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import flatten, with_fields
 from jobs.reproduce import main
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.studies.reproduction import launch
 from jobs.studies.reproduction.config import ReproduceConfig
 from jobs.studies.reproduction.cost import cost_of
@@ -114,7 +114,7 @@ def test_the_history_of_a_run_needs_no_mlflow() -> None:
     config = PRESETS["gpt2-scratch-small"]()
     config = with_fields(config, {"run.num_steps": 4, "run.name": "a"})
     run = FinishedRun(config=config, outcome={"validations": scores, "mlflow_run_id": None})
-    place = Place(directory="", data={}, workers=PoolSection())
+    place = Place(directory="", data={}, workers=LanguageModelPool())
     assert History(score="loss", num_points=2).scores([run], place) == {"a": {"loss@1": 8.0, "loss@2": 6.0}}
 
 

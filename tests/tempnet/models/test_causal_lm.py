@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet import TempNet, TempNetConfig
@@ -214,3 +218,40 @@ def test_what_does_not_fit_is_refused() -> None:
         TemperatureCausalLM(base, network, config, vocab_size=61)
     with pytest.raises(ValueError, match="'dro' needs a TempNet"):
         TemperatureCausalLM(base, None, config, vocab_size=61)
+
+
+class Copies(TorchDispatchMode):
+    """Remembers tensors in bfloat16 that were made of others, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.made.append(weakref.ref(out))
+        return out
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        return sum((tensor := ref()) is not None and tensor.shape == shape for ref in self.made)
+
+
+def test_checkpointing_keeps_no_copies_of_weights_in_bfloat16() -> None:
+    """Without checkpointing the backward pass needs them; each layer of this LLaMA has two weights of this shape."""
+    ids, positions = packed([7, 9])
+    found = {}
+    for checkpointing in (False, True):
+        module = make_module(make_base("llama"), autocast_dtype=torch.bfloat16)
+        if checkpointing:
+            module.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        copies, counts = Copies(), []
+        module.base.model.norm.register_forward_hook(lambda *_, c=copies, n=counts: n.append(c.count((64, 32))))
+        with copies:
+            output = module(ids, positions, ids.roll(-1, 1))
+            output["loss"].backward()
+        assert copies.made
+        found[checkpointing] = counts[0], output["loss"].item()
+    assert found[False][0] == 2 * 2, "gate and up projection of two layers"
+    assert found[True][0] == 0
+    assert found[True][1] == found[False][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.scoring.config import PoolSection, check_least, check_share
+from jobs.scoring.config import LanguageModelPool, check_least, check_precision, check_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,9 @@ class PredictTemperaturesConfig:
     after the first window, with at least context_length − stride tokens of context. 0: half of context_length."""
     batch_size: int = 16
     """Number of windows per forward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the base model runs. TempNet, τ and entropy are float32."""
+    precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """Precision of the base model; int8, fp8: weights in eight bits, products in bfloat16, by torchao.
+    TempNet, τ and entropy are float32."""
     text_field: str = "text"
     """Name of the field or column that contains the text."""
     max_documents: int = 0
@@ -48,8 +49,9 @@ class PredictTemperaturesConfig:
     """Characters per part. A part ends with the document that reaches this number, or at the end of its archive."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
-    workers: PoolSection = field(default_factory=PoolSection)
+    workers: LanguageModelPool = field(default_factory=LanguageModelPool)
 
     def __post_init__(self) -> None:
         check_least(self, html_tokens=1, batch_size=1, part_characters=1, context_length=0, stride=0, max_documents=0)
+        check_precision("precision", self.precision)
         check_share("max_bad_share", self.max_bad_share)

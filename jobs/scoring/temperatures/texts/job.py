@@ -6,7 +6,7 @@ The tables depend neither on the number of workers nor on the order in which par
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import ray
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.config import PoolSection
+from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
 from jobs.scoring.temperatures.tables import SUMMARY_FILE, existing_parts, part_file
 from jobs.scoring.temperatures.texts.parts import Part, ReadArchive, read_parts, token_arrays
@@ -30,8 +30,8 @@ from pipelines.storage import relative, resolve, write_json
 class _PartPredictor:
     """Adds the predictions to parts, in a worker."""
 
-    def __init__(self, settings: PredictionSettings, use_gpu: bool) -> None:
-        self._predictor = Predictor(settings, use_gpu=use_gpu)
+    def __init__(self, settings: PredictionSettings, devices: Mapping[str, Any]) -> None:
+        self._predictor = Predictor(settings, **devices)
         self._with_entropy = settings.with_entropy
 
     def __call__(self, part: Part) -> Part:
@@ -47,7 +47,7 @@ def predict_archives(
     settings: PredictionSettings,
     archives: list[Archive],
     output: str,
-    workers: PoolSection,
+    workers: LanguageModelPool,
     *,
     max_bad_share: float,
     say: Callable[[str], None] = print,
@@ -92,7 +92,7 @@ def predict_archives(
         num_tokens += totals.num_tokens
         return _describe_part(part, totals, seconds)
 
-    stages: Stages[int] = Stages(read=read, model=partial(_PartPredictor, settings, workers.use_gpu), write=write)
+    stages: Stages[int] = Stages(read=read, model=partial(_PartPredictor, settings, workers.devices), write=write)
     failed = run_stages(stages, missing, workers, title=names.__getitem__, keep=keep, say=say)
     if failed:
         raise ScoringFailedError(failed)
@@ -103,12 +103,12 @@ def predict_archives(
     return summary | {"num_tokens_now": num_tokens, "seconds_now": time.monotonic() - started}
 
 
-def on_worker(function: Callable[..., Any], workers: PoolSection) -> Callable[..., Any]:
+def on_worker(function: Callable[..., Any], workers: LanguageModelPool) -> Callable[..., Any]:
     """Wraps a function to run as a Ray task with a worker's resources, since the driver's machine may have no GPU."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         start_ray()
-        task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=1 if workers.use_gpu else 0)(function)
+        task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=workers.num_gpus)(function)
         return ray.get(task.remote(*arguments, **options))
 
     return call

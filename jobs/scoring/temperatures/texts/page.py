@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,11 @@ from pipelines.text.tokenization import load_tokenizer, token_texts
 
 
 def first_documents(
-    settings: PredictionSettings, archives: list[Archive], num_tokens: int, *, use_gpu: bool = False
+    settings: PredictionSettings, archives: list[Archive], num_tokens: int, **devices: Any
 ) -> dict[str, ColouredText]:
     """Returns key → (tokens, τ, entropy) for the first documents.
 
-    The last document is cut so that there are at most `num_tokens` tokens in all.
+    The last document is cut so that there are at most `num_tokens` tokens in all. `devices` are options of `Predictor`.
 
     Raises:
         ValueError: if there is no readable document, with the first problems.
@@ -51,7 +52,7 @@ def first_documents(
             break
     if not documents:
         raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
-    predictions = Predictor(replace(settings, with_entropy=True), use_gpu=use_gpu).predict(documents)
+    predictions = Predictor(replace(settings, with_entropy=True), **devices).predict(documents)
     return {
         key: (token_texts(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
         for key, ids, prediction in zip(keys, documents, predictions, strict=True)

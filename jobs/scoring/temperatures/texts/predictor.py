@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
 from pipelines.local_copy import local_copy
+from tempnet.devices import DeviceMap, input_device, move_base
 from tempnet.inference import CachedFold, can_fold
 from tempnet.loading import load_causal_lm
+from tempnet.models.output_head import output_weight
 
 # Maximum number of logits held in float32 at a time (64 MiB).
 _NUM_LOGITS_AT_ONCE = 1 << 24
@@ -44,16 +46,19 @@ class Predictor:
     to float32 one chunk at a time.
     """
 
-    def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False) -> None:
+    def __init__(self, settings: PredictionSettings, *, use_gpu: bool = False, device_map: DeviceMap = None) -> None:
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("workers.use_gpu = True: torch finds no CUDA device here")
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision]
         base, network = load_causal_lm(
-            local_copy(settings.model), local_copy(settings.tempnet), dtype=dtype, fetch=local_copy
+            local_copy(settings.model),
+            local_copy(settings.tempnet),
+            dtype=settings.precision,
+            device_map=device_map,
+            fetch=local_copy,
         )
         self._settings = settings
-        self._device = torch.device("cuda" if use_gpu else "cpu")
-        self._base: Any = base.to(self._device)  # type: ignore[arg-type]
+        self._base: Any = move_base(base, "cuda" if use_gpu else "cpu")
+        self._device = input_device(base)
         self._tempnet = network.to(self._device)
         self._vocab_size = network.config.input_size
         self._head: Any = base.get_output_embeddings()
@@ -92,7 +97,7 @@ class Predictor:
             return torch.cat([self._figures(logits[chunk].float(), None) for chunk in chunks], dim=-1)
         with _only_one_position(self._head) as seen:
             self._base(input_ids=input_ids, use_cache=False)
-        hidden = seen[0].flatten(0, 1)
+        hidden = seen[0].flatten(0, 1).to(self._device)
         return torch.cat([self._figures_of_hidden(hidden[chunk]) for chunk in chunks], dim=-1)
 
     def _figures_of_hidden(self, hidden: Tensor) -> Tensor:
@@ -101,7 +106,8 @@ class Predictor:
         tau = self._fold.temperatures(hidden)
         if not self._settings.with_entropy:
             return tau.unsqueeze(0)
-        return self._figures(F.linear(hidden, self._head.weight[: self._vocab_size]).float(), tau)
+        weight = output_weight(self._base)[0][: self._vocab_size]  # that of a spread model may be on another device
+        return self._figures(F.linear(hidden.to(weight.device), weight).to(self._device, torch.float32), tau)
 
     def _figures(self, logits: Tensor, tau: Tensor | None) -> Tensor:
         """Returns (1 or 2, N) for float32 logits (N, V): τ, and the entropy H = −Σ p log p in nats if it is requested.

@@ -42,7 +42,7 @@ class PredictionSettings:
     context_length: int
     stride: int
     batch_size: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "int8", "fp8"]
     with_entropy: bool
     per_token: bool
     max_documents: int

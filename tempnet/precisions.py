@@ -1,0 +1,65 @@
+"""The precisions that a language model can be loaded in to be read: those of PyTorch, and weights in eight bits by torchao.
+
+With `int8` and `fp8` the weights of linear layers are held in eight bits, with a scale for every row, and are converted to
+bfloat16 for each product (weight-only quantisation). Embeddings and the output layer stay in bfloat16, so that logits and a
+folded TempNet are computed from the same weight. Such a model cannot be trained here: DeepSpeed sends all parameters from
+one worker to the others, which torchao's tensors do not support.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+EIGHT_BITS = ("int8", "fp8")
+"""Precisions that need torchao, the extra `quantised`."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def loading_options(precision: torch.dtype | str) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that load a model in a precision.
+
+    Args:
+        precision: a dtype, its name, fp32, bf16, int8 or fp8.
+
+    Raises:
+        ValueError: if it is unknown, or torchao is needed and is not installed.
+    """
+    if precision not in EIGHT_BITS:
+        dtype = _DTYPES.get(precision, getattr(torch, precision, None)) if isinstance(precision, str) else precision
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"precision = {precision!r} is neither a floating-point dtype of PyTorch nor one of {', '.join(EIGHT_BITS)}"
+            )
+        return {"dtype": dtype}
+    from transformers import TorchAoConfig
+
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ValueError(
+            f"precision = {precision} needs torchao, which is not installed: pip install 'torchao>=0.18'"
+        ) from error
+    kind = Int8WeightOnlyConfig if precision == "int8" else Float8WeightOnlyConfig
+    return {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(kind())}
+
+
+def check_precision(model: nn.Module, source: object) -> None:
+    """Check that a model has weights in eight bits if it was loaded so; GPT-2's layers, for example, are not linear ones.
+
+    Raises:
+        ValueError: naming the source and the kind of the model.
+    """
+    # A model that somebody else has quantised otherwise is loaded as it is.
+    wanted = getattr(getattr(model, "config", None), "quantization_config", None)
+    if getattr(wanted, "quant_method", None) == "torchao" and not any(
+        is_traceable_wrapper_subclass(parameter) for parameter in model.parameters()
+    ):
+        raise ValueError(
+            f"{source} is a {type(model).__name__}, which has no linear layers that could be held in eight bits: load it in "
+            "bfloat16"
+        )

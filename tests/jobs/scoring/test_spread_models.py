@@ -1,0 +1,148 @@
+"""Test that jobs which read a language model give with parts of it on a disk what they give with the whole model.
+
+A machine without GPUs has no several devices, but a model that is spread over memory and disk has the same hooks, and
+weights that are without data between calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evaluation_support import BruteForce
+from prediction_support import VOCAB_SIZE, save_tiny_model, some_texts
+
+from jobs.calibrate import main as calibrate
+from jobs.scoring.calibration.config import Rho
+from jobs.scoring.config import LanguageModelPool
+from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.sampling import Request, Sampler
+from jobs.scoring.headroom.config import Headroom
+from jobs.scoring.headroom.measure import Measurer
+from jobs.scoring.headroom.settings import resolve_settings as resolve_headroom
+from jobs.scoring.language_models.windows import Window
+from jobs.scoring.playground.config import PlaygroundConfig
+from jobs.scoring.playground.streams import Playground
+from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
+from jobs.scoring.temperatures.texts.predictor import Predictor
+from jobs.scoring.temperatures.texts.settings import resolve_settings
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import load_base
+from tempnet.devices import DeviceMap
+from tempnet.loading import load_tempnet
+from tests.jobs.scoring.evaluation_cases import harness, scores
+
+# of a GPT-2 with two layers
+MAPS = {
+    "input": {"transformer.wte": "disk", "transformer.wpe": "disk", "transformer.h": "cpu", "transformer.ln_f": "cpu"},
+    "layers": {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu"},
+}
+INPUT: DeviceMap = MAPS["input"] | {"lm_head": "disk"}
+LAYERS: DeviceMap = MAPS["layers"] | {"lm_head": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text")
+    for number, content in enumerate(some_texts(4)):
+        (path / f"{number}.txt").write_text(content)
+    return path
+
+
+def documents() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, VOCAB_SIZE, size=size).astype(np.int32) for size in (1, 40, 16)]
+
+
+@pytest.mark.parametrize("spread", [INPUT, LAYERS], ids=["ends", "layers"])
+def test_predicted_temperatures_and_measured_tokens(model: Path, text: Path, spread: DeviceMap) -> None:
+    settings, _ = resolve_settings(PredictTemperaturesConfig(model=str(model), text=str(text), output="unused"))
+    whole, ours = (Predictor(settings, device_map=places).predict(documents()) for places in (None, spread))
+    for one, other in zip(whole, ours, strict=True):
+        np.testing.assert_allclose(other.tau, one.tau, atol=1e-6)
+        np.testing.assert_allclose(other.entropy, one.entropy, atol=1e-5)
+    headroom, _ = resolve_headroom(Headroom(model=str(model), text=str(text), folds=3))
+    expected, found = (Measurer(headroom, device_map=places).measure(documents()) for places in (None, spread))
+    torch.testing.assert_close(found.profiles.values, expected.profiles.values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", ["tempnet", "greedy"])
+@pytest.mark.parametrize("spread", [INPUT, LAYERS], ids=["ends", "layers"])
+def test_generated_texts(gpt2: Path, spread: DeviceMap, temperature: str) -> None:
+    config = GenerateConfig(model=str(gpt2), prompts="unused", output="unused", max_new_tokens=8)
+    tokenizer = load_tokenizer(str(gpt2))
+    texts = ("def", "the temperature of a token")
+    requests = [Request(key=(text, 0, 0), prompt=text, ids=tokenizer(text).input_ids) for text in texts]
+    made = []
+    for changed in (config, replace(config, device_map=spread)):  # type: ignore[arg-type]
+        network = load_tempnet(gpt2) if temperature == "tempnet" else None
+        made.append(Sampler(changed, tokenizer, network)(requests))
+    assert [text.ids for text in made[0]] == [text.ids for text in made[1]]
+    for one, other in zip(*made, strict=True):
+        assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
+        if temperature == "tempnet":
+            assert other.tau == pytest.approx(one.tau, abs=1e-6)
+
+
+def test_scores_and_the_harness(export: str, brute: BruteForce, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [Window(inputs=(1, 5, 9, 4), targets=(9, 4, 7)), Window(inputs=(2, 3), targets=(3, 8))]
+    names = ["one", "tempnet"]
+    expected = scores(brute, windows, names)
+    lm = harness(brute, "tempnet")
+    ids = torch.tensor([[1, 5, 9]])
+    logits = lm._model_call(ids)
+    parts = [name for name, _ in brute.base.transformer.named_children() if name != "drop"]
+    spread = {f"transformer.{name}": "disk" if name in ("wte", "h") else "cpu" for name in parts} | {"lm_head": "disk"}
+    monkeypatch.setattr(brute, "base", load_base(export, device_map=spread | {"transformer.drop": "cpu"}).eval())
+    found = scores(brute, windows, names)
+    for name in names:
+        assert found[name].nll == pytest.approx(expected[name].nll, abs=1e-5)
+        np.testing.assert_allclose(np.concatenate(found[name].tau), np.concatenate(expected[name].tau), atol=1e-6)
+    lm = harness(brute, "tempnet")
+    assert lm.device == torch.device("cpu")
+    torch.testing.assert_close(lm._model_call(ids), logits)
+
+
+def test_devices_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="gpus_per_worker = 2 must be 1, or more with"):
+        LanguageModelPool(gpus_per_worker=2, use_gpu=True)
+    assert LanguageModelPool(gpus_per_worker=2, use_gpu=True, device_map="auto").num_gpus == 2
+    assert LanguageModelPool(device_map="auto").num_gpus == 0
+    with pytest.raises(ValueError, match="num_gpus = 2 must be 1, or more with use_gpu and device_map = auto"):
+        Rho(model="m", text="t", num_gpus=2, use_gpu=True)
+    with pytest.raises(ValueError, match="device_map = auto chooses the devices: leave out device = cpu"):
+        GenerateConfig(model="m", prompts="p", output="o", device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="device_map = auto chooses the devices: leave out device = cuda:1"):
+        PlaygroundConfig(model="m", device="cuda:1", device_map="auto")
+
+
+def test_eight_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ValueError, match="dtype = fp8 needs torchao, which is not installed: pip install"):
+        GenerateConfig(model="m", prompts="p", output="o", dtype="fp8")
+    with pytest.raises(ValueError, match="precision = int8 needs torchao, which is not installed: pip install"):
+        PredictTemperaturesConfig(model="m", text="t", precision="int8")
+
+
+def test_commands_know_the_option(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without GPUs `auto` is the CPU's memory, so that the result is that of the whole model."""
+    (tmp_path / "prompts.txt").write_text("ab\ncd\n")
+    sizes = ["--num-new-tokens", "4", "--tolerance", "0.2", "--mean-tau", "0.5", "--dry-run"]
+    printed = []
+    for option in ([], ["--device-map", "auto"]):
+        command = ["tau-max", "--model", str(model), "--prompts", str(tmp_path / "prompts.txt"), *sizes, *option]
+        assert calibrate(command) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    playground = Playground.load(PlaygroundConfig(model=str(model), device_map="auto"))
+    assert playground.temperatures.device == torch.device("cpu")
