@@ -53,6 +53,8 @@ def load_partitioned(
     Raises:
         ValueError: on rank 0, if a weight contains NaN; on all ranks, if the files lack a weight.
     """
+    # Until DeepSpeed knows the process group, the configuration that `zero.Init` reads takes the world to be one process.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     names = files.match(model)
     if names is None:
         raise ValueError(f"{files.directory} lacks weights of the model, or has them in other shapes")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.tracking import TrackedRun
@@ -216,13 +216,19 @@ def data_set(uri: str, digest: str) -> tuple[str, str, str]:
     return uri.rstrip("/").rsplit("/", 1)[-1], digest, uri
 
 
+def whole_shape(parameter: nn.Parameter) -> Size:
+    """Return the shape of a parameter, also of one that ZeRO 3 has divided, whose own shape is that of a vector."""
+    shape: Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def with_and_without_decay(groups: list[ParameterGroup], weight_decay: float) -> list[dict[str, Any]]:
     """Return groups for a PyTorch optimizer, without weight decay for vectors and scalars (biases, norms, φ, b, w3)."""
     result = []
     for group in groups:
         for decay, members in (
-            (weight_decay, [parameter for parameter in group["parameters"] if parameter.ndim >= 2]),
-            (0.0, [parameter for parameter in group["parameters"] if parameter.ndim < 2]),
+            (weight_decay, [parameter for parameter in group["parameters"] if len(whole_shape(parameter)) >= 2]),
+            (0.0, [parameter for parameter in group["parameters"] if len(whole_shape(parameter)) < 2]),
         ):
             if members:
                 result.append(

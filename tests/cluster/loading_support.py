@@ -48,10 +48,11 @@ def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) 
 
     from jobs.engine import deepspeed_engine  # noqa: F401 — keeps DeepSpeed from compiling an extension
     from jobs.engine.partitioned_loading import base_without_weights, load_partitioned
+    from jobs.engine.task import with_and_without_decay
     from tempnet.weights import WeightFiles
 
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    torch.distributed.init_process_group("gloo")  # as Ray Train does; DeepSpeed does not know of it
     config = {
         "train_batch_size": BATCH_SIZE, "train_micro_batch_size_per_gpu": BATCH_SIZE // world_size,
         "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, "steps_per_print": 1 << 60,
@@ -59,16 +60,24 @@ def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) 
     dtype = AutoConfig.from_pretrained(directory).dtype or torch.float32
     if how == "whole":
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [weight for weight in parameters if (weight.ndim >= 2) == decays], "weight_decay": 10.0 * decays}
+            for decays in (True, False)
+        ]
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     else:
         model = base_without_weights(directory, dtype=dtype)
         files = WeightFiles.find(directory)
         assert files is not None
         load_partitioned(model, files, config, rank=rank)
+        base = {"name": "base", "parameters": list(model.parameters()), "learning_rate": 1e-3}
+        groups = with_and_without_decay([base], 10.0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if not num_steps:
         return {"losses": [], "peak": peak}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     generator = torch.Generator().manual_seed(0)
     losses = []

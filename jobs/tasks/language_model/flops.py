@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import nn
+
+from jobs.engine.task import whole_shape
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.stored_base import StoredBase
@@ -16,14 +21,18 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     FLOPs per parameter: its input has no gradient, and nearly all its parameters are in its first layer.
     """
     base = module.base
-    num_tempnet = sum(parameter.numel() for parameter in module.tempnet.parameters()) if module.tempnet else 0
+    num_tempnet = _count(module.tempnet.parameters()) if module.tempnet else 0
     if isinstance(base, StoredBase):
-        return 2 * base.output.weight.numel() + 4 * num_tempnet
+        return 2 * _count([base.output.weight]) + 4 * num_tempnet
     position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
-    num_base = sum(parameter.numel() for parameter in base.parameters())
+    num_base = _count(base.parameters())
     embedding = next(base.get_input_embeddings().parameters())
-    num_lookup = 0 if base.config.tie_word_embeddings else embedding.numel()
+    num_lookup = 0 if base.config.tie_word_embeddings else _count([embedding])
     num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)
     attention = 12 * base.config.num_hidden_layers * base.config.hidden_size * config.data.context_length
     whole = 6 * num_multiplying + attention
     return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
