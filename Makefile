@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 # Only for comparison, and not in the lock.
 PEERS := cut-cross-entropy==25.1.1
 PIP_AUDIT := 2.10.1
+# Not in the environment: Transformers imports it wherever it is installed, which costs every command two seconds.
+TORCHAO := 0.18.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest lint style types format lock audit wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,7 +33,7 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 # Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first is the longest
 # of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-text test-encoders test-fast types
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-text test-encoders test-fast test-quantised types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
@@ -55,6 +57,13 @@ test-encoders: setup  ## Dual encoders, sentences and classifiers on a real Ray
 
 test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
 	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS))
+
+test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bits, by torchao
+	PYTHONPATH=.venv-torchao $(PYTEST) tests/tempnet/test_precisions.py
+
+.venv-torchao/.ready:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-torchao torchao==$(TORCHAO)
+	touch $@
 
 lint: style types  ## Style, import direction, types
 
