@@ -216,7 +216,7 @@ def data_set(uri: str, digest: str) -> tuple[str, str, str]:
     return uri.rstrip("/").rsplit("/", 1)[-1], digest, uri
 
 
-def whole_shape(parameter: nn.Parameter) -> Size:
+def whole_shape(parameter: Tensor) -> Size:
     """Return the shape of a parameter, also of one that ZeRO 3 has divided, whose own shape is that of a vector."""
     shape: Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

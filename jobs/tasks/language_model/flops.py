@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor
 
 from jobs.engine.task import whole_shape
 from jobs.tasks.language_model.config import LanguageModelConfig
@@ -34,5 +34,5 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     return (whole / 3 if module.freeze_base else whole) + 4 * num_tempnet
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
+def _count(parameters: Iterable[Tensor]) -> int:
     return sum(whole_shape(parameter).numel() for parameter in parameters)
