@@ -16,18 +16,24 @@ from jobs.engine.command_line import FAILED, exit_interrupted, fail, refusals_on
 from jobs.scoring.reward.config import RewardConfig
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the job; returns the exit status."""
+def parse(arguments: Sequence[str]) -> tuple[RewardConfig, bool]:
+    """Return the settings, and whether only the plan is asked for."""
     rest = [argument for argument in arguments if argument != "--dry-run"]
     with refusals_on_one_line():
         config = tyro.cli(RewardConfig, args=rest, prog="python -m jobs.train_reward", description=__doc__)
+    return config, len(rest) < len(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; returns the exit status."""
+    config, dry_run = parse(arguments)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
     from jobs.engine.tracking import where_to_browse
     from jobs.scoring.reward.job import describe_run, train_reward
     from jobs.scoring.reward.trainer import NoRewardError
 
     try:
-        if len(rest) < len(arguments):
+        if dry_run:
             print(describe_run(config))
             return 0
         outcome = train_reward(config)

@@ -27,6 +27,7 @@ from jobs import (
     submit,
     train_clip,
     train_lm,
+    train_reward,
 )
 from jobs.engine.command import print_where_to_look
 from jobs.engine.command_line import parse_preset
@@ -35,7 +36,6 @@ from jobs.scoring.dual_encoders.data import retrieval_sources
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.playground.config import PlaygroundConfig
-from jobs.scoring.reward.config import RewardConfig
 from jobs.scoring.sentence_encoders.config import EvaluateSentencesConfig
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
@@ -87,7 +87,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "runs": of(runs.RunsConfig),
     "sample_data": of(sample_data.SampleDataConfig),
     "submit": submit.parse,
-    "train_reward": of(RewardConfig),
+    "train_reward": train_reward.parse,
 }
 
 
