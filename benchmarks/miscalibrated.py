@@ -62,7 +62,9 @@ class Arguments:
     num_documents_overfit: int = 20
     """Number of documents to fine-tune on."""
     num_held_out: int = 200
-    """Number of documents held out, and of texts to sample."""
+    """Number of documents held out."""
+    num_samples: int = 4000
+    """Number of texts to sample."""
 
 
 def train(model: GPT2LMHeadModel, stream: Tensor, *, num_steps: int, rate: float, seed: int) -> float:
@@ -148,7 +150,7 @@ def make_worlds(job: Arguments) -> None:
         f"loss {train(base, stream, num_steps=job.num_steps, rate=5e-3, seed=job.seed):.3f}, {len(stream):,} tokens",
         flush=True,
     )
-    texts = sample_texts(base, tokenizer, 4 * job.num_held_out, job.seed)
+    texts = sample_texts(base, tokenizer, job.num_samples, job.seed)
     sampled = [str(tokenizer.decode(ids)) for ids in texts]
     assert tokenizer(sampled[:20], add_special_tokens=False)["input_ids"] == texts[:20]
     save(job, "calibrated", base, tokenizer, sampled)
