@@ -110,8 +110,7 @@ def assert_same_training(outcome: dict[str, Any], undisturbed: dict[str, Any], c
 @pytest.mark.parametrize(
     ("task", "columns"),
     [
-        pytest.param(partial(language_model, 2), set(), id="language-model-zero-2"),
-        pytest.param(partial(language_model, 3), set(), id="language-model-zero-3"),
+        *(pytest.param(partial(language_model, stage), set(), id=f"language-model-zero-{stage}") for stage in range(4)),
         pytest.param(images_with_captions, {"log_u", "tau", "momentum"}, id="images"),
         pytest.param(sentences, {"log_u"}, id="sentences"),
     ],
