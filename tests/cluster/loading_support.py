@@ -40,8 +40,6 @@ def run_ranks(directory: Path, how: str, world_size: int, num_steps: int = 4) ->
 
 def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) -> dict[str, Any]:
     """Train on one rank."""
-    import resource
-
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,7 +72,9 @@ def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) 
         load_partitioned(model, files, config, rank=rank)
         base = {"name": "base", "parameters": list(model.parameters()), "learning_rate": 1e-3}
         groups = with_and_without_decay([base], 10.0)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # ru_maxrss would not do: a process that another one has started begins with the peak of that one.
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
     if not num_steps:
         return {"losses": [], "peak": peak}
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
