@@ -109,6 +109,16 @@ class WeightFiles:
             weight: Tensor = file.get_tensor(name).clone()
         return weight
 
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy a weight to a tensor of its shape, which may have another dtype.
+
+        Raises:
+            ValueError: if the weight contains NaN.
+        """
+        with safe_open(self.directory / self.files[name], framework="pt") as file:
+            target.copy_(file.get_tensor(name))
+        check_weight(name, target, self.directory)
+
     def match(self, model: PreTrainedModel) -> dict[str, str] | None:
         """Return name of each parameter → name of the weight for it, or None if a parameter has none of its shape.
 

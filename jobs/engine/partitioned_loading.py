@@ -17,7 +17,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from tempnet.weights import WeightFiles, check_weight
+from tempnet.weights import WeightFiles
 
 
 def base_without_weights(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
@@ -61,13 +61,18 @@ def load_partitioned(
     stored = {id(parameter): names[name] for name, parameter in model.named_parameters()}
     filled: dict[int, nn.Parameter] = {}
     empty = list(model.parameters())  # kept, because the ids of dropped objects may be given to others
+    # One place for all whole weights, one after the other: if each had a place of its own, the parts that are kept would
+    # lie between those that are freed, and the allocator could give hardly any memory back.
+    place = torch.empty(max(value.numel() * value.element_size() for value in empty), dtype=torch.uint8)
     for part in list(model.modules()):
         for name, parameter in list(part._parameters.items()):
             if parameter is None or id(parameter) not in stored:
                 continue
             if id(parameter) not in filled:
-                value = _read(files, stored[id(parameter)], parameter) if rank == 0 else None
-                filled[id(parameter)] = _divide(parameter, value, deepspeed_config)
+                whole = _whole(parameter, place)
+                if rank == 0:
+                    files.read_into(stored[id(parameter)], whole)
+                filled[id(parameter)] = _divide(parameter, whole, deepspeed_config)
             part.register_parameter(name, filled[id(parameter)])
     del empty
     for name, buffer in model.named_buffers():
@@ -75,16 +80,15 @@ def load_partitioned(
             buffer.copy_(files.read(name))
 
 
-def _read(files: WeightFiles, name: str, parameter: nn.Parameter) -> Tensor:
-    value = files.read(name).to(parameter.dtype)
-    check_weight(name, value, files.directory)
-    return value
+def _whole(parameter: nn.Parameter, place: Tensor) -> Tensor:
+    """Return a tensor with the shape and dtype of a parameter at the beginning of a place of bytes."""
+    size = parameter.numel() * parameter.element_size()
+    return place[:size].view(parameter.dtype).view(parameter.shape)
 
 
-def _divide(parameter: nn.Parameter, value: Tensor | None, deepspeed_config: dict[str, Any]) -> nn.Parameter:
-    """Return a parameter of ZeRO 3 with the value of rank 0."""
+def _divide(parameter: nn.Parameter, whole: Tensor, deepspeed_config: dict[str, Any]) -> nn.Parameter:
+    """Return a parameter of ZeRO 3 with the value of rank 0; `whole` is free again afterwards."""
     holder = nn.Module()
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype) if value is None else value
     holder.weight = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     deepspeed.zero.Init(module=holder, config_dict_or_path=deepspeed_config)
     divided: nn.Parameter = holder.weight

@@ -53,7 +53,7 @@ def test_the_first_call_is_made_when_the_controller_lives(
         ray.get(controller.get_state.remote())
 
 
-@pytest.mark.parametrize("num_silent", [1, controller_start.NUM_STARTS])
+@pytest.mark.parametrize("num_silent", [1, pytest.param(controller_start.NUM_STARTS, marks=pytest.mark.long)])
 def test_a_controller_that_does_not_answer_is_replaced(
     cluster: dict[str, str],
     tiny: Callable[..., LanguageModelConfig],

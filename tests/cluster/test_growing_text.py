@@ -94,6 +94,7 @@ def same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
     )
 
 
+@pytest.mark.long
 def test_the_batches_are_those_of_data_that_were_prepared_ahead(
     cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
 ) -> None:

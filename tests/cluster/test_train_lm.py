@@ -191,6 +191,7 @@ def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]
     assert not list((home / "runs" / "gpt2-scratch-small").glob(".export*"))
 
 
+@pytest.mark.long
 def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
     home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

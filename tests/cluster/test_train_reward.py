@@ -76,6 +76,7 @@ def one_process(tmp_path: Path) -> RewardTrainer:
     return trainer
 
 
+@pytest.mark.long
 def test_a_pool_whose_worker_dies_gives_what_one_process_gives(
     cluster: dict[str, str], options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

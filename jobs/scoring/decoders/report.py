@@ -15,6 +15,7 @@ from tempnet.headroom.gains import Interval
 
 PLAIN = ("log_probability", "distinct", "self_bleu")
 CHECKED = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")
+_MARKS = {"MeanShift": "s", "shuffled": "x"}
 
 
 def figures(comparison: Comparison, *, k: int) -> dict[str, Any]:
@@ -108,7 +109,8 @@ def conclusion(values: dict[str, Any]) -> str:
 def plot(values: dict[str, Any], path: Path) -> None:
     """Plot quality over diversity: what was tried on the choosing prompts, and the chosen rules on the reporting ones.
 
-    A line joins the chosen rules that no other one exceeds in both.
+    A decoder and its controls share a colour. A line joins the chosen rules that no other one exceeds in both. The table
+    names the rules: with several seeds they are too many for a legend.
     """
     import matplotlib
 
@@ -120,25 +122,26 @@ def plot(values: dict[str, Any], path: Path) -> None:
         quality, title = "correct", "share of correct texts"
     figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
     points = []
-    for place, (name, found) in enumerate(values["decoders"].items()):
-        colour = plt.get_cmap("tab20")(place % 20)
+    colours = {name: plt.get_cmap("tab20")(place % 20) for place, name in enumerate(_without_controls(values))}
+    for name, found in values["decoders"].items():
+        decoder, _, control = name.partition(": ")
+        colour = colours[decoder]
         tried = [(one["distinct"]["mean"], one[quality]["mean"]) for one in values["tried"] if one["decoder"] == name]
         tried = [point for point in tried if None not in point]
         axes.scatter([x for x, _ in tried], [y for _, y in tried], s=9, alpha=0.4, color=colour)
-        x, y, rule = found["prompts"]["distinct"], found["prompts"][quality], found["prompts"]["rule"]
+        x, y = found["prompts"]["distinct"], found["prompts"][quality]
         if None in (x["mean"], y["mean"]):
             continue
         points.append((x["mean"], y["mean"]))
-        # The mark of a control is a square; most labels begin with the name of their decoder.
-        mark, label = "s" if ": " in name else "o", rule if rule.startswith(name) else f"{name}: {rule}"
         axes.errorbar(
             *points[-1],
             xerr=x["half_width"] or 0.0,
             yerr=y["half_width"] or 0.0,
-            fmt=mark,
+            fmt=_MARKS.get(control, "o"),
             capsize=3,
+            elinewidth=0.8,
             color=colour,
-            label=label,
+            label=name,
         )
     axes.plot(*zip(*frontier(points), strict=True), color="black", linewidth=0.8, label="frontier")
     if not values["has_verifier"]:
@@ -149,6 +152,10 @@ def plot(values: dict[str, Any], path: Path) -> None:
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _without_controls(values: dict[str, Any]) -> list[str]:
+    return [name for name in values["decoders"] if ": " not in name]
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
