@@ -40,7 +40,7 @@ from pipelines.text.part_preparation import readable_documents
 from pipelines.text.tokenization import load_tokenizer
 from tempnet import TempNet, TempNetConfig
 from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens
-from tempnet.headroom.gains import DocumentSums
+from tempnet.headroom.gains import DocumentSums, Interval
 from tempnet.headroom.profile import Profiles, clamp_log_beta
 from tempnet.headroom.run import CONSTANT, HeadroomTest, run_headroom_test
 from tempnet.models.output_head import output_weight
@@ -209,6 +209,11 @@ def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSum
     return sums
 
 
+def in_full(gain: Interval) -> str:
+    """Return a gain in thousandths of a nat; on a calibrated model the question is whether so small an interval holds 0."""
+    return f"{1000 * gain.mean:.3f} ± {1000 * gain.half_width:.3f}"
+
+
 def main(job: Arguments) -> None:
     """Print a row for every world and seed."""
     rows = [
@@ -231,7 +236,7 @@ def main(job: Arguments) -> None:
             rows.append(
                 [
                     f"{name}, {Path(directory).name}",
-                    *(milli(test.sums.gain(features, CONSTANT)) for features in FEATURE_SETS),
+                    *(in_full(test.sums.gain(features, CONSTANT)) for features in FEATURE_SETS),
                     f"{1000 * second:.1f}",
                     *(milli(sums.gain(head, CONSTANT)) for head in job.heads),
                     *(f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in job.heads),
