@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import train
-from jobs.scoring.features.job import prepare_features
+from jobs.scoring.features.hidden_states import prepare_hidden_states
 from jobs.studies.sweeps.config import LanguageModelSweep, SweepSection
 from jobs.studies.sweeps.launch import run_sweep
 from jobs.studies.sweeps.plan import make_sweep
@@ -147,7 +147,7 @@ def measure_features(home: Path, num_steps: int) -> None:
     base = home / "six"
     save_base(base, hidden_size=384, num_layers=6)
     config = make_config(home, base, "from-base", num_steps, num_workers=1, short=True)
-    (train_features, *_) = prepare_features(config)
+    (train_features, *_) = prepare_hidden_states(config)
     files = [file.stat().st_size for file in Path(train_features.directory).glob("features-*.arrow")]
     tokens = train_features.text.num_rows * train_features.context_length
     measured, predicted = sum(files) / tokens, train_features.bytes_per_token

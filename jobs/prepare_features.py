@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a file could not be made."""
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.scoring.features.job import describe_size, prepare_features
+    from jobs.scoring.features.hidden_states import prepare_hidden_states
     from jobs.scoring.stages import ScoringFailedError
     from jobs.tasks.language_model.plan import make_plan
     from pipelines.problems import TooManyProblemsError
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         if dry_run:
             print(plan.describe())
             return 0
-        found = prepare_features(config)
+        found = prepare_hidden_states(config)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     except ScoringFailedError as error:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         exit_interrupted(config.run.prepared_directory)
     for features in found:
-        print(f"{features.directory}  {describe_size(features)}")
+        print(f"{features.directory}  {features.describe_size()}")
     print("\nTo train on them, add --model.features to the same options of jobs.train_lm")
     return 0
 

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from jobs.engine.hardware import worker_device
 from jobs.engine.networks_engine import NetworksEngine
 from jobs.engine.task import Statistics, StepResult
+from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import add_tempnet, build_base
@@ -67,16 +69,11 @@ class SideBySideTask(LanguageModelTask):
 
     def start_engine(self) -> NetworksEngine:
         """Return the engine that trains all networks."""
-        device = torch.device("cpu")
-        if self.config.workers.use_gpu:
-            import ray.train.torch
-
-            device = ray.train.torch.get_device()
         return NetworksEngine(
             self.module,
             [member.tempnet for member in self.members],
             self.configs,
-            device=device,
+            device=worker_device(self.config.workers),
             world_size=self.world_size,
         )
 
@@ -161,7 +158,7 @@ class SideBySideTask(LanguageModelTask):
 
     def load(self, directory: Any, num_writers: int) -> None:
         """Check that the checkpoint belongs to this base."""
-        self.check_base(directory)
+        check_checkpoint(directory, self.base)
 
     def _hidden(self, tensors: Mapping[str, Any]) -> Tensor:
         """Return the hidden states (B, T, d) of a micro-batch, stored or computed by the base."""
