@@ -108,12 +108,15 @@ def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
     losses, digests = [], []
     for step, batch in enumerate(batches_of(task)):
         gamma = gamma_at(config.temperature.loss_config, step, config.run.num_steps)
-        loss = task.module(**tensors_of(batch, next(task.module.parameters()).device), gamma=gamma)["loss"]
-        loss.backward()
+        is_steered = task.steering.follows(optimizer)
+        output = task.module(**tensors_of(batch, next(task.module.parameters()).device), gamma=gamma)
+        output["loss"].backward()
         nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        losses.append(loss.item())
+        if is_steered:
+            task.steering.observe_pairs(output)
+        losses.append(output["loss"].item())
         digests.append(int(batch["digest"].sum()))
     return losses, digests

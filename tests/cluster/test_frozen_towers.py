@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from clip_support import SIDE, make_dual_encoder, make_pairs
 from killing import last_checkpoint
+from mlflow import MlflowClient
 from sample_state_support import sample_states
 from support import outcome_of, run_until
 
-from jobs import prepare_features, train_clip
+from jobs import prepare_features, sweep, train_clip
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
@@ -102,6 +104,58 @@ def test_a_run_on_stored_embeddings_is_the_run_on_the_towers(
     ):
         for name, value in theirs.state_dict().items():
             torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-4)
+
+
+def assert_grid_holds(home: Path, name: str, expected: dict[str, Any]) -> None:
+    """Assert that a grid of ρ = 1, 2 was one run with MLflow runs of its trials, and that the first trial is a given run."""
+    runs = home / "runs" / name
+    rows = json.loads((runs / "results.json").read_text())["rows"]
+    outcomes = [json.loads((runs / row["name"] / "outcome.json").read_text()) for row in rows]
+    assert [row["num_steps"] for row in rows] == [NUM_STEPS] * 2
+    assert not list(runs.glob("side-by-side-*/checkpoint-*"))
+    client = MlflowClient(expected["tracking_uri"])
+    found = client.search_runs([client.get_experiment_by_name("contrastive").experiment_id])
+    (parent,) = (run for run in found if run.info.run_name == name)
+    children = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(run.info.run_name for run in children) == sorted(row["name"] for row in rows)
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    losses = [history(outcome, "train/loss") for outcome in outcomes]
+    wanted = history(expected, "train/loss")
+    assert [losses[0][step] for step in wanted] == pytest.approx(list(wanted.values()), abs=1e-5, rel=0)
+    assert history(outcomes[0], "train/batch_digest") == history(expected, "train/batch_digest")
+    assert outcomes[0]["validation"] == pytest.approx(expected["validation"], rel=1e-4, abs=1e-5)
+    assert losses[1][NUM_STEPS] != pytest.approx(losses[0][NUM_STEPS], abs=1e-3)
+    for outcome in outcomes:
+        load_pair_tempnets(outcome["export"])
+
+
+def sweep_words(options: list[str], name: str) -> list[str]:
+    """Return the arguments of a sweep whose first trial, at ρ = 1, is the run on the towers with the given options."""
+    based = [option.replace("--", "--base.", 1) for option in options]
+    axes = ["--sweep.axes", "temperature.rho=1,2"]
+    return ["clip-frozen-rho-lr-small", *based, f"--base.run.name={name}", *axes]
+
+
+def test_a_grid_on_stored_embeddings_is_one_run(home: Path, options: list[str], on_towers: dict[str, Any]) -> None:
+    assert prepare_features.main([PRESET, *options]) == 0
+    assert sweep.main([*sweep_words(options, "grid"), "--base.model.features"]) == 0
+    assert_grid_holds(home, "grid", on_towers)
+
+
+@pytest.mark.long
+def test_a_killed_grid_on_the_towers_goes_on(
+    home: Path, options: list[str], on_towers: dict[str, Any], cluster: dict[str, str]
+) -> None:
+    words, runs = sweep_words(options, "killed-grid"), home / "runs" / "killed-grid"
+
+    def has_checkpoint() -> bool:
+        return any(last_checkpoint(run) >= 4 for run in runs.glob("side-by-side-*"))
+
+    run_until(has_checkpoint, "jobs.sweep", words, os.environ | cluster, directory=home)
+    assert sweep.main(words) == 0
+    assert_grid_holds(home, "killed-grid", on_towers)
+    outcomes = [json.loads(file.read_text()) for file in runs.glob("*/outcome.json")]
+    assert {outcome["resumed_from_step"] for outcome in outcomes} <= {4, 8, 12}
 
 
 @pytest.mark.long

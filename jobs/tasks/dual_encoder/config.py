@@ -223,6 +223,11 @@ class ClipConfig(ContrastiveTrainingConfig):
         if not (self.data.tokenizer or self.model.text_path or self.model.path):
             raise ValueError("data.tokenizer is empty, and there is no model.path or model.text_path to take one from")
 
+    @property
+    def trains_networks_alone(self) -> bool:
+        """Whether the towers are frozen, so that only TempNets are trained."""
+        return self.model.freeze
+
     def _check_features(self) -> None:
         if not self.model.freeze:
             raise ValueError(

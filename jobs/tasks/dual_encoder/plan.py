@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,67 +13,21 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.task import Membership, PreparedTask, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.dual_encoder import report
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.create import DataReference, create_group_task, create_task
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepare_split
 from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
 from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets, encoder_sizes
 from pipelines.images.captions import CaptionEncoder
-from pipelines.images.embeddings import PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
 from pipelines.storage import exists
 from pipelines.stream import READ_CPUS
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BASE_FILE, BaseReference
-
-if TYPE_CHECKING:  # the driver does not need DeepSpeed
-    from jobs.tasks.dual_encoder.task import PairData
-
-
-def create_task(
-    config: ClipConfig,
-    train: str,
-    validation: str,
-    given_tau: np.ndarray | None,
-    towers: BaseReference | None,
-    embeddings: tuple[str, str] | None,
-    rank: int,
-    world_size: int,
-) -> Task:
-    """Create the task on a worker; the arguments between configuration and rank are those of :func:`load_data`."""
-    from jobs.tasks.dual_encoder.task import ClipTask
-
-    config = config.with_num_workers(world_size)
-    return ClipTask(config, load_data(train, validation, given_tau, towers, embeddings), rank, world_size)
-
-
-def load_data(
-    train: str,
-    validation: str,
-    given_tau: np.ndarray | None,
-    towers: BaseReference | None,
-    embeddings: tuple[str, str] | None,
-) -> PairData:
-    """Return the data of a task on a worker.
-
-    Args:
-        train: directory of the prepared training pairs.
-        validation: directory of the prepared validation pairs.
-        given_tau: temperatures (2, N), float32, of the images and texts of the N training pairs for the loss
-            `sogclr_given`.
-        towers: reference to the frozen towers; None if the towers are trained.
-        embeddings: directories of the stored embeddings of both data sets; None if the towers compute them.
-    """
-    from jobs.tasks.dual_encoder.task import PairData
-
-    pairs = ImageManifest.load(train), ImageManifest.load(validation)
-    stored = None
-    if embeddings is not None:
-        stored = PairEmbeddings.load(embeddings[0], pairs[0]), PairEmbeddings.load(embeddings[1], pairs[1])
-    return PairData(train=pairs[0], validation=pairs[1], given_tau=given_tau, towers=towers, embeddings=stored)
+from tempnet.base_model import BASE_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +104,19 @@ class ClipPlan(BasePlan[ClipConfig]):
                 find_embeddings(config, train, towers, "train").directory,
                 find_embeddings(config, validation, towers, "validation").directory,
             )
-        given_tau = _given_tau(config, train)
+        data = DataReference(
+            train=train.directory,
+            validation=validation.directory,
+            given_tau=_given_tau(config, train),
+            towers=towers,
+            embeddings=embeddings,
+        )
         loss = config.temperature.loss_config
         share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
         share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
         return PreparedTask(
-            create_task=partial(
-                create_task, config, train.directory, validation.directory, given_tau, towers, embeddings
-            ),
+            create_task=partial(create_task, config, data),
+            membership=Membership(config=config, create_task=partial(create_group_task, data)),
             num_samples=train.num_pairs,
             parameters={
                 "num_pairs": train.num_pairs,

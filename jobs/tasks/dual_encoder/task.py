@@ -34,6 +34,7 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
 from tempnet.contrastive.losses import gamma_at
 from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 
 _FIELDS = ("images", "input_ids", "attention_mask", "image_embeddings", "text_embeddings", "ids", "image_ids")
@@ -90,6 +91,7 @@ class ClipTask(BaseTask[ClipConfig]):
             **reading,
         )
         self._frozen_held_out: HeldOut | None = None
+        self._exported_towers: DualEncoder | None = None
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
@@ -98,7 +100,7 @@ class ClipTask(BaseTask[ClipConfig]):
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_pairs=num_pairs, device=device)
         if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
-            self.module.init_prototypes(*self.sample_embeddings(device))
+            self.init_prototypes(self.module, self.config, device)
         self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, num_pairs)
         if self.data.given_tau is not None:
             assert self.module.loss.state is not None
@@ -112,15 +114,13 @@ class ClipTask(BaseTask[ClipConfig]):
         return RetrievalSet.read(pair_source(self.config, self.data.validation), self.config)
 
     @torch.no_grad()
-    def sample_embeddings(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return embeddings of random training images and texts for the prototypes, the same on every rank."""
-        count = self.config.temperature.num_prototypes
-        ids = random_pairs(self.data.train.num_pairs, count, self.config.run.seed)
-        inputs = self.inputs_of(self.source.read(*self.source.locate(ids), 0), device)
-        self.module.eval()
-        embeddings = self.module.embed(**inputs)
-        self.module.train()
-        return embeddings
+    def init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
+        """Initialise the TempNets' prototypes from embeddings of random training images and texts, the same on every rank."""
+        ids = random_pairs(self.data.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
+        tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
+        module.eval()
+        module.init_prototypes(*module.embed(**inputs_of(tensors)))
+        module.train()
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
@@ -133,7 +133,7 @@ class ClipTask(BaseTask[ClipConfig]):
     ) -> StepResult:
         """Train on one global batch."""
         config = self.config.temperature.loss_config
-        is_steered = self.steering.follows(engine)
+        is_steered = self.steering.follows(engine.optimizer)
         output = engine(**tensors_of(batch, engine.device), gamma=gamma_at(config, step, self.config.run.num_steps))
         engine.backward(output["loss"])
         engine.step()
@@ -146,15 +146,15 @@ class ClipTask(BaseTask[ClipConfig]):
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return recalls and cross-entropy; the details are histograms of τ and a comparison with constant temperatures."""
-        held_out = self.held_out(engine.device)
+        held_out = self.held_out(self.module, engine.device)
         scores, details = score(self.module, held_out, engine.device, with_details=with_details)
         return scores | self.steering.scores(), details
 
-    def held_out(self, device: torch.device) -> HeldOut:
+    def held_out(self, module: TemperatureDualEncoder, device: torch.device) -> HeldOut:
         """Return the embeddings of the validation set; those of frozen towers are computed once."""
         if self._frozen_held_out is not None:
             return self._frozen_held_out
-        held_out = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, device)
+        held_out = self.retrieval.embeddings(module.encoder, module.loss.world, device)
         if self.config.model.freeze:
             self._frozen_held_out = held_out
         return held_out
@@ -174,10 +174,15 @@ class ClipTask(BaseTask[ClipConfig]):
 
     def export(self) -> None:
         """Write dual encoder, tokenizer and TempNets; towers whose embeddings were stored are loaded for this."""
-        if self.rank == 0:
-            tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
-            encoder = self.module.encoder or build_encoder(self.config, tokenizer)
-            export_encoder(encoder, self.module.loss, tokenizer, self.config.run.export_directory)
+        self.export_to(self.config.run.export_directory, self.module)
+
+    def export_to(self, uri: str, module: TemperatureDualEncoder) -> None:
+        """Write the export of a module to the directory at `uri`, if this is the first rank."""
+        if self.rank != 0:
+            return
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        self._exported_towers = module.encoder or self._exported_towers or build_encoder(self.config, tokenizer)
+        export_encoder(self._exported_towers, module.loss, tokenizer, uri)
 
     def save(self, directory: Path) -> None:
         """Save the loss's state of this rank's samples, ρ if it is adjusted, and the name of frozen towers."""
@@ -198,11 +203,12 @@ class ClipTask(BaseTask[ClipConfig]):
         if self.module.loss.state is not None:
             self.module.loss.state.load(directory, num_writers)
 
-    def inputs_of(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """Return images and captions of a batch, or their embeddings, as :meth:`TemperatureDualEncoder.embed` takes them."""
-        return {name: value for name, value in tensors_of(batch, device).items() if name not in ("ids", "image_ids")}
-
 
 def tensors_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Return the arrays of a batch that the module reads as tensors."""
     return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS if name in batch}
+
+
+def inputs_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the tensors of a batch that become embeddings, or are (`TemperatureDualEncoder.embed`)."""
+    return {name: value for name, value in tensors.items() if name not in ("ids", "image_ids")}

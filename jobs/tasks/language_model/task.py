@@ -121,7 +121,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         """Return two groups: the base model and the TempNet."""
         return base_and_tempnet_groups([self.module.base], [self.module.tempnet], self.config.optimizer)
 
-    def flops_per_unit(self) -> float:
+    def flops_per_unit(self) -> float | None:
         """Return the FLOPs of training on one token."""
         return flops_per_token(self.module, self.config)
 
@@ -137,7 +137,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         # tokens of the whole batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
-        is_steered = self.steering.follows(engine)
+        is_steered = self.steering.follows(engine.optimizer)
         loss_sum = torch.zeros((), device=engine.device)
         seen: list[tuple[Tensor, Tensor]] = []
         sums: Tensor | None = None

@@ -113,7 +113,7 @@ def test_a_run_on_them_is_the_run_on_the_towers(
     for task in (on_towers, on_features):
         task.module.eval()
         with torch.no_grad():
-            values, details = score(task.module, task.held_out(CPU), CPU, with_details=True)
+            values, details = score(task.module, task.held_out(task.module, CPU), CPU, with_details=True)
         assert details is not None
         assert sum(details["histograms"]["image"]) == 7
         scores.append(values | details["rivals"])
