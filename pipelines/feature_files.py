@@ -187,6 +187,11 @@ def read_ahead(
     range_reader(kinds[0].directory, cache_bytes).read_ahead(*paths, whole=True)
 
 
+def describe_bytes(num_bytes: int) -> str:
+    """Return a number of bytes in GiB, or in MiB below one GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def features_directory(root: str, version: int, data_digest: str, settings: Mapping[str, Any]) -> str:
     """Return the directory of the features of a data set, whose name contains a hash of all that determines them.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelines import feature_files
-from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles
+from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles, describe_bytes
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import locate_pairs, name_pair, pair_digest
 from pipelines.manifest import read_manifest, write_manifest
@@ -85,7 +85,7 @@ class PairEmbeddings:
     def describe_size(self) -> str:
         """Return how much the embeddings take, in total, and of an image and a caption."""
         return (
-            f"{self.num_bytes / 2**30:.2f} GiB: {self.pairs.num_images:,} images × {self.images.bytes_per_row:,} bytes and "
+            f"{describe_bytes(self.num_bytes)}: {self.pairs.num_images:,} images × {self.images.bytes_per_row:,} bytes and "
             f"{self.pairs.num_pairs:,} captions × {self.captions.bytes_per_row:,} bytes "
             f"(embeddings of {self.embedding_size} in float32, of the central view of every image)"
         )

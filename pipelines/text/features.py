@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelines import feature_files
-from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles
+from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles, describe_bytes
 from pipelines.manifest import read_manifest, write_manifest
 from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
@@ -67,7 +67,7 @@ class Features:
         """Return how much the features take, in total and per token."""
         num_tokens = self.text.num_rows * self.context_length
         return (
-            f"{self.blocks.num_bytes / 2**30:.2f} GiB: {num_tokens:,} tokens × {self.bytes_per_token:,.0f} bytes "
+            f"{describe_bytes(self.blocks.num_bytes)}: {num_tokens:,} tokens × {self.bytes_per_token:,.0f} bytes "
             f"(hidden size {self.hidden_size} in bfloat16, and the target)"
         )
 

@@ -17,7 +17,7 @@ from pyarrow.fs import FileSelector
 from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.config import PoolSection
 from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
-from pipelines.feature_files import FeatureFiles, FeaturePart
+from pipelines.feature_files import FeatureFiles, FeaturePart, describe_bytes
 from pipelines.manifest import MANIFEST_FILE
 from pipelines.object_store import is_local
 from pipelines.storage import exists, resolve
@@ -117,13 +117,13 @@ class FeatureJob:
         needed = sum(files.bytes_per_row * (part.stop - part.start) for files, part in places)
         if needed > free:
             raise OSError(
-                f"{self.features.directory} takes {needed / 2**30:.2f} GiB more, and its disk has {free / 2**30:.2f} GiB "
+                f"{self.features.directory} takes {describe_bytes(needed)} more, and its disk has {describe_bytes(free)} "
                 "left: make room, or set run.prepared to a directory on another disk"
             )
 
 
 def _describe(unit: Unit, num_bytes: Any, seconds: float) -> str:
-    size = f"{num_bytes / 2**20:.1f} MiB"
+    size = describe_bytes(num_bytes)
     if unit.part is None:
         return size
     files, part = unit.place

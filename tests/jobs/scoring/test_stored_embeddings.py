@@ -200,7 +200,7 @@ def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest
     job = FeatureJob(
         features=embeddings, units=units_of(embeddings), stages=Stages(model=lambda: print), save=lambda: None
     )
-    with pytest.raises(OSError, match=r"takes [\d.]+ GiB more, and its disk has [\d.]+ GiB left: make room"):
+    with pytest.raises(OSError, match=r"takes [\d.]+ GiB more, and its disk has [\d.]+ [GM]iB left: make room"):
         job.run(config.workers)
 
 
