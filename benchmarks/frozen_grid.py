@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import train
-from jobs.scoring.features.job import prepare_features
+from jobs.engine.task import Plan
+from jobs.scoring.features.hidden_states import prepare_hidden_states
 from jobs.studies.sweeps.config import LanguageModelSweep, SweepSection
 from jobs.studies.sweeps.launch import run_sweep
 from jobs.studies.sweeps.plan import make_sweep
@@ -83,10 +84,10 @@ def make_config(
     )
 
 
-def timed(config: LanguageModelConfig) -> tuple[float, dict[str, Any]]:
+def timed(plan: Plan) -> tuple[float, dict[str, Any]]:
     """Make a run and return its seconds and its outcome."""
     started = time.monotonic()
-    outcome = train(make_plan(config), with_progress=False)
+    outcome = train(plan, with_progress=False)
     return time.monotonic() - started, outcome
 
 
@@ -104,7 +105,9 @@ def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
     """Compare a grid of 16 with one of its runs: time, memory and scores."""
     base = home / "small"
     save_base(base, hidden_size=192, num_layers=4)
-    timed(make_config(home, base, "warm-up", 2, num_workers=2))  # prepares the text, and fills the file cache
+    timed(
+        make_plan(make_config(home, base, "warm-up", 2, num_workers=2))
+    )  # prepares the text, and fills the file cache
     points = [(rho, rate) for rho in (2.0, 2.5, 3.0, 3.5) for rate in (3e-3, 6e-3, 1e-2, 2e-2)]
     singles = []
     for number in range(num_compared):
@@ -115,7 +118,7 @@ def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
             temperature=dataclasses.replace(config.temperature, rho=rho),
             optimizer=dataclasses.replace(config.optimizer, learning_rate_tempnet=rate),
         )
-        singles.append((rho, rate, *timed(config)))
+        singles.append((rho, rate, *timed(make_plan(config))))
     sweep = LanguageModelSweep(
         base=make_config(home, base, "grid", num_steps, num_workers=2), sweep=SweepSection(axes=AXES)
     )
@@ -147,13 +150,14 @@ def measure_features(home: Path, num_steps: int) -> None:
     base = home / "six"
     save_base(base, hidden_size=384, num_layers=6)
     config = make_config(home, base, "from-base", num_steps, num_workers=1, short=True)
-    (train_features, *_) = prepare_features(config)
+    (train_features, *_) = prepare_hidden_states(config)
     files = [file.stat().st_size for file in Path(train_features.directory).glob("features-*.arrow")]
     tokens = train_features.text.num_rows * train_features.context_length
     measured, predicted = sum(files) / tokens, train_features.bytes_per_token
     print(f"\nfeatures: {measured:.2f} bytes per token, predicted {predicted:.2f} ({measured / predicted - 1:+.3%})")
-    _, of_base = timed(config)
-    _, stored = timed(make_config(home, base, "from-features", num_steps, num_workers=1, short=True, features=True))
+    _, of_base = timed(make_plan(config))
+    short = make_config(home, base, "from-features", num_steps, num_workers=1, short=True, features=True)
+    _, stored = timed(make_plan(short))
     ratio = stored["tokens_per_second"] / of_base["tokens_per_second"]
     print(
         f"{of_base['tokens_per_second']:,.0f} tokens/s on the base, {stored['tokens_per_second']:,.0f} from features: "

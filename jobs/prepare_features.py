@@ -1,32 +1,38 @@
-"""Run a frozen base model over a text once and store its hidden states, from which TempNets then train without it.
+"""Run a frozen model over its data once and store what it computes, from which TempNets then train without the model.
 
 python -m jobs.prepare_features frozen-small --model.path runs/gpt2-scratch-small/export
+python -m jobs.prepare_features clip-cc12m-tempnet-frozen-small --model.path runs/clip-cc3m-clip-small/export
 python -m jobs.prepare_features --help
+
+Of a language model these are its last hidden states, of a dual encoder the embeddings of images and captions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jobs.engine.command_line import FAILED, exit_interrupted, fail, parse_preset, run_job
-from jobs.tasks.presets.language_models import PRESETS
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.presets import clip, language_models
+
+PRESETS: Mapping[str, Callable[[], Any]] = language_models.PRESETS | clip.PRESETS
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a file could not be made."""
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.scoring.features.job import describe_size, prepare_features
     from jobs.scoring.stages import ScoringFailedError
-    from jobs.tasks.language_model.plan import make_plan
     from pipelines.problems import TooManyProblemsError
 
+    make_plan, prepare, training = _functions_for(config)
     try:
         plan = make_plan(config)
         if dry_run:
             print(plan.describe())
             return 0
-        found = prepare_features(config)
+        found = prepare(config)
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     except ScoringFailedError as error:
@@ -34,9 +40,23 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         exit_interrupted(config.run.prepared_directory)
     for features in found:
-        print(f"{features.directory}  {describe_size(features)}")
-    print("\nTo train on them, add --model.features to the same options of jobs.train_lm")
+        print(f"{features.directory}  {features.describe_size()}")
+    print(f"\nTo train on them, add {training}")
     return 0
+
+
+def _functions_for(config: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Sequence[Any]], str]:
+    """Return what makes the plan of the training run, what stores its features, and how to train on these."""
+    if isinstance(config, ClipConfig):
+        from jobs.scoring.features.embeddings import prepare_embeddings
+        from jobs.tasks.dual_encoder import plan
+
+        options = "--model.features --data.view central to the same options of jobs.train_clip"
+        return plan.make_plan, prepare_embeddings, options
+    from jobs.scoring.features.hidden_states import prepare_hidden_states
+    from jobs.tasks.language_model.plan import make_plan
+
+    return make_plan, prepare_hidden_states, "--model.features to the same options of jobs.train_lm"
 
 
 if __name__ == "__main__":

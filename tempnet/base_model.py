@@ -8,7 +8,7 @@ hub name of the base and a digest of its weights, so that another model at the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,17 +67,26 @@ def read_reference(model: str | Path) -> BaseReference | None:
         raise ValueError(f"{file} is damaged: it must hold path and digest of a base model: {error}") from error
 
 
-def base_digest(place: str) -> str:
+def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Collection[str] = ("config.json",)) -> str:
     """Return the digest of a base model at a local path or under a hub name, for :class:`BaseReference`.
 
     The digest of a local directory is that of its configuration and its files of weights
     (`tempnet.fingerprints.files_digest`), so it does not depend on the tokenizer or on the path.
+
+    Args:
+        place: local path or hub name.
+        parts: the directories that hold the files, relative to `place`; those that do not exist are left out.
+        configurations: names of the files that belong to the configuration.
     """
     if Path(place).is_dir():
         files = [
-            file for file in Path(place).iterdir() if file.suffix in _WEIGHT_SUFFIXES or file.name == "config.json"
+            file
+            for part in parts
+            if (Path(place) / part).is_dir()
+            for file in sorted((Path(place) / part).iterdir())
+            if file.suffix in _WEIGHT_SUFFIXES or file.name in configurations
         ]
-        return files_digest(sorted(files))
+        return files_digest(files)
     return f"{_COMMIT}{getattr(AutoConfig.from_pretrained(place), '_commit_hash', None)}"
 
 

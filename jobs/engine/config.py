@@ -256,6 +256,11 @@ class TrainingConfig:
         return replace(self, workers=replace(self.workers, num_workers=number))
 
     @property
+    def trains_networks_alone(self) -> bool:
+        """Whether only networks on a frozen base are trained, so that runs can train theirs side by side on the same base."""
+        return False
+
+    @property
     def micro_batch_size(self) -> int:
         """Number of samples that a worker processes at a time."""
         return self.optimizer.micro_batch_size or max(1, self.optimizer.batch_size // self.workers.max_workers)

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,13 +18,12 @@ from jobs.engine.job import MembersJob
 from jobs.engine.launch import claim_directory, delete_checkpoints, fit, record_start
 from jobs.engine.outcome import finish
 from jobs.engine.recording import RecordModels, record_end
-from jobs.engine.task import CreateTask, Plan, PreparedTask
+from jobs.engine.task import Membership, Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun
 
 
 def train_group(
     plans: Sequence[Plan],
-    make_task: Callable[[Sequence[str], Sequence[PreparedTask], TrainingConfig], CreateTask],
     *,
     directory: str,
     parent_run_id: str,
@@ -38,9 +37,7 @@ def train_group(
     A member keeps configuration, report, export and outcome in its own directory, as if it had been trained alone.
 
     Args:
-        plans: the plans of the members; they share data, base and workers.
-        make_task: makes the function that creates the task of all members, from their names, what they have prepared, and
-            the configuration of the group.
+        plans: the plans of the members; they share data, base and workers (`jobs.tasks.shared_base.can_share_base`).
         directory: path or URI of the directory that holds the members' directories.
         parent_run_id: ID of the MLflow run that the members' runs are shown under; empty for none.
         with_progress: whether to show progress in this terminal.
@@ -63,7 +60,7 @@ def train_group(
             tracked[name] = run
     with Console(config.run.num_steps) if with_progress else nullcontext() as console:
         job = MembersJob(
-            create_task=make_task(names, prepared, config),
+            create_task=Membership.join(names, [task.membership for task in prepared if task.membership], config),
             tracked_run=None,
             tracked_members=tracked,
             mailbox=console.mailbox if console else None,

@@ -12,6 +12,16 @@ from jobs.engine.worker_settings import WorkersSection
 PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
 
 
+def worker_device(workers: WorkersSection) -> torch.device:
+    """Return the device of a worker: the CPU, or the GPU that Ray Train has given to it."""
+    if not workers.use_gpu:
+        return torch.device("cpu")
+    import ray.train.torch
+
+    device: torch.device = ray.train.torch.get_device()
+    return device
+
+
 def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSection) -> float:
     """Return the bytes that a worker holds for weights, gradients and AdamW; activations and logits need more.
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from torch import Tensor
+from torch.optim import Optimizer
 
 from jobs.engine.contrastive import ContrastiveSection
 from jobs.engine.temperature import TempNetSection
@@ -48,13 +48,13 @@ class RhoSteering:
         if section.target_tau is not None:
             self._controller = RhoController(rho, target=section.target_tau, limit=limit, gain=section.rho_gain)
 
-    def follows(self, engine: DeepSpeedEngine) -> bool:
+    def follows(self, optimizer: Optimizer) -> bool:
         """Return whether to :meth:`observe` the coming step: there is a target, and the TempNet does not rest.
 
         While its learning rate is 0, no ρ changes a temperature, and the controller's integral would grow to no
         purpose.
         """
-        rates = [group["lr"] for group in engine.optimizer.param_groups if group.get("name") == "tempnet"]
+        rates = [group["lr"] for group in optimizer.param_groups if group.get("name") == "tempnet"]
         return self._controller is not None and any(rates)
 
     def observe(self, tau: Tensor, slope: Tensor) -> None:

@@ -6,8 +6,9 @@ create its `Task`. `jobs.tasks.base` has the defaults of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -150,6 +151,35 @@ task's module itself, because that loads DeepSpeed, which the driver does not ne
 """
 
 
+CreateGroupTask: TypeAlias = Callable[[Sequence[str], Sequence[Any], Any, int, int], Task]
+"""A function that creates the task of several runs that train side by side (`jobs.engine.side_by_side.MemberTask`) on a
+worker, from their names, their configurations, that of the group, the rank and the number of workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a run that can train side by side with others brings into their group."""
+
+    config: TrainingConfig
+    """Configuration of the run, with absolute paths and all defaults resolved."""
+    create_task: CreateGroupTask
+    """Creates the task of the group; that of any member will do, because members have the same data and the same base."""
+
+    @staticmethod
+    def join(names: Sequence[str], members: Sequence[Membership], config: TrainingConfig) -> CreateTask:
+        """Return the function that creates the task of a group.
+
+        Args:
+            names: names of the members.
+            members: the members.
+            config: gives the name and the storage of the group.
+        """
+        first = members[0]
+        run = replace(first.config.run, name=config.run.name, storage=config.run.storage)
+        group = replace(first.config, run=run)
+        return partial(first.create_task, tuple(names), tuple(member.config for member in members), group)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTask:
     """A plan whose data are prepared: everything needed to start the workers and to record the run."""
@@ -169,6 +199,8 @@ class PreparedTask:
     further entries of the outcome."""
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """File name → JSON object to write into the run's directory, where a continued run finds it."""
+    membership: Membership | None = None
+    """What the run brings into a group of runs; None if it can only train alone."""
 
     def write_records(self, directory: str) -> None:
         """Write the records into the directory of the run, which must exist."""

@@ -1,7 +1,7 @@
 """Read image–text pairs as training arrays, and images and captions as evaluation arrays, from a prepared data set.
 
-All randomness is a pure function of known numbers: an image view depends on (seed, epoch, pair id), and caption noise
-on (seed, pair id). Images are read from their original location and compared with the checksums that were taken when
+All randomness is a pure function of known numbers: a random view of an image depends on (seed, epoch, pair id), and caption
+noise on (seed, pair id). Images are read from their original location and compared with the checksums that were taken when
 the data set was prepared.
 
 Shapes: n pairs in a batch, S pixels per side of a view, t tokens per caption, M images and N pairs in the data set.
@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipelines.images.views import AugmentationConfig, evaluation_view, training
 from pipelines.ranges import ByteRange, range_reader
 
 Batch = dict[str, np.ndarray]
+Digest = TypeVar("Digest", int, np.ndarray)
 
 # Keeps the random generators of image views distinct from those of the plan, which are keyed by (seed, epoch, window).
 _VIEW_STREAM = 0x76696577
@@ -51,9 +53,9 @@ class PairSource:
     num_text_tokens: int = 30
     """Number t of tokens per caption, including special tokens and padding."""
     seed: int = 0
-    """Seed of the views and of the caption noise."""
-    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
-    """Distribution of the training views."""
+    """Seed of the random views and of the caption noise."""
+    augmentation: AugmentationConfig | None = field(default_factory=AugmentationConfig)
+    """Distribution of the random views that training reads; None: it reads the central view of every image."""
     caption_noise: float = 0.0
     """Share of the captions that receive noise, in [0, 1] (`CaptionNoise`)."""
     cache_bytes: int = 0
@@ -90,7 +92,7 @@ class PairSource:
         Args:
             shards, rows: (n,) location of each pair: the shard's number in the manifest, and the row in the shard's
                 index.
-            epoch: epoch that the random views of the images belong to.
+            epoch: epoch that random views of the images belong to.
 
         Returns:
             `images` (n, S, S, 3) uint8; `input_ids`, `attention_mask` (n, t) int64; `ids`, `image_ids` (n,) int64,
@@ -101,24 +103,33 @@ class PairSource:
             OSError: if an archive has changed since the data set was prepared.
         """
         shards, rows = np.asarray(shards), np.asarray(rows)
-        ids = self.manifest.first_pairs[shards] + rows
         entries = self._entries(shards, rows)
-        noised = [self.noise.apply(text, int(i)) for text, i in zip(entries["caption"].to_pylist(), ids, strict=True)]
-        tokens = self.encoder.encode([text for text, _ in noised])
-
-        images = np.empty((len(ids), self.image_size, self.image_size, 3), dtype=np.uint8)
-        digests = np.empty(len(ids), dtype=np.int64)
+        batch = self._captions(shards, rows, entries)
+        count = len(rows)
+        images = np.empty((count, self.image_size, self.image_size, 3), dtype=np.uint8)
+        digests = np.empty(count, dtype=np.int64)
         for place, data in enumerate(self._image_files(shards, entries)):
-            rng = np.random.default_rng([self.seed, _VIEW_STREAM, epoch, int(ids[place])])
-            images[place] = self._view(shards[place], rows[place], training_view, data, self.augmentation, rng)
-            digests[place] = _digest(images[place], tokens["input_ids"][place])
+            if self.augmentation is None:
+                view = self._view(shards[place], rows[place], evaluation_view, data)
+            else:
+                rng = np.random.default_rng([self.seed, _VIEW_STREAM, epoch, int(batch["ids"][place])])
+                view = self._view(shards[place], rows[place], training_view, data, self.augmentation, rng)
+            images[place] = view
+            digests[place] = pair_digest(pixel_hash(images[place]), token_hash(batch["input_ids"][place]))
+        return {"images": images, **batch, "digest": digests}
+
+    def read_captions(self, shards: np.ndarray, rows: np.ndarray) -> Batch:
+        """Return the arrays of :meth:`read` that belong to captions and ids, without reading an image."""
+        return self._captions(shards, rows, self._entries(shards, rows))
+
+    def _captions(self, shards: np.ndarray, rows: np.ndarray, entries: dict[str, pa.ChunkedArray]) -> Batch:
+        ids = self.manifest.first_pairs[shards] + rows
+        noised = [self.noise.apply(text, int(i)) for text, i in zip(entries["caption"].to_pylist(), ids, strict=True)]
         return {
-            "images": images,
-            **tokens,
+            **self.encoder.encode([text for text, _ in noised]),
             "ids": ids,
             "image_ids": entries["image"].to_numpy(),
             "is_noisy": np.array([is_noisy for _, is_noisy in noised], dtype=bool),
-            "digest": digests,
         }
 
     def read_ahead(self, now: Sequence[int], later: Sequence[int] = (), before: Sequence[int] = ()) -> None:
@@ -131,9 +142,7 @@ class PairSource:
 
     def name(self, shard: int, row: int) -> str:
         """Return the key, the archive and the id of a pair, for messages."""
-        key = self._index(int(shard)).column("key")[int(row)].as_py()
-        pair = int(self.manifest.first_pairs[shard]) + int(row)
-        return f"{key!r} of {self.manifest.shards[shard].archive} (pair {pair})"
+        return name_pair(self.manifest, self._index(int(shard)), int(shard), int(row))
 
     # ---- evaluation ----
 
@@ -184,9 +193,7 @@ class PairSource:
         Raises:
             IndexError: if there is no pair with one of the ids.
         """
-        ids = np.asarray(ids, dtype=np.int64)
-        shards = find_shards(ids, self.manifest.first_pairs, "pair")
-        return shards, ids - self.manifest.first_pairs[shards]
+        return locate_pairs(self.manifest, ids)
 
     # ---- reading ----
 
@@ -250,7 +257,29 @@ def find_shards(numbers: np.ndarray, firsts: np.ndarray, noun: str) -> np.ndarra
     return np.searchsorted(firsts, numbers, side="right") - 1
 
 
-def _digest(image: np.ndarray, input_ids: np.ndarray) -> int:
-    """Return a 48-bit hash: 32 bits from the pixels, by CRC-32 because it is fastest, and 16 bits from the tokens."""
-    tokens = hashlib.blake2b(input_ids.tobytes(), digest_size=2).digest()
-    return zlib.crc32(image.data) << 16 | int.from_bytes(tokens, "little")
+def locate_pairs(manifest: ImageManifest, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (shards, rows), each (n,), of the pairs with these ids; see :meth:`PairSource.locate`."""
+    ids = np.asarray(ids, dtype=np.int64)
+    shards = find_shards(ids, manifest.first_pairs, "pair")
+    return shards, ids - manifest.first_pairs[shards]
+
+
+def name_pair(manifest: ImageManifest, index: pa.Table, shard: int, row: int) -> str:
+    """Return the key, the archive and the id of a pair, given the index of its shard."""
+    pair = int(manifest.first_pairs[shard]) + row
+    return f"{index.column('key')[row].as_py()!r} of {manifest.shards[shard].archive} (pair {pair})"
+
+
+def pixel_hash(image: np.ndarray) -> int:
+    """Return a 32-bit hash of the pixels of a view, CRC-32 because it is fastest."""
+    return zlib.crc32(image.data)
+
+
+def token_hash(input_ids: np.ndarray) -> int:
+    """Return a 16-bit hash of the tokens (t,) of a caption."""
+    return int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=2).digest(), "little")
+
+
+def pair_digest(pixels: Digest, tokens: Digest) -> Digest:
+    """Return the 48-bit hash of a pair, or of n pairs (n,) int64, from those of its pixels and tokens."""
+    return pixels << 16 | tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.pairs import PositivePairs
-from tempnet.contrastive.step import GatheredBatch, normalise
+from tempnet.contrastive.step import GatheredBatch, Member, normalise
 from tempnet.contrastive.tiles import SimilarityTiles
 
 
@@ -46,14 +46,14 @@ def held_out_losses(
         ids=ids,
         pairs=PositivePairs.find(image_ids, part),
         part=part,
-        stored={"log_u": cosines.new_full((2, len(image)), -torch.inf)},  # −inf: there is no earlier estimate.
     )
+    stored = {"log_u": cosines.new_full((2, len(image)), -torch.inf)}  # −inf: there is no earlier estimate.
     tiles = SimilarityTiles(image, text, batch.pairs, tile_size=config.tile_size)
 
     def losses(tau: Tensor) -> Tensor:
         tau = tau.double()
-        image_scale, text_scale = tau.reciprocal()
-        log_sums = torch.stack(tiles.logsumexp(image_scale, text_scale)) - cosines / tau
-        return normalise(log_sums, tau, batch, config, gamma=1.0).losses
+        scales = tau.reciprocal()
+        log_sums = torch.cat(tiles.logsumexp(scales[:1], scales[1:])) - cosines / tau
+        return normalise(log_sums, Member(config=config, tau=tau, gamma=1.0, stored=stored), batch).losses
 
     return losses

@@ -5,7 +5,7 @@ anchors + mean over text anchors) of the anchor losses that `normalisers` define
 module gathers a batch, determines its temperatures, calls `step` to compute the loss with all gradients, and updates
 the per-sample state. The backward pass needs no communication: one autograd node multiplies gradients that are
 already computed by W, so that *averaging* the parameter gradients over the ranks, as DDP and DeepSpeed do, gives the
-gradient of the loss.
+gradient of the loss. Several losses of one batch, each with networks and state of its own, share its similarities.
 
 Shapes: W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of both
 modalities are (2, B) or (2, b), where index 0 is the image and 1 the text.
@@ -13,6 +13,7 @@ modalities are (2, B) or (2, b), where index 0 is the image and 1 the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -22,7 +23,7 @@ from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, LossKi
 from tempnet.contrastive.normalisers import Repeats
 from tempnet.contrastive.pairs import PositivePairs
 from tempnet.contrastive.state import SampleState
-from tempnet.contrastive.step import AttachGradients, GatheredBatch, Needs, StepResult, compute
+from tempnet.contrastive.step import AttachGradients, GatheredBatch, Member, Needs, StepResult, compute
 from tempnet.contrastive.temperatures import LearnedTemperature, momentum_step
 from tempnet.contrastive.world import World
 from tempnet.network import TempNet
@@ -34,6 +35,7 @@ __all__ = [
     "ContrastiveOutput",
     "LossKind",
     "check_negatives",
+    "contrastive_losses",
     "gamma_at",
 ]
 
@@ -105,64 +107,28 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: if the state has no sample with one of the ids, or no temperature for it.
         """
-        # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
-        dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
-        with torch.autocast(image.device.type, enabled=False):
-            image, text = image.to(dtype), text.to(dtype)
-            batch = self._gather(image.detach(), text.detach(), ids, image_ids)
-            tau = self._temperatures(image, text, batch).to(dtype)
-            wants_grad = torch.is_grad_enabled()
-            needs = Needs(
-                image=wants_grad and image.requires_grad,
-                text=wants_grad and text.requires_grad,
-                tau=tau.requires_grad or self._steps_tau,
-            )
-            all_tau = self.world.gather(tau.T).T.contiguous()
-            result = compute(batch, all_tau, self.config, self.world, needs, gamma)
-            if self.state is not None and self.training:
-                self._update_state(self.state, batch, result)
-            dual = None if result.dual_gradient is None else result.dual_gradient[:, batch.part]
-            tau_grad = None if dual is None else dual / (2 * len(batch.ids))
-            loss = AttachGradients.apply(
-                result.loss, self.world.size, image, text, tau, result.image_grad, result.text_grad, tau_grad
-            )
-        return {
-            "loss": loss,
-            "tau": tau.detach(),
-            "log_u": None if result.log_u is None else result.log_u[:, batch.part],
-            "dual_gradient": dual if self.config.kind.uses_rho else None,
-        }
+        (output,) = contrastive_losses([self], image, text, ids, image_ids, gammas=[gamma])
+        return output
 
     @property
     def _steps_tau(self) -> bool:
         """Whether per-sample temperatures are updated; they need their gradient even if autograd is off."""
         return self.config.kind.temperature == "per_sample" and self.training
 
-    def _gather(self, image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor) -> GatheredBatch:
-        """Collect what this rank needs to know about the global batch, except the temperatures."""
-        all_ids, all_image_ids = self.world.gather(torch.stack([ids, image_ids], dim=1)).T.contiguous()
-        stored: dict[str, Tensor] = {}
-        if self.state is not None:
-            self.state.check(all_ids)
-            stored = self.state.read(all_ids)
-        part = self.world.part(len(all_ids))
-        return GatheredBatch(
-            image=image,
-            text=self.world.gather(text),
-            cosines=self.world.gather((image * text).sum(-1)),
-            ids=all_ids,
-            pairs=PositivePairs.find(all_image_ids, part),
-            part=part,
-            stored=stored,
-        )
+    def _read_state(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the columns (2, B) of the per-sample state for the ids (B,) of the global batch."""
+        if self.state is None:
+            return {}
+        self.state.check(ids)
+        return self.state.read(ids)
 
-    def _temperatures(self, image: Tensor, text: Tensor, batch: GatheredBatch) -> Tensor:
+    def _temperatures(self, image: Tensor, text: Tensor, batch: GatheredBatch, state: dict[str, Tensor]) -> Tensor:
         """Return τ (2, b) of this rank's anchors, with an autograd graph if it is learned by backpropagation."""
         if self.learned is not None:
             return self.learned().expand(2, len(image))
         if self.image_tempnet is not None and self.text_tempnet is not None:
             return torch.stack([self.image_tempnet(image), self.text_tempnet(text)])
-        if (stored := batch.stored.get("tau")) is not None:
+        if (stored := state.get("tau")) is not None:
             is_missing = stored.isnan().any(0)
             if num_missing := int(is_missing.sum()):
                 raise ValueError(
@@ -172,15 +138,95 @@ class ContrastiveLoss(nn.Module):
             return stored[:, batch.part]
         return image.new_full((2, len(image)), 1.0 if self.config.kind.temperature == "free" else self.config.tau)
 
-    def _update_state(self, state: SampleState, batch: GatheredBatch, result: StepResult) -> None:
+    def _update_state(self, batch: GatheredBatch, stored: dict[str, Tensor], result: StepResult) -> None:
+        if self.state is None:
+            return
         assert result.log_u is not None
         values = {"log_u": result.log_u}
         if self._steps_tau:
             assert result.dual_gradient is not None
             has_negatives = batch.pairs.num_negatives > 0
             gradient = Repeats(batch.ids).mean(result.dual_gradient, has_negatives)
-            tau, momentum = (batch.stored[name].to(gradient.dtype) for name in ("tau", "momentum"))
+            tau, momentum = (stored[name].to(gradient.dtype) for name in ("tau", "momentum"))
             new_tau, new_momentum = momentum_step(tau, momentum, gradient, self.config)
             values["tau"] = torch.where(has_negatives, new_tau, tau)
             values["momentum"] = torch.where(has_negatives, new_momentum, momentum)
-        state.update(batch.ids, values)
+        self.state.update(batch.ids, values)
+
+
+def contrastive_losses(
+    losses: Sequence[ContrastiveLoss],
+    image: Tensor,
+    text: Tensor,
+    ids: Tensor,
+    image_ids: Tensor,
+    *,
+    gammas: Sequence[float],
+) -> list[ContrastiveOutput]:
+    """Compute several losses of one batch as :meth:`ContrastiveLoss.forward` does each, with the similarities of the batch
+    computed once for all.
+
+    Args:
+        losses: the losses, each with networks and state of its own; either all or none of them are without a temperature.
+        image, text, ids, image_ids: see :meth:`ContrastiveLoss.forward`.
+        gammas: γ of the moving average of every loss.
+    """
+    world = losses[0].world
+    # At least float32 is needed: in bfloat16, exp(similarity/τ) at τ = 0.005 is off by a factor of two.
+    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
+    with torch.autocast(image.device.type, enabled=False):
+        image, text = image.to(dtype), text.to(dtype)
+        batch = _gather(image.detach(), text.detach(), ids, image_ids, world)
+        states = [loss._read_state(batch.ids) for loss in losses]
+        taus = [
+            loss._temperatures(image, text, batch, state).to(dtype) for loss, state in zip(losses, states, strict=True)
+        ]
+        wants_grad = torch.is_grad_enabled()
+        needs = Needs(
+            image=wants_grad and image.requires_grad,
+            text=wants_grad and text.requires_grad,
+            tau=any(tau.requires_grad or loss._steps_tau for tau, loss in zip(taus, losses, strict=True)),
+        )
+        all_tau = world.gather(torch.stack(taus).permute(2, 0, 1)).permute(1, 2, 0).contiguous()
+        members = [
+            Member(config=loss.config, tau=tau, gamma=gamma, stored=state)
+            for loss, tau, gamma, state in zip(losses, all_tau, gammas, states, strict=True)
+        ]
+        results = compute(batch, members, world, needs)
+        outputs = []
+        for loss, state, tau, result in zip(losses, states, taus, results, strict=True):
+            if loss.training:
+                loss._update_state(batch, state, result)
+            outputs.append(_output(loss, batch, image, text, tau, result))
+    return outputs
+
+
+def _gather(image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor, world: World) -> GatheredBatch:
+    """Collect what this rank needs to know about the global batch, except for what differs between losses."""
+    all_ids, all_image_ids = world.gather(torch.stack([ids, image_ids], dim=1)).T.contiguous()
+    part = world.part(len(all_ids))
+    return GatheredBatch(
+        image=image,
+        text=world.gather(text),
+        cosines=world.gather((image * text).sum(-1)),
+        ids=all_ids,
+        pairs=PositivePairs.find(all_image_ids, part),
+        part=part,
+    )
+
+
+def _output(
+    loss: ContrastiveLoss, batch: GatheredBatch, image: Tensor, text: Tensor, tau: Tensor, result: StepResult
+) -> ContrastiveOutput:
+    """Return what the loss returns, with its gradients attached to embeddings and temperatures (2, b)."""
+    dual = None if result.dual_gradient is None else result.dual_gradient[:, batch.part]
+    tau_grad = None if dual is None else dual / (2 * len(batch.ids))
+    value = AttachGradients.apply(
+        result.loss, loss.world.size, image, text, tau, result.image_grad, result.text_grad, tau_grad
+    )
+    return {
+        "loss": value,
+        "tau": tau.detach(),
+        "log_u": None if result.log_u is None else result.log_u[:, batch.part],
+        "dual_gradient": dual if loss.config.kind.uses_rho else None,
+    }

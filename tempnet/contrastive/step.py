@@ -1,4 +1,7 @@
-"""Compute the loss of one batch and the gradients of this rank's rows, without autograd.
+"""Compute the losses of one batch and the gradients of this rank's rows, without autograd.
+
+Several losses that differ in their temperatures, in ρ or in their per-sample state can be computed at a time; they share
+the similarities.
 
     1. Pass 1 over the tiles of similarities of this rank's images with all texts gives ℓ; the sums of the columns are
        completed by communication between the ranks.
@@ -9,13 +12,14 @@ The negatives of anchor i have the weights w_ij = exp((S_ij − s_i)/τ_i), whic
 positive's contribution to the gradient is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives
 Σ_j w_ij = exp(ℓ_i − c_i).
 
-Shapes: W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of both
-modalities are (2, B), where index 0 is the image and 1 the text.
+Shapes: K losses, W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of
+both modalities are (2, B), where index 0 is the image and 1 the text.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +30,7 @@ from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.cyclic import cyclic_terms
 from tempnet.contrastive.normalisers import Normalised, Repeats, in_batch, moving_average
 from tempnet.contrastive.pairs import PositivePairs
-from tempnet.contrastive.tiles import SimilarityTiles, artanh_slope, clamp_cosines
+from tempnet.contrastive.tiles import SimilarityTiles, TileGradients, artanh_slope, clamp_cosines
 from tempnet.contrastive.world import World
 
 
@@ -46,6 +50,18 @@ class GatheredBatch:
     """Entries that are not negatives."""
     part: slice
     """Part of the B pairs that belongs to this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One of the losses that are computed of a batch, with what is its own."""
+
+    config: ContrastiveLossConfig
+    """Which loss."""
+    tau: Tensor
+    """Temperatures: (2, B)."""
+    gamma: float
+    """γ of the moving average, in (0, 1]."""
     stored: dict[str, Tensor]
     """Columns of the per-sample state before this batch, each (2, B)."""
 
@@ -76,70 +92,93 @@ class StepResult:
 
 
 @torch.no_grad()
-def compute(
-    batch: GatheredBatch, tau: Tensor, config: ContrastiveLossConfig, world: World, needs: Needs, gamma: float
-) -> StepResult:
-    """Compute the loss that `config` names, at the temperatures τ (2, B), and the gradients in `needs`.
+def compute(batch: GatheredBatch, members: Sequence[Member], world: World, needs: Needs) -> list[StepResult]:
+    """Compute K losses of a batch at their temperatures, and the gradients in `needs`.
 
     Args:
         batch: the batch, as this rank knows it.
-        tau: (2, B).
-        config: which loss.
+        members: the losses; either all or none of them are without a temperature.
         world: the ranks that share the batch.
-        needs: gradients to compute.
-        gamma: γ of the moving average, in (0, 1].
+        needs: gradients to compute, the same for all losses.
     """
-    part, num_pairs, is_artanh = batch.part, len(batch.ids), config.kind.temperature == "free"
+    part, num_pairs, first = batch.part, len(batch.ids), members[0].config
+    is_artanh = first.kind.temperature == "free"
+    assert all((member.config.kind.temperature == "free") == is_artanh for member in members)
     positives = 2.0 * clamp_cosines(batch.cosines).atanh() if is_artanh else batch.cosines
-    tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=config.tile_size, is_artanh=is_artanh)
+    tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=first.tile_size, is_artanh=is_artanh)
+    tau = torch.stack([member.tau for member in members])  # (K, 2, B)
     scale = tau.reciprocal()
-    partial = tau.new_full((1, 2, num_pairs), -torch.inf)
-    partial[0, 0, part], partial[0, 1] = tiles.logsumexp(scale[0, part], scale[1])
+    partial = torch.full_like(tau, -torch.inf)[None]
+    partial[0, :, 0, part], partial[0, :, 1] = tiles.logsumexp(scale[:, 0, part], scale[:, 1])
     log_sums = world.gather(partial).logsumexp(0) - positives * scale  # This is ℓ.
 
-    normalised = normalise(log_sums, tau, batch, config, gamma)
-    result = StepResult(loss=normalised.losses.sum() / (2 * num_pairs), log_u=normalised.log_u)
+    normalised = [normalise(own, member, batch) for own, member in zip(log_sums, members, strict=True)]
+    results = [StepResult(loss=own.losses.sum() / (2 * num_pairs), log_u=own.log_u) for own in normalised]
     if needs.image or needs.text or needs.tau:
-        log_scale = normalised.log_scale + math.log(2 * num_pairs)  # This is c, including the factor 1/(2B).
+        log_scale = torch.stack([own.log_scale for own in normalised]) + math.log(2 * num_pairs)  # c, with 1/(2B).
         weight_sums = (log_sums - log_scale).exp()
         shift = positives + tau * log_scale  # This is s.
         sums = tiles.gradients(
-            scale[0, part],
-            scale[1],
-            shift[0, part],
-            shift[1],
+            scale[:, 0, part],
+            scale[:, 1],
+            shift[:, 0, part],
+            shift[:, 1],
             with_image=needs.image,
             with_text=needs.text,
             with_products=needs.tau,
         )
-        own = weight_sums.sum(0)
-        if is_artanh:
-            own *= artanh_slope(batch.cosines)
-        own = own[part, None]
-        if sums.image is not None:
-            result.image_grad = sums.image.addcmul_(own, batch.text[part], value=-1.0)
-        if sums.text is not None:
-            result.text_grad = world.sum_part(sums.text).addcmul_(own, batch.image, value=-1.0)
+        _add_embedding_gradients(results, batch, sums, weight_sums, world, is_artanh=is_artanh)
         if sums.row_products is not None and sums.column_products is not None:
             products = torch.zeros_like(tau)
-            products[0, part], products[1] = sums.row_products, sums.column_products
+            products[:, 0, part], products[:, 1] = sums.row_products, sums.column_products
             mean_h = (world.sum(products) - positives * weight_sums) * (2 * num_pairs)
-            result.dual_gradient = normalised.tau_slope - mean_h * scale
-    if config.kind.is_cyclic:
-        _add_cyclic(result, batch, config, world)
-    return result
+            for result, own, subtrahend in zip(results, normalised, mean_h * scale, strict=True):
+                result.dual_gradient = own.tau_slope - subtrahend
+    for result, member in zip(results, members, strict=True):
+        if member.config.kind.is_cyclic:
+            _add_cyclic(result, batch, member.config, world)
+    return results
 
 
-def normalise(
-    log_sums: Tensor, tau: Tensor, batch: GatheredBatch, config: ContrastiveLossConfig, gamma: float
-) -> Normalised:
-    """Compute the losses of all anchors from ℓ and τ, each (2, B), with the normaliser that `config` specifies."""
-    num_negatives = batch.pairs.num_negatives
+def _add_embedding_gradients(
+    results: Sequence[StepResult],
+    batch: GatheredBatch,
+    sums: TileGradients,
+    weight_sums: Tensor,
+    world: World,
+    *,
+    is_artanh: bool,
+) -> None:
+    """Complete the gradients of the embeddings, of the negatives only (`sums`), by the positives' own contribution.
+
+    The sums of the negatives' weights are (K, 2, B).
+    """
+    own = weight_sums.sum(1)
+    if is_artanh:
+        own *= artanh_slope(batch.cosines)
+    own = own[:, batch.part, None]
+    for number, result in enumerate(results):
+        if sums.image is not None:
+            result.image_grad = sums.image[number].addcmul_(own[number], batch.text[batch.part], value=-1.0)
+        if sums.text is not None:
+            text_grad = world.sum_part(sums.text[number])
+            result.text_grad = text_grad.addcmul_(own[number], batch.image, value=-1.0)
+
+
+def normalise(log_sums: Tensor, member: Member, batch: GatheredBatch) -> Normalised:
+    """Compute the losses of all anchors from ℓ (2, B), with the normaliser of the member's configuration."""
+    num_negatives, config = batch.pairs.num_negatives, member.config
     if config.kind.normaliser == "in_batch":
-        return in_batch(log_sums, tau, num_negatives > 0)
-    rho = config.rho if config.kind.uses_rho else 0.0
-    log_u = batch.stored["log_u"].to(log_sums.dtype)
-    return moving_average(log_sums, tau, num_negatives, log_u, Repeats(batch.ids), gamma=gamma, rho=rho)
+        return in_batch(log_sums, member.tau, num_negatives > 0)
+    return moving_average(
+        log_sums,
+        member.tau,
+        num_negatives,
+        member.stored["log_u"].to(log_sums.dtype),
+        Repeats(batch.ids),
+        gamma=member.gamma,
+        rho=config.rho if config.kind.uses_rho else 0.0,
+    )
 
 
 def _add_cyclic(result: StepResult, batch: GatheredBatch, config: ContrastiveLossConfig, world: World) -> None:

@@ -9,11 +9,12 @@ and column j is this rank's part of the comparison of the text anchor j with the
               columns are added and multiplied by f′, and give the gradients of the embeddings. If τ is learned, the
               pass also computes Σ_j weight_ij·S_ij
 
-Each tile is computed again in the second pass instead of being stored, which takes 4 matrix products instead of 3,
-and memory O(tile²). The positives' own contribution to the gradient is added in `step`, since it has a closed form
+Both passes serve K losses at a time, which differ in their temperatures: a tile of similarities is computed once for all
+of them. Each tile is computed again in the second pass instead of being stored, which takes 4 matrix products instead of
+3, and memory O(tile²). The positives' own contribution to the gradient is added in `step`, since it has a closed form
 once the sums are known.
 
-Shapes: B pairs in the global batch, b pairs (rows) on this rank, d dimensions of an embedding.
+Shapes: K losses, B pairs in the global batch, b pairs (rows) on this rank, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class TileGradients:
     """Results of the second pass; those that were not requested are None."""
 
     image: Tensor | None
-    """Gradient of this rank's image embeddings, complete: (b, d)."""
+    """Gradient of this rank's image embeddings, complete: (K, b, d)."""
     text: Tensor | None
-    """Gradient of all text embeddings, only the contribution of this rank's rows: (B, d)."""
+    """Gradient of all text embeddings, only the contribution of this rank's rows: (K, B, d)."""
     row_products: Tensor | None
-    """Σ_j weight_ij·S_ij of every row, complete: (b,)."""
+    """Σ_j weight_ij·S_ij of every row, complete: (K, b)."""
     column_products: Tensor | None
-    """Σ_i weight_ij·S_ij of every column, only the contribution of this rank's rows: (B,)."""
+    """Σ_i weight_ij·S_ij of every column, only the contribution of this rank's rows: (K, B)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +93,26 @@ class SimilarityTiles:
         self.buffers = image.new_empty(4, min(tile_size, len(image)) * min(tile_size, len(text)))
 
     def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass 1: return log Σ exp(S·scale) over the negatives of every row, (b,), and of every column, (B,).
+        """Pass 1: return log Σ exp(S·scale) over the negatives of every row, (K, b), and of every column, (K, B).
 
         The sums of the columns are only over this rank's rows.
 
         Args:
-            row_scale: (b,) 1/τ of the image anchors.
-            column_scale: (B,) 1/τ of the text anchors.
+            row_scale: (K, b) 1/τ of the image anchors.
+            column_scale: (K, B) 1/τ of the text anchors.
         """
         row_sums = torch.full_like(row_scale, -torch.inf)
         column_sums = torch.full_like(column_scale, -torch.inf)
         for tile in self._tiles():
-            for dim, part, scale, sums, work in (
+            for dim, part, scales, sums, work in (
                 (1, tile.rows, row_scale, row_sums, tile.row_work),
                 (0, tile.columns, column_scale, column_sums, tile.column_work),
             ):
-                top, part_scale = tile.logits.amax(dim, keepdim=True), scale[part].unsqueeze(dim)
-                weights = torch.sub(tile.logits, top, out=work).mul_(part_scale * _LOG2_E).exp2_()
-                log_sum = weights.sum(dim).log_() + (top * part_scale).squeeze(dim)
-                sums[part] = torch.logaddexp(sums[part], log_sum)
+                top = tile.logits.amax(dim, keepdim=True)
+                for scale, total in zip(scales[:, part].unsqueeze(dim + 1), sums[:, part], strict=True):
+                    weights = torch.sub(tile.logits, top, out=work).mul_(scale * _LOG2_E).exp2_()
+                    log_sum = weights.sum(dim).log_() + (top * scale).squeeze(dim)
+                    total.copy_(torch.logaddexp(total, log_sum))
         return row_sums, column_sums
 
     def gradients(
@@ -127,31 +129,34 @@ class SimilarityTiles:
         """Pass 2: return the gradients for weights exp((S − shift)·scale) of the rows and of the columns.
 
         Args:
-            row_scale, row_shift: (b,) 1/τ and shift s of the image anchors; a shift of +inf excludes an anchor.
-            column_scale, column_shift: (B,) the same for the text anchors.
+            row_scale, row_shift: (K, b) 1/τ and shift s of the image anchors; a shift of +inf excludes an anchor.
+            column_scale, column_shift: (K, B) the same for the text anchors.
             with_image, with_text, with_products: which results to compute.
         """
         assert not (self.is_artanh and with_products), "a loss without a temperature has no gradient in it"
-        image_grad = torch.zeros_like(self.image) if with_image else None
-        text_grad = torch.zeros_like(self.text) if with_text else None
+        count = len(row_scale)
+        image_grad = self.image.new_zeros(count, *self.image.shape) if with_image else None
+        text_grad = self.text.new_zeros(count, *self.text.shape) if with_text else None
         row_products = torch.zeros_like(row_scale) if with_products else None
         column_products = torch.zeros_like(column_scale) if with_products else None
         for tile in self._tiles():
             rows, columns, logits = tile.rows, tile.columns, tile.logits
-            row_weights = torch.sub(logits, row_shift[rows, None], out=tile.row_work)
-            row_weights.mul_(row_scale[rows, None] * _LOG2_E).exp2_()
-            column_weights = torch.sub(logits, column_shift[columns], out=tile.column_work)
-            column_weights.mul_(column_scale[columns] * _LOG2_E).exp2_()
-            if row_products is not None and column_products is not None:
-                row_products[rows] += torch.mul(row_weights, logits, out=tile.spare).sum(1)
-                column_products[columns] += logits.mul_(column_weights).sum(0)
-            weights = row_weights.add_(column_weights)
-            if self.is_artanh:
-                weights.mul_(artanh_slope(tile.spare))
-            if image_grad is not None:
-                image_grad[rows].addmm_(weights, self.text[columns])
-            if text_grad is not None:
-                text_grad[columns].addmm_(weights.T, self.image[rows])
+            slopes = artanh_slope(tile.spare) if self.is_artanh else None
+            for number in range(count):
+                row_weights = torch.sub(logits, row_shift[number, rows, None], out=tile.row_work)
+                row_weights.mul_(row_scale[number, rows, None] * _LOG2_E).exp2_()
+                column_weights = torch.sub(logits, column_shift[number, columns], out=tile.column_work)
+                column_weights.mul_(column_scale[number, columns] * _LOG2_E).exp2_()
+                if row_products is not None and column_products is not None:
+                    row_products[number, rows] += torch.mul(row_weights, logits, out=tile.spare).sum(1)
+                    column_products[number, columns] += torch.mul(column_weights, logits, out=tile.spare).sum(0)
+                weights = row_weights.add_(column_weights)
+                if slopes is not None:
+                    weights.mul_(slopes)
+                if image_grad is not None:
+                    image_grad[number, rows].addmm_(weights, self.text[columns])
+                if text_grad is not None:
+                    text_grad[number, columns].addmm_(weights.T, self.image[rows])
         return TileGradients(image_grad, text_grad, row_products, column_products)
 
     def _tiles(self) -> Iterator[_Tile]:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tempnet.base_model import base_digest
 from tempnet.models.batch_norm import synchronize_batch_norm
 from tempnet.models.dual_encoder_config import (
     IMAGE_ENCODER_DIRECTORY,
@@ -151,23 +152,13 @@ class DualEncoder(nn.Module):
         Raises:
             ValueError: if the source contains neither, or a part of it is missing; the message names the source.
         """
-        directory = Path(source)
+        directory, config = Path(source), read_sizes(source)
         if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
-            clip = read_config(source)
-            if clip.model_type != "clip":
-                raise ValueError(
-                    f"{source} holds no dual encoder: neither {IMAGE_ENCODER_DIRECTORY}/, nor a Transformers CLIPModel "
-                    f"(its model_type is {clip.model_type!r})"
-                )
-            config = DualEncoderConfig.of_clip(clip, directory)
             return cls(*load_clip_towers(source), config, autocast_dtype=autocast_dtype).eval()
-        for name in (CONFIG_FILE, WEIGHTS_FILE, TEXT_ENCODER_DIRECTORY):
-            if not (directory / name).exists():
-                raise ValueError(f"{directory} holds no dual encoder: {name} is missing")
         encoder = cls(
             load_tower(directory / IMAGE_ENCODER_DIRECTORY, "image"),
             load_tower(directory / TEXT_ENCODER_DIRECTORY, "text"),
-            DualEncoderConfig.load(directory / CONFIG_FILE),
+            config,
             autocast_dtype=autocast_dtype,
         )
         state = _read_tensors(directory / WEIGHTS_FILE)
@@ -196,6 +187,37 @@ class DualEncoder(nn.Module):
 
     def _projection_names(self) -> list[str]:
         return sorted(name for name, _ in self.named_parameters() if name.startswith(("image_proj", "text_proj")))
+
+
+def read_sizes(source: str | Path) -> DualEncoderConfig:
+    """Read the configuration of what :meth:`DualEncoder.from_pretrained` loads, without its weights.
+
+    Raises:
+        ValueError: if the source contains no dual encoder, or a part of it is missing; the message names the source.
+    """
+    directory = Path(source)
+    if not (directory / IMAGE_ENCODER_DIRECTORY).is_dir():
+        clip = read_config(source)
+        if clip.model_type != "clip":
+            raise ValueError(
+                f"{source} holds no dual encoder: neither {IMAGE_ENCODER_DIRECTORY}/, nor a Transformers CLIPModel "
+                f"(its model_type is {clip.model_type!r})"
+            )
+        return DualEncoderConfig.of_clip(clip, directory)
+    for name in (CONFIG_FILE, WEIGHTS_FILE, TEXT_ENCODER_DIRECTORY):
+        if not (directory / name).exists():
+            raise ValueError(f"{directory} holds no dual encoder: {name} is missing")
+    return DualEncoderConfig.load(directory / CONFIG_FILE)
+
+
+def encoder_digest(place: str) -> str:
+    """Return a digest of a dual encoder's weights and configurations, without tokenizer and TempNets.
+
+    Args:
+        place: local path, or the name of a CLIPModel on the hub, whose digest names its commit.
+    """
+    parts = ("", IMAGE_ENCODER_DIRECTORY, TEXT_ENCODER_DIRECTORY)
+    return base_digest(place, parts=parts, configurations=(CONFIG_FILE, PREPROCESSOR_FILE))
 
 
 def load_pair_tempnets(directory: str | Path) -> tuple[TempNet, TempNet]:

@@ -23,7 +23,7 @@ class TemperatureDualEncoder(nn.Module):
     """Dual encoder with a contrastive loss, which contains the TempNets if it needs them.
 
     Args:
-        encoder: the two towers.
+        encoder: the two towers; None if the module is only given embeddings that frozen towers have computed before.
         loss: loss that is computed from their embeddings.
         freeze_encoder: whether the encoder stays in eval mode, runs without a graph, and is not trained.
 
@@ -31,10 +31,10 @@ class TemperatureDualEncoder(nn.Module):
         ValueError: if a TempNet reads embeddings of another size.
     """
 
-    def __init__(self, encoder: DualEncoder, loss: ContrastiveLoss, *, freeze_encoder: bool = False) -> None:
+    def __init__(self, encoder: DualEncoder | None, loss: ContrastiveLoss, *, freeze_encoder: bool = False) -> None:
         super().__init__()
         for modality, network in (("image", loss.image_tempnet), ("text", loss.text_tempnet)):
-            if network is not None and network.config.input_size != encoder.config.embedding_size:
+            if encoder and network is not None and network.config.input_size != encoder.config.embedding_size:
                 raise ValueError(
                     f"the {modality} TempNet was built for embeddings of {network.config.input_size}, "
                     f"the encoder's have {encoder.config.embedding_size}"
@@ -42,7 +42,7 @@ class TemperatureDualEncoder(nn.Module):
         self.encoder = encoder
         self.loss = loss
         self.freeze_encoder = freeze_encoder
-        if freeze_encoder:
+        if encoder is not None and freeze_encoder:
             encoder.requires_grad_(False)
         self.train()
 
@@ -52,33 +52,46 @@ class TemperatureDualEncoder(nn.Module):
         A frozen encoder thus has no dropout, and its batch norms do not update their statistics.
         """
         super().train(mode)
-        if self.freeze_encoder:
+        if self.encoder is not None and self.freeze_encoder:
             self.encoder.eval()
         return self
 
-    def forward(
-        self,
-        images: Tensor,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        ids: Tensor,
-        image_ids: Tensor,
-        *,
-        gamma: float,
-    ) -> ContrastiveOutput:
+    def forward(self, *, ids: Tensor, image_ids: Tensor, gamma: float, **inputs: Tensor) -> ContrastiveOutput:
         """Compute the loss of this rank's pairs.
+
+        Args:
+            ids: (b,) int64 ids of the pairs.
+            image_ids: (b,) int64 ids of the images.
+            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
+            inputs: images and captions, or their embeddings; see :meth:`embed`.
+        """
+        image, text = self.embed(**inputs)
+        return self.loss(image, text, ids, image_ids, gamma=gamma)
+
+    def embed(
+        self,
+        *,
+        images: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_embeddings: Tensor | None = None,
+        text_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of images (b, d) and texts (b, d): those that are given, or else the towers compute them.
 
         Args:
             images: uint8 (b, S, S, 3).
             input_ids, attention_mask: (b, t) tokens of the captions, and their mask (1 token, 0 padding).
-            ids: (b,) int64 ids of the pairs.
-            image_ids: (b,) int64 ids of the images.
-            gamma: γ of the moving averages (`tempnet.contrastive.losses.gamma_at`).
+            image_embeddings, text_embeddings: (b, d) unit vectors that frozen towers have computed before.
         """
+        if image_embeddings is not None and text_embeddings is not None:
+            return image_embeddings, text_embeddings
+        assert self.encoder is not None
+        assert images is not None
+        assert input_ids is not None
+        assert attention_mask is not None
         with torch.no_grad() if self.freeze_encoder else contextlib.nullcontext():
-            image = self.encoder.encode_images(images)
-            text = self.encoder.encode_texts(input_ids, attention_mask)
-        return self.loss(image, text, ids, image_ids, gamma=gamma)
+            return self.encoder.encode_images(images), self.encoder.encode_texts(input_ids, attention_mask)
 
     def init_prototypes(self, image_embeddings: Tensor, text_embeddings: Tensor) -> None:
         """Set the prototypes of each TempNet from the first d2 embeddings of its own modality (TempNet Appendix D.1).

@@ -1,4 +1,4 @@
-"""Makes JPEGs of noise and tars, and reads archives of images."""
+"""Makes JPEGs of noise and tars, and reads and prepares archives of images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import numpy as np
 from PIL import Image
 
 from pipelines.images.archives import list_image_archives, read_samples
+from pipelines.images.assembly import assemble
 from pipelines.images.caption_files import CaptionFile
+from pipelines.images.decoding import MAX_PIXELS
+from pipelines.images.index import index_archive, index_name
+from pipelines.images.manifest import ImageManifest
 from pipelines.images.samples import ImageSample
 from pipelines.problems import Problem
 
@@ -40,3 +44,15 @@ def read(path: Path, data: bytes, captions: CaptionFile | None = None) -> tuple[
     (archive,) = list_image_archives(str(path))
     items = list(read_samples(str(path), archive, captions))
     return [i for i in items if isinstance(i, ImageSample)], [i for i in items if isinstance(i, Problem)]
+
+
+def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) -> ImageManifest:
+    """Do what pipelines.images.prepare does, without Ray."""
+    directory.mkdir()
+    entries = [
+        index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
+        for number, archive in enumerate(list_image_archives(str(source)))
+    ]
+    return assemble(
+        entries, captions, directory=str(directory), source=str(source), captions_uri="c.json", max_pixels=MAX_PIXELS
+    )

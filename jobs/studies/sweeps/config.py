@@ -50,8 +50,8 @@ class SweepSection:
     num_generations: int = dataclasses.field(default=4, metadata=added_later(4))
     """Number of generations of population based training."""
     num_side_by_side: int = dataclasses.field(default=16, metadata=FREE_TO_CHANGE)
-    """Maximum number of TempNets that a grid or random search on a frozen language model trains side by side, on the same
-    hidden states. 1: every trial is a run of its own."""
+    """Maximum number of trials that a grid or random search on a frozen base (a language model, or the towers of a dual
+    encoder) trains side by side, on the same hidden states or embeddings. 1: every trial is a run of its own."""
     num_concurrent: int = dataclasses.field(default=0, metadata=FREE_TO_CHANGE)
     """Maximum number of trials at a time. 0: as many as fit into the cluster."""
 

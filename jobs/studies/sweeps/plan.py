@@ -18,9 +18,8 @@ from jobs.studies.sweeps.schedulers import make_asha
 from jobs.studies.sweeps.search import list_corners
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
-from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
-from jobs.tasks.language_model.shared_base import can_share_base
+from jobs.tasks.shared_base import can_share_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class Sweep:
     def shares_base(self) -> bool:
         """Whether the trials train side by side on one frozen base."""
         sweep = self.config.sweep
-        if not isinstance(self.config.base, LanguageModelConfig) or sweep.scheduler != "none" or sweep.search == "band":
+        if sweep.scheduler != "none" or sweep.search == "band":
             return False
         trials = [self.config.trial(point) for point in next(self.config.start())]
         return sweep.num_side_by_side > 1 < len(trials) and can_share_base(trials)

@@ -88,10 +88,32 @@ def clip_rho_lr_small() -> ClipSweep:
     )
 
 
+def clip_frozen_rho_lr_small() -> ClipSweep:
+    """For two cores: 4 values of ρ × 4 learning rates on the frozen towers of clip-cc3m-clip-small, all side by side."""
+    base = clip.PRESETS["clip-cc12m-tempnet-frozen-small"]()
+    assert isinstance(base, clip.ClipConfig)
+    axes = ("temperature.rho=3.5,4,4.5,5", "optimizer.learning_rate_tempnet=1e-3,3e-3,1e-2,3e-2")
+    return ClipSweep(
+        base=replace(
+            base,
+            run=replace(base.run, name="clip-frozen-rho-lr-small"),
+            data=replace(base.data, view="central"),  # so that stored embeddings can be read (model.features)
+        ),
+        sweep=SweepSection(axes=axes, band=(0.01, 0.02)),
+    )
+
+
 PRESETS: dict[str, Preset] = named(
     {
         function.__name__.replace("_", "-"): function
-        for function in (gpt2_rho_lr_small, frozen_rho_lr_small, clip_rho_lr_small, gpt2_rho_lr, clip_rho_lr)
+        for function in (
+            gpt2_rho_lr_small,
+            frozen_rho_lr_small,
+            clip_rho_lr_small,
+            clip_frozen_rho_lr_small,
+            gpt2_rho_lr,
+            clip_rho_lr,
+        )
     }
 )
 """Preset name → function that returns its configuration."""

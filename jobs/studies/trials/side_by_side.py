@@ -16,7 +16,6 @@ from jobs.engine.tags import origin_tags
 from jobs.engine.tracking import TrackedRun, end_children, mark_if_ended, survive_outage
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.trial import Outcomes, Trial
-from jobs.tasks.language_model.shared_base import make_group_task
 
 
 def run_side_by_side(
@@ -30,7 +29,7 @@ def run_side_by_side(
     """Run or continue every trial that is not finished yet, and return the outcomes of all. Ray must be running.
 
     Args:
-        trials: trials for which `jobs.tasks.language_model.shared_base.can_share_base` holds.
+        trials: trials for which `jobs.tasks.shared_base.can_share_base` holds.
         num_at_once: maximum number of networks side by side; the groups run one after the other.
         directory: the directory of the trials.
         parent: the MLflow parent run of the trials' runs.
@@ -53,7 +52,6 @@ def run_side_by_side(
             try:
                 outcomes, reasons = train_group(
                     [trial.make_plan(trial.config) for trial in group],
-                    make_group_task,
                     directory=directory,
                     parent_run_id=parent.run_id if parent else "",
                     with_progress=True,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import ray.train.torch
 import torch
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.export import open_export
+from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult, trainable
 from jobs.tasks.base import BaseTask
 from jobs.tasks.classifier.config import ClassifierConfig
@@ -52,7 +52,7 @@ class ClassifierTask(BaseTask[ClassifierConfig]):
         """Build the classifier and the class centres."""
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         module = build_model(self.config, tokenizer, self.labelled.class_names)
-        self.module = module.to(ray.train.torch.get_device())
+        self.module = module.to(worker_device(self.config.workers))
         self.knows_token_types = getattr(module.model.config, "type_vocab_size", 0) > 1
 
     def parameter_groups(self) -> list[ParameterGroup]:

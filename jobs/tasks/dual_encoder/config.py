@@ -8,7 +8,7 @@ from typing import Literal
 from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import ValidationSection
 from jobs.engine.contrastive import ContrastiveSection, ContrastiveTrainingConfig
-from jobs.engine.fields import FREE_TO_CHANGE, PATH
+from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later
 from jobs.engine.named_values import parse_resources
 from pipelines.images.views import AugmentationConfig
 from pipelines.local_copy import is_directory
@@ -43,6 +43,9 @@ class PairDataSection:
     """Number of tokens of a caption, including padding; longer captions are truncated."""
     caption_noise: float = 0.0
     """Share of the training captions, in [0, 1], in which a word is deleted or replaced by "random" (TempNet Figure 5)."""
+    view: Literal["random", "central"] = field(default="random", metadata=added_later("random"))
+    """What training sees of an image. random: a random crop, which may be flipped and changed, another one in every epoch;
+    the next fields describe it. central: the central square of the resized image, as in validation, in every epoch."""
     min_crop_scale: float = 0.5
     """Smallest share of the image's area that a random training crop covers."""
     flip_probability: float = 0.5
@@ -70,7 +73,7 @@ class PairDataSection:
         check_not_negative("data", self, "num_augmentations", "cache_gib")
         assert self.resources is not None  # parsed here already, so that a wrong entry is refused
         try:
-            _ = self.augmentation
+            _ = self.augmentation  # described with every view, so that a wrong value is always refused
         except ValueError as error:  # only the magnitude is left to be refused
             raise ValueError(f"data.augmentation_{error}") from error
 
@@ -80,14 +83,15 @@ class PairDataSection:
         return parse_resources("data.reader_resources", self.reader_resources)
 
     @property
-    def augmentation(self) -> AugmentationConfig:
-        """The configuration of the random augmentation of training images."""
-        return AugmentationConfig(
+    def augmentation(self) -> AugmentationConfig | None:
+        """The configuration of the random augmentation of training images; None with the central view."""
+        described = AugmentationConfig(
             min_scale=self.min_crop_scale,
             flip_probability=self.flip_probability,
             num_operations=self.num_augmentations,
             magnitude=self.augmentation_magnitude,
         )
+        return described if self.view == "random" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,9 @@ class DualEncoderSection:
     empty: the towers are given by image_path and text_path, or randomly initialised."""
     freeze: bool = False
     """Train only the TempNets and keep the dual encoder fixed, in eval mode and without gradients. Needs `path`."""
+    features: bool = field(default=False, metadata=added_later(False))
+    """Read the embeddings of frozen towers that `jobs.prepare_features` has stored, instead of images and towers. Needs
+    `freeze` and the central view (data.view)."""
     image_path: str = field(default="", metadata=PATH)
     """Directory, URI or hub name of a Transformers vision model for the image tower. If empty: a randomly initialised ResNet
     of the sizes below."""
@@ -211,8 +218,26 @@ class ClipConfig(ContrastiveTrainingConfig):
                 f"model.freeze = True leaves nothing to train with temperature.loss = {self.temperature.loss!r}: "
                 "choose tempnet or tempnet_in_batch"
             )
+        if self.model.features:
+            self._check_features()
         if not (self.data.tokenizer or self.model.text_path or self.model.path):
             raise ValueError("data.tokenizer is empty, and there is no model.path or model.text_path to take one from")
+
+    @property
+    def trains_networks_alone(self) -> bool:
+        """Whether the towers are frozen, so that only TempNets are trained."""
+        return self.model.freeze
+
+    def _check_features(self) -> None:
+        if not self.model.freeze:
+            raise ValueError(
+                "model.features = True needs model.freeze True: the embeddings of towers that are trained change"
+            )
+        if self.data.view != "central":
+            raise ValueError(
+                f"model.features = True reads one stored embedding of every image, but data.view = {self.data.view!r} shows "
+                "another crop of it in every epoch: choose data.view central, or train on the towers (model.features False)"
+            )
 
     @property
     def tokenizer(self) -> str:

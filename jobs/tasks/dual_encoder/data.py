@@ -56,7 +56,7 @@ def cache_for(config: ClipConfig, manifest: ImageManifest, split: str = "") -> i
 
 
 def pair_source(config: ClipConfig, manifest: ImageManifest) -> PairSource:
-    """Return the source that reads augmented images and tokens from prepared data."""
+    """Return the source that reads views of images, and tokens, from prepared data."""
     return PairSource(
         manifest=manifest,
         tokenizer=load_tokenizer(config.tokenizer, needs_eos=False),

@@ -11,7 +11,7 @@ from pipelines.sources import checked_copy
 from tempnet.contrastive.losses import ContrastiveLoss
 from tempnet.contrastive.state import SampleState
 from tempnet.contrastive.world import World
-from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.dual_encoder import DualEncoder, read_sizes
 from tempnet.models.dual_encoder_config import DualEncoderConfig
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
 from tempnet.models.towers import load_tower, random_tower
@@ -36,18 +36,28 @@ def _autocast_dtype(config: ClipConfig) -> torch.dtype | None:
 
 
 def _load_whole(config: ClipConfig) -> DualEncoder:
-    """Return the dual encoder at `model.path`, which must have the sizes that the configuration gives."""
+    """Return the dual encoder at `model.path`, whose sizes must be those of the configuration."""
+    encoder_sizes(config)
+    place = checked_copy(config.model.path, "model.path = ")
+    return DualEncoder.from_pretrained(place, autocast_dtype=_autocast_dtype(config))
+
+
+def encoder_sizes(config: ClipConfig) -> DualEncoderConfig:
+    """Return the sizes of the dual encoder at `model.path`, without loading its weights.
+
+    Raises:
+        ValueError: if there is none, or its sizes are not those that the configuration gives.
+    """
     settings = config.model
-    place = checked_copy(settings.path, "model.path = ")
-    encoder = DualEncoder.from_pretrained(place, autocast_dtype=_autocast_dtype(config))
+    sizes = read_sizes(checked_copy(settings.path, "model.path = "))
     for field, wanted, found in (
-        ("model.image_size", settings.image_size, encoder.config.image_size),
-        ("model.embedding_size", settings.embedding_size, encoder.config.embedding_size),
-        ("data.num_text_tokens", config.data.num_text_tokens, encoder.config.num_text_tokens),
+        ("model.image_size", settings.image_size, sizes.image_size),
+        ("model.embedding_size", settings.embedding_size, sizes.embedding_size),
+        ("data.num_text_tokens", config.data.num_text_tokens, sizes.num_text_tokens),
     ):
         if wanted != found:
             raise ValueError(f"{field} = {wanted}, but model.path = {settings.path!r} was made for {found}")
-    return encoder
+    return sizes
 
 
 def _join_towers(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> DualEncoder:
@@ -105,8 +115,22 @@ def build_tempnets(config: ClipConfig) -> tuple[TempNet | None, TempNet | None]:
 def build_model(
     config: ClipConfig, tokenizer: PreTrainedTokenizerFast, *, num_pairs: int, device: torch.device
 ) -> TemperatureDualEncoder:
-    """Build the module to train, with the loss's state of `num_pairs` samples partitioned among the ranks."""
-    encoder = build_encoder(config, tokenizer)
+    """Build the module to train, with the loss's state of `num_pairs` samples partitioned among the ranks.
+
+    With stored embeddings it has no towers.
+    """
+    encoder = None if config.model.features else build_encoder(config, tokenizer)
+    return add_loss(encoder, config, num_pairs=num_pairs, device=device)
+
+
+def add_loss(
+    encoder: DualEncoder | None, config: ClipConfig, *, num_pairs: int, device: torch.device
+) -> TemperatureDualEncoder:
+    """Build the module from its encoder: add the loss with its TempNets, and its state of `num_pairs` samples."""
+    if config.model.freeze:
+        # The initial weights of TempNets on frozen towers must not depend on whether the towers were built, which draws
+        # random numbers.
+        torch.manual_seed(config.run.seed)
     image_tempnet, text_tempnet = build_tempnets(config)
     loss, world = config.temperature.loss_config, World.current()
     state = SampleState(num_pairs, loss.state_columns, world=world, device=device) if loss.state_columns else None

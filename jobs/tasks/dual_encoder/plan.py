@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from jobs.engine.contrastive import check_sizes
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.task import Membership, PreparedTask, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.dual_encoder import report
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.create import DataReference, create_group_task, create_task
 from jobs.tasks.dual_encoder.data import pair_source, preparation, prepare_split
-from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets
+from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
+from jobs.tasks.dual_encoder.models import build_encoder, build_tempnets, encoder_sizes
 from pipelines.images.captions import CaptionEncoder
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.prepare import check_source
 from pipelines.storage import exists
 from pipelines.stream import READ_CPUS
 from pipelines.text.tokenization import load_tokenizer
-
-
-def create_task(
-    config: ClipConfig, train: str, validation: str, given_tau: np.ndarray | None, rank: int, world_size: int
-) -> Task:
-    """Create the task on a worker.
-
-    Args:
-        config: configuration of the run.
-        train: directory of the prepared training pairs.
-        validation: directory of the prepared validation pairs.
-        given_tau: temperatures (2, N), float32, of the images and texts of the N training pairs for the loss
-            `sogclr_given`.
-        rank: rank of this worker.
-        world_size: number of workers.
-    """
-    from jobs.tasks.dual_encoder.task import ClipTask
-
-    config = config.with_num_workers(world_size)
-    return ClipTask(config, ImageManifest.load(train), ImageManifest.load(validation), given_tau, rank, world_size)
+from tempnet.base_model import BASE_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +35,9 @@ class ClipPlan(BasePlan[ClipConfig]):
     """The plan of training a dual encoder and its temperatures."""
 
     num_image_parameters: int
-    """Number of parameters of the image tower with its projection."""
+    """Number of parameters of the image tower with its projection; 0 with stored embeddings."""
     num_text_parameters: int
-    """Number of parameters of the text tower with its projection."""
+    """Number of parameters of the text tower with its projection; 0 with stored embeddings."""
     num_tempnet_parameters: int
     """Number of parameters of both TempNets together; 0 without TempNets."""
 
@@ -62,14 +46,14 @@ class ClipPlan(BasePlan[ClipConfig]):
 
     @property
     def data_cpus(self) -> float:
-        """Number of CPUs of the readers of all workers."""
-        return READ_CPUS * self.config.data.num_readers * self.config.workers.max_workers
+        """Number of CPUs of the readers of all workers; one reads stored embeddings."""
+        num_readers = 1 if self.config.model.features else self.config.data.num_readers
+        return READ_CPUS * num_readers * self.config.workers.max_workers
 
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         config, loss = self.config, self.config.temperature.loss_config
         size, workers = config.optimizer.batch_size, config.workers.max_workers
-        frozen = " (frozen)" if config.model.freeze else ""
         num_base_parameters = self.num_image_parameters + self.num_text_parameters
         num_frozen = num_base_parameters if config.model.freeze else 0
         return describe_plan(
@@ -83,17 +67,27 @@ class ClipPlan(BasePlan[ClipConfig]):
             },
             num_units=size,
             unit="pairs",
-            readers=f"; {config.data.num_readers} readers each",
-            parameters=f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}, "
-            f"TempNets {self.num_tempnet_parameters:,}",
+            readers="" if config.model.features else f"; {config.data.num_readers} readers each",
+            parameters=f"{self._describe_towers()}, TempNets {self.num_tempnet_parameters:,}",
             num_trained=num_base_parameters + self.num_tempnet_parameters - num_frozen,
             num_frozen=num_frozen,
             tracking_uri=self.tracking_uri,
             notes=_notes(config),
         )
 
+    def _describe_towers(self) -> str:
+        if self.config.model.features:
+            return "towers none (frozen, their embeddings are read)"
+        frozen = " (frozen)" if self.config.model.freeze else ""
+        return f"image tower {self.num_image_parameters:,}, text tower {self.num_text_parameters:,}{frozen}"
+
     def prepare(self) -> PreparedTask:
-        """Index the images, unless this was done before, and read the table of temperatures if one is given."""
+        """Index the images, unless this was done before, and read the table of temperatures if one is given.
+
+        Raises:
+            ValueError: also if the run began with other frozen towers than those that are now at model.path.
+            FileNotFoundError: if stored embeddings are wanted and missing.
+        """
         config = resolve_paths(self.config)
         train, validation = prepare_split(config, "train"), prepare_split(config, "validation")
         check_sizes(
@@ -103,11 +97,26 @@ class ClipPlan(BasePlan[ClipConfig]):
             num_pairs_per_batch=config.optimizer.batch_size,
             noun="pairs",
         )
+        towers = refer_to_towers(config) if config.model.freeze else None
+        embeddings = None
+        if towers is not None and config.model.features:
+            embeddings = (
+                find_embeddings(config, train, towers, "train").directory,
+                find_embeddings(config, validation, towers, "validation").directory,
+            )
+        data = DataReference(
+            train=train.directory,
+            validation=validation.directory,
+            given_tau=_given_tau(config, train),
+            towers=towers,
+            embeddings=embeddings,
+        )
         loss = config.temperature.loss_config
         share_cut = {"train": pair_source(config, train).share_of_captions_cut()}
         share_cut["validation"] = pair_source(config, validation).share_of_captions_cut()
         return PreparedTask(
-            create_task=partial(create_task, config, train.directory, validation.directory, _given_tau(config, train)),
+            create_task=partial(create_task, config, data),
+            membership=Membership(config=config, create_task=partial(create_group_task, data)),
             num_samples=train.num_pairs,
             parameters={
                 "num_pairs": train.num_pairs,
@@ -129,6 +138,7 @@ class ClipPlan(BasePlan[ClipConfig]):
                 "num_text_tokens": config.data.num_text_tokens,
                 "num_pairs_train": train.num_pairs,
             },
+            records={BASE_FILE: asdict(towers)} if towers is not None else {},
         )
 
 
@@ -162,6 +172,20 @@ def make_plan(config: ClipConfig) -> ClipPlan:
         CaptionEncoder(tokenizer=tokenizer, num_text_tokens=config.data.num_text_tokens)
     if config.temperature.table and not exists(config.temperature.table):
         raise FileNotFoundError(f"temperature.table = {config.temperature.table!r} does not exist")
+    num_parameters = (0, 0) if config.model.features else _check_towers(config, tokenizer)
+    if config.model.features:
+        encoder_sizes(config)
+    return ClipPlan(
+        config=config,
+        num_image_parameters=num_parameters[0],
+        num_text_parameters=num_parameters[1],
+        num_tempnet_parameters=count_parameters(*build_tempnets(config)),
+        tracking_uri=uri,
+    )
+
+
+def _check_towers(config: ClipConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """Build the towers, check that they can be trained as configured, and return their numbers of parameters."""
     encoder = build_encoder(config, tokenizer)
     if config.workers.activation_checkpointing and any(
         isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in encoder.modules()
@@ -170,12 +194,9 @@ def make_plan(config: ClipConfig) -> ClipPlan:
             "workers.activation_checkpointing = True would run the batch norms of the image tower twice, and move their "
             "statistics twice: choose False, or an image tower without batch norm"
         )
-    return ClipPlan(
-        config=config,
-        num_image_parameters=count_parameters(encoder.image_encoder, encoder.image_projection),
-        num_text_parameters=count_parameters(encoder.text_encoder, encoder.text_projection),
-        num_tempnet_parameters=count_parameters(*build_tempnets(config)),
-        tracking_uri=uri,
+    return (
+        count_parameters(encoder.image_encoder, encoder.image_projection),
+        count_parameters(encoder.text_encoder, encoder.text_projection),
     )
 
 

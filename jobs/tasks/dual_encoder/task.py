@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray.train.torch
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from jobs.engine.hardware import worker_device
 from jobs.engine.rho import ContrastiveSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, random_pairs
 from jobs.tasks.dual_encoder.export import export_encoder
-from jobs.tasks.dual_encoder.models import build_model
-from jobs.tasks.dual_encoder.validation import RetrievalSet, one_temperature, retrieval_scores, rivals
+from jobs.tasks.dual_encoder.models import build_encoder, build_model
+from jobs.tasks.dual_encoder.scores import score
+from jobs.tasks.dual_encoder.validation import HeldOut, HeldOutSet, RetrievalSet, StoredSet
+from jobs.tasks.frozen_base import check_checkpoint
+from jobs.tasks.node_cache import GIB
+from pipelines.images.embeddings import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.object_store import is_local
+from pipelines.storage import resolve
 from pipelines.stream import Batch
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import BaseReference
 from tempnet.contrastive.losses import gamma_at
 from tempnet.contrastive.statistics import PairStatistics
+from tempnet.models.dual_encoder import DualEncoder
 from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
-from tempnet.statistics import histogram_of
 
-_FIELDS = ("images", "input_ids", "attention_mask", "ids", "image_ids")
+_FIELDS = ("images", "input_ids", "attention_mask", "image_embeddings", "text_embeddings", "ids", "image_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairData:
+    """The data of a task."""
+
+    train: ImageManifest
+    """Manifest of the training pairs."""
+    validation: ImageManifest
+    """Manifest of the validation pairs."""
+    given_tau: np.ndarray | None
+    """(2, N) temperatures of the images and texts of the training pairs, for the loss `sogclr_given`."""
+    towers: BaseReference | None
+    """Reference to the frozen towers; None if the towers are trained."""
+    embeddings: tuple[PairEmbeddings, PairEmbeddings] | None
+    """The stored embeddings of training and validation pairs; None if the towers compute them."""
 
 
 class ClipTask(BaseTask[ClipConfig]):
@@ -35,9 +61,7 @@ class ClipTask(BaseTask[ClipConfig]):
 
     Args:
         config: configuration of the run.
-        train: manifest of the training pairs.
-        validation: manifest of the validation pairs.
-        given_tau: (2, N) temperatures of the images and texts of the training pairs, for the loss `sogclr_given`.
+        data: the data.
         rank: rank of this worker.
         world_size: number of workers.
     """
@@ -45,55 +69,58 @@ class ClipTask(BaseTask[ClipConfig]):
     unit = "pairs"
     module: TemperatureDualEncoder
 
-    def __init__(
-        self,
-        config: ClipConfig,
-        train: ImageManifest,
-        validation: ImageManifest,
-        given_tau: np.ndarray | None,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.train, self.validation, self.given_tau = train, validation, given_tau
-        self.loss_config = config.temperature.loss_config
-        self.source = pair_source(config, train)
+    def __init__(self, config: ClipConfig, data: PairData, rank: int, world_size: int) -> None:
+        self.data = data
+        self.source: PairSource | EmbeddingSource
+        reading: dict[str, Any]
+        if data.embeddings is None:
+            self.source = pair_source(config, data.train)
+            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
+            reading = {"num_readers": config.data.num_readers, "num_batches_per_task": 8, "num_batches_per_output": 1}
+        else:
+            self.source = EmbeddingSource(embeddings=data.embeddings[0], cache_bytes=round(config.data.cache_gib * GIB))
+            # Local files are memory-mapped, and a copy through Ray's object store would cost more than reading them.
+            reading = {"num_readers": 0 if is_local(resolve(data.embeddings[0].directory)[0]) else 1}
         super().__init__(
             config,
             self.source,
-            plan=train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
+            plan=data.train.plan(seed=config.run.seed, window_size=config.data.shuffle_window),
             rank=rank,
             world_size=world_size,
-            num_readers=config.data.num_readers,
             reader_resources=config.data.resources,
-            # Decoded images are large and decoding is slow, so small tasks are shared among several readers.
-            num_batches_per_task=8,
-            num_batches_per_output=1,
+            **reading,
         )
+        self._frozen_held_out: HeldOut | None = None
+        self._exported_towers: DualEncoder | None = None
 
     def build(self, *, is_fresh: bool) -> None:
-        """Build the module with its per-sample state, initialise the prototypes, and read the validation set."""
-        device = ray.train.torch.get_device()
-        self.module = build_model(self.config, self.source.tokenizer, num_pairs=self.train.num_pairs, device=device)
+        """Build the module with its per-sample state, initialise the prototypes, and find the validation set."""
+        device = worker_device(self.config.workers)
+        num_pairs = self.data.train.num_pairs
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        self.module = build_model(self.config, tokenizer, num_pairs=num_pairs, device=device)
         if is_fresh and self.config.temperature.needs_tempnets and self.config.temperature.projection:
-            self._init_prototypes(device)
-        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, self.train.num_pairs)
-        if self.given_tau is not None:
+            self.init_prototypes(self.module, self.config, device)
+        self.steering = ContrastiveSteering(self.config.temperature, self.module.loss, num_pairs)
+        if self.data.given_tau is not None:
             assert self.module.loss.state is not None
-            self.module.loss.state.fill("tau", torch.from_numpy(self.given_tau))
-        self.retrieval = RetrievalSet.read(pair_source(self.config, self.validation), self.config)
+            self.module.loss.state.fill("tau", torch.from_numpy(self.data.given_tau))
+        self.retrieval = self.find_held_out()
+
+    def find_held_out(self) -> HeldOutSet:
+        """Return the validation set."""
+        if self.data.embeddings is not None:
+            return StoredSet(stored=self.data.embeddings[1], num_images=self.config.validation.num_images)
+        return RetrievalSet.read(pair_source(self.config, self.data.validation), self.config)
 
     @torch.no_grad()
-    def _init_prototypes(self, device: torch.device) -> None:
+    def init_prototypes(self, module: TemperatureDualEncoder, config: ClipConfig, device: torch.device) -> None:
         """Initialise the TempNets' prototypes from embeddings of random training images and texts, the same on every rank."""
-        count = self.config.temperature.num_prototypes
-        ids = random_pairs(self.train.num_pairs, count, self.config.run.seed)
-        batch = self._tensors(self.source.read(*self.source.locate(ids), 0), device)
-        self.module.eval()
-        encoder = self.module.encoder
-        image = encoder.encode_images(batch["images"])
-        text = encoder.encode_texts(batch["input_ids"], batch["attention_mask"])
-        self.module.init_prototypes(image, text)
-        self.module.train()
+        ids = random_pairs(self.data.train.num_pairs, config.temperature.num_prototypes, config.run.seed)
+        tensors = tensors_of(self.source.read(*self.source.locate(ids), 0), device)
+        module.eval()
+        module.init_prototypes(*module.embed(**inputs_of(tensors)))
+        module.train()
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return two groups: towers, projections and the learned scalar temperature, if any; and the TempNets."""
@@ -105,75 +132,32 @@ class ClipTask(BaseTask[ClipConfig]):
         self, engine: DeepSpeedEngine, batch: Batch, *, step: int, num_units: int, with_statistics: bool
     ) -> StepResult:
         """Train on one global batch."""
-        gamma = gamma_at(self.loss_config, step, self.config.run.num_steps)
-        is_steered = self.steering.follows(engine)
-        output = engine(**self._tensors(batch, engine.device), gamma=gamma)
+        config = self.config.temperature.loss_config
+        is_steered = self.steering.follows(engine.optimizer)
+        output = engine(**tensors_of(batch, engine.device), gamma=gamma_at(config, step, self.config.run.num_steps))
         engine.backward(output["loss"])
         engine.step()
         if is_steered:
             self.steering.observe_pairs(output)
-        statistics = PairStatistics.of(output, self.loss_config) if with_statistics else None
+        statistics = PairStatistics.of(output, config) if with_statistics else None
         return StepResult(output["loss"].detach() / self.world_size, statistics)
 
     def validate(
         self, engine: DeepSpeedEngine, *, with_details: bool
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return recalls and cross-entropy; the details are histograms of τ and a comparison with constant temperatures."""
-        image, text = self.retrieval.embeddings(self.module.encoder, self.module.loss.world, engine.device)
-        predicted = None
-        if self.module.loss.image_tempnet is not None:
-            tau_image, tau_text = self.module.predict_temperatures(image.to(engine.device), text.to(engine.device))
-            predicted = (tau_image.cpu(), tau_text.cpu())
-        scores = self._temperature_scores(predicted)
-        tau = predicted or one_temperature(self.loss_config, scores)
-        scores |= retrieval_scores(image, text, self.retrieval.image_of_text, tau) | self.steering.scores()
-        if not with_details:
-            return scores, None
-        details: dict[str, Any] = {"histograms": self._histograms(predicted)}
-        if predicted and self.rank == 0:
-            loss = self.module.loss.config
-            details["rivals"] = rivals(image, text, self.retrieval.image_of_text, predicted, loss)
-            details["judged_by"] = loss.kind.objective
-        return scores, details
+        held_out = self.held_out(self.module, engine.device)
+        scores, details = score(self.module, held_out, engine.device, with_details=with_details)
+        return scores | self.steering.scores(), details
 
-    def _temperature_scores(self, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
-        """Return mean and standard deviation of τ. All ranks must call this.
-
-        They are taken over the temperatures predicted for the validation set, or over those stored for all training
-        samples. For a single learned temperature only the mean is returned, which is its value.
-        """
-        loss = self.module.loss
-        if loss.learned is not None:
-            return {"tau_mean": float(loss.learned())}
-        if predicted is not None:
-            both = torch.cat([part.double() for part in predicted])
-            return {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
-        if loss.state is None or "tau" not in loss.state.columns:
-            return {}
-        tau = loss.state.columns["tau"].double()
-        count, total, squares = loss.world.sum(
-            torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
-        ).tolist()
-        return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
-
-    def _histograms(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
-        """Return histograms (counts) of τ by modality. All ranks must call this.
-
-        They cover the validation set if TempNets predict τ, or all training samples if the state holds their
-        temperatures; otherwise there are none.
-        """
-        loss = self.module.loss
-        if tau is None and loss.state is not None and "tau" in loss.state.columns:
-            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in loss.state.columns["tau"]])
-            counts = loss.world.sum(counts.double())
-        elif tau is not None:
-            counts = torch.stack([histogram_of(part, *self._tau_range()) for part in tau])
-        else:
-            return {}
-        return {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
-
-    def _tau_range(self) -> tuple[float, float]:
-        return self.loss_config.tau_min, self.loss_config.tau_max
+    def held_out(self, module: TemperatureDualEncoder, device: torch.device) -> HeldOut:
+        """Return the embeddings of the validation set; those of frozen towers are computed once."""
+        if self._frozen_held_out is not None:
+            return self._frozen_held_out
+        held_out = self.retrieval.embeddings(module.encoder, module.loss.world, device)
+        if self.config.model.freeze:
+            self._frozen_held_out = held_out
+        return held_out
 
     def describe(self, scores: Mapping[str, float]) -> str:
         """Format cross-entropy, recalls and mean τ as a short text for a progress line."""
@@ -189,22 +173,42 @@ class ClipTask(BaseTask[ClipConfig]):
         return None if self.config.model.freeze else scores["mean_recall"]
 
     def export(self) -> None:
-        """Write dual encoder, tokenizer and TempNets."""
-        if self.rank == 0:
-            export_encoder(self.module, self.source.tokenizer, self.config.run.export_directory)
+        """Write dual encoder, tokenizer and TempNets; towers whose embeddings were stored are loaded for this."""
+        self.export_to(self.config.run.export_directory, self.module)
+
+    def export_to(self, uri: str, module: TemperatureDualEncoder) -> None:
+        """Write the export of a module to the directory at `uri`, if this is the first rank."""
+        if self.rank != 0:
+            return
+        tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
+        self._exported_towers = module.encoder or self._exported_towers or build_encoder(self.config, tokenizer)
+        export_encoder(self._exported_towers, module.loss, tokenizer, uri)
 
     def save(self, directory: Path) -> None:
-        """Save the loss's state of this rank's samples, and ρ if it is adjusted during training."""
+        """Save the loss's state of this rank's samples, ρ if it is adjusted, and the name of frozen towers."""
         self.steering.save(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.save(directory)
+        if self.data.towers is not None and self.rank == 0:
+            self.data.towers.save(directory)
 
     def load(self, directory: Path, num_writers: int) -> None:
-        """Load the loss's state of this rank's samples, whichever ranks saved it, and ρ."""
+        """Load the loss's state of this rank's samples, whichever ranks saved it, and ρ.
+
+        Raises:
+            FatalTrainingError: if the checkpoint was written on other frozen towers.
+        """
+        check_checkpoint(directory, self.data.towers)
         self.steering.load(directory)
         if self.module.loss.state is not None:
             self.module.loss.state.load(directory, num_writers)
 
-    @staticmethod
-    def _tensors(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS}
+
+def tensors_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays of a batch that the module reads as tensors."""
+    return {name: torch.from_numpy(np.ascontiguousarray(batch[name])).to(device) for name in _FIELDS if name in batch}
+
+
+def inputs_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the tensors of a batch that become embeddings, or are (`TemperatureDualEncoder.embed`)."""
+    return {name: value for name, value in tensors.items() if name not in ("ids", "image_ids")}

@@ -1,15 +1,17 @@
-"""Validation: mean recall of held-out images and captions, and the cross-entropy of retrieving them.
+"""The held-out images and captions of a run: their embeddings, mean recall, and the cross-entropy of retrieving them.
 
 Every rank encodes its part, and the embeddings are gathered, so the scores are the same on all ranks and do not depend
-on their number.
+on their number. Embeddings that are stored are read by every rank.
 
 Shapes: n images, m captions, d the width of an embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,21 +19,68 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.tasks.dual_encoder.config import ClipConfig
+from pipelines.images.embeddings import PairEmbeddings
 from pipelines.images.pairs import PairSource
-from tempnet.contrastive.config import ContrastiveLossConfig
-from tempnet.contrastive.held_out import held_out_losses
 from tempnet.contrastive.retrieval import cross_entropy, recall
 from tempnet.contrastive.world import World
 from tempnet.models.dual_encoder import DualEncoder
-from tempnet.rivals import compare_with_constants
 
-# Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
-_MAX_PAIRS_COMPARED = 4096
+
+@dataclass(frozen=True, kw_only=True)  # without slots, which leave no place for a cached property
+class HeldOut:
+    """The embeddings of the held-out images and of all their captions."""
+
+    image: Tensor
+    """(n, d) unit vectors."""
+    text: Tensor
+    """(m, d) unit vectors."""
+    image_of_text: np.ndarray
+    """(m,) number of the image that each caption belongs to."""
+
+    @cached_property
+    def recalls(self) -> dict[str, float]:
+        """Recalls, mean recall and mean cosine of the pairs, which no temperature changes."""
+        owners = torch.from_numpy(self.image_of_text)
+        cosine = float((self.image[owners] * self.text).sum(-1).mean())
+        return recall(self.image, self.text, owners) | {"positive_cosine": cosine}
+
+    def scores(self, tau: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+        """Return :attr:`recalls` and the cross-entropy at the temperatures.
+
+        Args:
+            tau: temperatures of the images and of the texts; None for the temperature-free loss.
+        """
+        owners = torch.from_numpy(self.image_of_text)
+        return self.recalls | {"cross_entropy_tau": cross_entropy(self.image, self.text, owners, tau)}
+
+
+class HeldOutSet(Protocol):
+    """The held-out images and all their captions, whose embeddings are computed or were stored."""
+
+    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
+        """Return all embeddings, on the CPU. All ranks must call this."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSet:
+    """Held-out images and captions whose embeddings are stored."""
+
+    stored: PairEmbeddings
+    """The stored embeddings."""
+    num_images: int
+    """Number n of images that are scored, counted from the first; 0: all."""
+
+    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
+        """Read all embeddings; every rank reads all of them."""
+        total = self.stored.pairs.num_images
+        image, text, image_of_text = self.stored.read_held_out(min(self.num_images or total, total))
+        return HeldOut(image=torch.from_numpy(image), text=torch.from_numpy(text), image_of_text=image_of_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalSet:
-    """The held-out images and all their captions."""
+    """Held-out images and captions that an encoder is run over."""
 
     source: PairSource
     """Source that reads the images and tokenises the captions."""
@@ -58,8 +107,9 @@ class RetrievalSet:
             batch_size=config.validation.batch_size,
         )
 
-    def embeddings(self, encoder: DualEncoder, world: World, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return all embeddings of the images (n, d) and captions (m, d), on the CPU. All ranks must call this."""
+    def embeddings(self, encoder: DualEncoder | None, world: World, device: torch.device) -> HeldOut:
+        """Return all embeddings, of which every rank computes its part. All ranks must call this."""
+        assert encoder is not None
 
         def encode_images(numbers: np.ndarray) -> Tensor:
             return encoder.encode_images(torch.from_numpy(self.source.read_images(numbers)).to(device))
@@ -70,9 +120,10 @@ class RetrievalSet:
                 *(torch.from_numpy(tokens[name]).to(device) for name in ("input_ids", "attention_mask"))
             )
 
-        return (
-            self._encode_all(encode_images, self.num_images, world, device),
-            self._encode_all(encode_texts, len(self.captions), world, device),
+        return HeldOut(
+            image=self._encode_all(encode_images, self.num_images, world, device),
+            text=self._encode_all(encode_texts, len(self.captions), world, device),
+            image_of_text=self.image_of_text,
         )
 
     def _encode_all(
@@ -88,62 +139,3 @@ class RetrievalSet:
     def _batches(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
         for at in range(0, len(numbers), self.batch_size):
             yield numbers[at : at + self.batch_size]
-
-
-def retrieval_scores(
-    image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor] | None
-) -> dict[str, float]:
-    """Return recalls, mean recall, mean cosine of the pairs, and the cross-entropy at the temperatures.
-
-    Args:
-        image: (n, d) unit embeddings of the images.
-        text: (m, d) unit embeddings of the captions.
-        image_of_text: (m,) number of the image that each caption belongs to.
-        tau: temperatures of the images and of the texts; None for the temperature-free loss.
-    """
-    owners = torch.from_numpy(image_of_text)
-    scores = recall(image, text, owners)
-    scores["positive_cosine"] = float((image[owners] * text).sum(-1).mean())
-    scores["cross_entropy_tau"] = cross_entropy(image, text, owners, tau)
-    return scores
-
-
-def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
-    """Return the τ of the images and the τ of the texts for a loss whose temperatures are not predicted.
-
-    It is the single temperature of the loss or the mean of the training samples' own temperatures (`tau_mean`); None
-    for the temperature-free loss.
-    """
-    if config.kind.temperature == "free":
-        return None
-    tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
-    return tau, tau
-
-
-def rivals(
-    image: Tensor, text: Tensor, image_of_text: np.ndarray, tau: tuple[Tensor, Tensor], config: ContrastiveLossConfig
-) -> dict[str, float]:
-    """Compare predicted with constant temperatures on the first held-out pairs (at most 4 096), taken as one batch.
-
-    Args:
-        image: (n, d) unit embeddings of the images.
-        text: (m, d) unit embeddings of the captions.
-        image_of_text: (m,) number of the image that each caption belongs to.
-        tau: predicted temperatures of the images (n,) and of the texts (m,).
-        config: the training loss.
-
-    Returns:
-        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
-        `objective` of the training loss), and `num_pairs`. An image and all its captions form one group.
-    """
-    owner = torch.from_numpy(image_of_text)[:_MAX_PAIRS_COMPARED]
-    kept = len(owner)
-    figures = compare_with_constants(
-        held_out_losses(image[owner], text[:kept], owner, config),
-        torch.stack([tau[0][owner], tau[1][:kept]]),
-        owner.expand(2, -1),
-        tau_min=config.tau_min,
-        tau_max=config.tau_max,
-    )
-    return {"num_pairs": float(kept), **{f"{config.kind.objective}/{name}": value for name, value in figures.items()}}

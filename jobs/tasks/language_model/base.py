@@ -1,14 +1,14 @@
-"""The frozen base model of a run: which one it is, so that a run never continues on another one of the same name."""
+"""The frozen base model of a run: which one it is."""
 
 from __future__ import annotations
 
 import ray
 
 from jobs.engine.cluster import start_ray
+from jobs.tasks.frozen_base import check_continues
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
-from pipelines.storage import read_json
-from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
+from tempnet.base_model import BaseReference, base_digest, read_reference
 
 
 def refer_to_base(config: LanguageModelConfig) -> BaseReference:
@@ -30,13 +30,7 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
     if reference is not None and found is not None:
         reference.check(found.digest)
     found = found or BaseReference(path=path, digest=_digest(path))
-    if (held := read_json(f"{config.run.directory}/{BASE_FILE}")) is not None:
-        try:
-            BaseReference(path=found.path, digest=held["digest"]).check(found.digest)
-        except ValueError as error:
-            raise ValueError(
-                f"model.path = {path!r}: run.name = {config.run.name!r} cannot continue: {error}; or choose another run.name"
-            ) from error
+    check_continues(config, path, found)
     return found
 
 

@@ -268,6 +268,11 @@ class LanguageModelConfig(TrainingConfig):
         return self.temperature.loss == DISTIL
 
     @property
+    def trains_networks_alone(self) -> bool:
+        """Whether the base is frozen, and the TempNet is one that can be trained beside others on it."""
+        return self.model.is_frozen and self.temperature.transform and self.temperature.stop_gradient
+
+    @property
     def tokenizer(self) -> str:
         """Directory, URI or hub name of the tokenizer, or a tokenizer.json file."""
         return self.data.tokenizer or self.model.path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.memory import Memory, check_fits
-from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.task import Membership, PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
@@ -64,6 +64,21 @@ def create_task(
 
     config = config.with_num_workers(world_size)
     return LanguageModelTask(config, *load_data(train, validation, base, features), rank, world_size)
+
+
+def create_group_task(
+    data: tuple[Any, ...],
+    names: Sequence[str],
+    configs: Sequence[LanguageModelConfig],
+    group: LanguageModelConfig,
+    rank: int,
+    world_size: int,
+) -> Task:
+    """Create the task of several runs on a worker; `data` holds the arguments of :func:`load_data`."""
+    from jobs.tasks.language_model.side_by_side import SideBySideTask
+
+    group = group.with_num_workers(world_size)
+    return SideBySideTask(group, *load_data(*data), rank, world_size, names=names, configs=configs)
 
 
 def load_data(
@@ -178,8 +193,10 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
                 find_features(config, validation_data, base, "validation").directory,
             )
         target_entropy = math.log(self.vocab_size) - rho
+        data = refer_to(train_data), validation_data.directory, base, features
         return PreparedTask(
-            create_task=partial(create_task, config, refer_to(train_data), validation_data.directory, base, features),
+            create_task=partial(create_task, config, *data),
+            membership=Membership(config=config, create_task=partial(create_group_task, data)),
             num_samples=None,
             read_data_outcome=partial(describe_data, train_data, validation_data, noun="blocks"),
             parameters={

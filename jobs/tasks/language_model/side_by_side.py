@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jobs.engine.networks_engine import NetworksEngine
-from jobs.engine.task import Statistics, StepResult
+from jobs.engine.task import StepResult
+from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import add_tempnet, build_base
 from jobs.tasks.language_model.task import LanguageModelTask
 from jobs.tasks.language_model.validation import to_tensors, validate
+from jobs.tasks.members import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -27,21 +28,14 @@ from tempnet.softmax.side_by_side import Member, side_by_side_losses
 from tempnet.statistics import TemperatureStatistics
 
 
-class SideBySideTask(LanguageModelTask):
+class SideBySideTask(MembersTask, LanguageModelTask):
     """The task of training several TempNets on the contexts of one frozen base (`jobs.engine.side_by_side.MemberTask`).
 
-    Args:
-        arguments: those of `LanguageModelTask`, with the configuration of the group.
-        names: names of the members.
-        configs: configurations of the members, with ρ as a number.
+    The members' configurations have ρ as a number.
     """
 
-    module: Any  # holds the base once, and the network of every member
-
-    def __init__(self, *arguments: Any, names: Sequence[str], configs: Sequence[LanguageModelConfig]) -> None:
-        super().__init__(*arguments)
-        self.names, self.configs = names, configs
-        self._statistics: list[Statistics] | None = None
+    config: LanguageModelConfig
+    module: Any
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the base once, and every network as in a run of its own; read this rank's validation blocks."""
@@ -63,26 +57,8 @@ class SideBySideTask(LanguageModelTask):
             )
             for module in self.modules
         ]
+        self.networks = [member.tempnet for member in self.members]
         self._read_validation()
-
-    def start_engine(self) -> NetworksEngine:
-        """Return the engine that trains all networks."""
-        device = torch.device("cpu")
-        if self.config.workers.use_gpu:
-            import ray.train.torch
-
-            device = ray.train.torch.get_device()
-        return NetworksEngine(
-            self.module,
-            [member.tempnet for member in self.members],
-            self.configs,
-            device=device,
-            world_size=self.world_size,
-        )
-
-    def flops_per_unit(self) -> float:
-        """Return 0: the share of the peak is not logged for several members."""
-        return 0.0
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
         """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
@@ -119,16 +95,11 @@ class SideBySideTask(LanguageModelTask):
             assert member.fold_cache is not None
             member.fold_cache.clear(keep_gram=True)
         if sums is not None:
-            self._statistics = [
+            self.statistics = [
                 TemperatureStatistics(total, module.loss_config.tau_min, module.loss_config.tau_max)
                 for total, module in zip(sums, self.modules, strict=True)
             ]
         return StepResult(losses, None)
-
-    def take_statistics(self) -> list[Statistics] | None:
-        """Return the statistics of every member's last step, if they were requested, and forget them."""
-        statistics, self._statistics = self._statistics, None
-        return statistics
 
     def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Validate one member; the hidden states of the validation blocks are computed once, for all members."""
@@ -161,7 +132,7 @@ class SideBySideTask(LanguageModelTask):
 
     def load(self, directory: Any, num_writers: int) -> None:
         """Check that the checkpoint belongs to this base."""
-        self.check_base(directory)
+        check_checkpoint(directory, self.base)
 
     def _hidden(self, tensors: Mapping[str, Any]) -> Tensor:
         """Return the hidden states (B, T, d) of a micro-batch, stored or computed by the base."""

@@ -13,11 +13,11 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from jobs.engine.deepspeed_engine import deepspeed_config
-from jobs.engine.job import FatalTrainingError
 from jobs.engine.partitioned_loading import load_partitioned
 from jobs.engine.rho import RhoSteering
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
+from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.flops import flops_per_token
@@ -35,7 +35,7 @@ from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BaseReference, read_reference
+from tempnet.base_model import BaseReference
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.stored_base import HEAD_FILE, StoredBase
 from tempnet.softmax.fold import FoldCache
@@ -121,7 +121,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         """Return two groups: the base model and the TempNet."""
         return base_and_tempnet_groups([self.module.base], [self.module.tempnet], self.config.optimizer)
 
-    def flops_per_unit(self) -> float:
+    def flops_per_unit(self) -> float | None:
         """Return the FLOPs of training on one token."""
         return flops_per_token(self.module, self.config)
 
@@ -137,7 +137,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
         # tokens of the whole batch.
         num_parts = self.world_size * self.config.num_accumulation_steps
         micro = self.config.micro_batch_size
-        is_steered = self.steering.follows(engine)
+        is_steered = self.steering.follows(engine.optimizer)
         loss_sum = torch.zeros((), device=engine.device)
         seen: list[tuple[Tensor, Tensor]] = []
         sums: Tensor | None = None
@@ -199,20 +199,7 @@ class LanguageModelTask(BaseTask[LanguageModelConfig]):
             FatalTrainingError: if the checkpoint was written on another frozen base.
         """
         self.steering.load(directory)
-        self.check_base(directory)
-
-    def check_base(self, directory: Path) -> None:
-        """Check that a checkpoint was written on the frozen base of this run, if it has one.
-
-        Raises:
-            FatalTrainingError: if it was written on another one.
-        """
-        written_on = read_reference(directory)
-        if self.base is not None and written_on is not None:
-            try:
-                written_on.check(self.base.digest)
-            except ValueError as error:
-                raise FatalTrainingError(str(error)) from error
+        check_checkpoint(directory, self.base)
 
     def _set_rho(self, rho: float) -> None:
         self.module.loss_config = replace(self.module.loss_config, rho=rho)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray.train.torch
 import torch
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 
 from jobs.engine.export import open_export
+from jobs.engine.hardware import worker_device
 from jobs.engine.task import ParameterGroup, StepResult
 from jobs.tasks.base import BaseTask, base_and_tempnet_groups
 from jobs.tasks.sentence_encoder.batches import span_tensors
@@ -63,7 +63,7 @@ class SentenceTask(BaseTask[SentenceConfig]):
 
     def build(self, *, is_fresh: bool) -> None:
         """Build the module with its per-document state, initialise the prototypes, and read the validation documents."""
-        device = ray.train.torch.get_device()
+        device = worker_device(self.config.workers)
         tokenizer = load_tokenizer(self.config.tokenizer, needs_eos=False)
         self.module = build_model(self.config, tokenizer, num_documents=self.train.num_rows, device=device)
         loss = self.module.loss

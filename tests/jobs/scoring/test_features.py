@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from jobs.engine.config import RunSection
 from jobs.engine.worker_settings import WorkersSection
-from jobs.scoring.features.job import HiddenStates, Unit, read_unit, write_result
+from jobs.scoring.features.hidden_states import HiddenStates, read_unit, units_of, write_result
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
 from jobs.tasks.language_model.features import features_of, find_features
@@ -76,13 +76,13 @@ def config(tmp_path: Path) -> LanguageModelConfig:
 @pytest.fixture
 def features(config: LanguageModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Features:
     """Store the features of a small text in files of two blocks."""
-    monkeypatch.setattr(features_module, "_FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
+    monkeypatch.setattr(features_module, "FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
     layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), LENGTH)
     features = features_of(config, write_text(tmp_path / "text", layout), refer_to_base(config))
     Path(features.directory).mkdir(parents=True)
     model = HiddenStates(config)
-    for part in (None, *features.parts()):
-        for item in read_unit(features, Unit(part=part)):
+    for unit in units_of(features):
+        for item in read_unit(features, unit):
             assert write_result(features, model(item)) > 0
     features.save("digest")
     return features
@@ -106,12 +106,12 @@ def test_the_features_of_any_blocks_are_those_of_the_base(config: LanguageModelC
 
 def test_the_room_is_as_predicted(features: Features) -> None:
     files = list(Path(features.directory).glob("features-*.arrow"))
-    assert len(files) == len(list(features.parts())) > len(features.text.shards)
+    assert len(files) == len(list(features.blocks.parts())) > len(features.text.shards)
     arrays = sum(len(pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)["hidden"]) for file in files)
     assert arrays == features.text.num_rows
     assert features.bytes_per_token == 2 * WIDTH + 4 + 8 / LENGTH
     # In real files, of 64 MiB, the headers do not count.
-    headers = sum(file.stat().st_size for file in files) - features.num_bytes
+    headers = sum(file.stat().st_size for file in files) - features.blocks.num_bytes
     assert 0 < headers < 1_500 * len(files)
 
 
@@ -163,7 +163,7 @@ def test_features_of_another_base_text_or_precision_are_not_found(
 
 
 def test_a_damaged_file_is_named(features: Features) -> None:
-    first = next(features.parts())
+    first = next(features.blocks.parts())
     file = Path(features.directory) / first.file
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises((OSError, pa.ArrowInvalid)):

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jobs.tasks.dual_encoder.validation import one_temperature, retrieval_scores
+from jobs.tasks.dual_encoder.scores import one_temperature
+from jobs.tasks.dual_encoder.validation import HeldOut
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 
 
@@ -22,5 +23,6 @@ def test_every_loss_has_a_cross_entropy_at_its_own_temperature(name: str) -> Non
     logits = torch.log((1 + cosines) / (1 - cosines)) if config.kind.temperature == "free" else cosines / tau
     target = torch.arange(20)
     expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    found = retrieval_scores(image, text, target.numpy(), one_temperature(config, scores))
+    held_out = HeldOut(image=image, text=text, image_of_text=target.numpy())
+    found = held_out.scores(one_temperature(config, scores))
     assert found["cross_entropy_tau"] == pytest.approx(float(expected), rel=1e-9)

@@ -12,12 +12,9 @@ from pathlib import Path
 import image_archive_support
 import numpy as np
 import pytest
+from image_archive_support import prepare
 
-from pipelines.images.archives import list_image_archives
-from pipelines.images.assembly import assemble
 from pipelines.images.caption_files import CaptionFile
-from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.images.views import AugmentationConfig, evaluation_view
@@ -37,18 +34,6 @@ def write_tar(path: Path, samples: dict[str, tuple[bytes, list[str]]] | list[tup
                 info = tarfile.TarInfo(f"{key}.{suffix}")
                 info.size = len(data)
                 file.addfile(info, io.BytesIO(data))
-
-
-def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) -> ImageManifest:
-    """Do what pipelines.images.prepare does, without Ray."""
-    directory.mkdir()
-    entries = [
-        index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
-        for number, archive in enumerate(list_image_archives(str(source)))
-    ]
-    return assemble(
-        entries, captions, directory=str(directory), source=str(source), captions_uri="c.json", max_pixels=MAX_PIXELS
-    )
 
 
 @pytest.fixture

@@ -1,0 +1,123 @@
+"""Scores of the temperatures of a dual encoder on its held-out pairs, for every loss: predicted, learned, stored or fixed.
+
+Shapes: n images, m captions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jobs.tasks.dual_encoder.validation import HeldOut
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.held_out import held_out_losses
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.rivals import compare_with_constants
+from tempnet.statistics import histogram_of
+
+# Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
+_MAX_PAIRS_COMPARED = 4096
+
+
+def score(
+    module: TemperatureDualEncoder, held_out: HeldOut, device: torch.device, *, with_details: bool
+) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Return recalls, cross-entropy and figures of τ. All ranks must call this, in eval mode and without gradients.
+
+    Args:
+        module: the module, with the loss and its temperatures.
+        held_out: the embeddings of the held-out pairs, on the CPU.
+        device: device of the TempNets.
+        with_details: whether to return histograms of τ too, and, on rank 0, a comparison with constant temperatures.
+    """
+    loss, predicted = module.loss, None
+    if loss.image_tempnet is not None:
+        tau = module.predict_temperatures(held_out.image.to(device), held_out.text.to(device))
+        predicted = (tau[0].cpu(), tau[1].cpu())
+    scores = _temperature_scores(loss, predicted)
+    scores |= held_out.scores(predicted or one_temperature(loss.config, scores))
+    if not with_details:
+        return scores, None
+    details: dict[str, Any] = {"histograms": _histograms(loss, predicted)}
+    if predicted and loss.world.rank == 0:
+        details["rivals"] = rivals(held_out, predicted, loss.config)
+        details["judged_by"] = loss.config.kind.objective
+    return scores, details
+
+
+def _temperature_scores(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
+    """Return mean and standard deviation of τ. All ranks must call this.
+
+    They are taken over the temperatures predicted for the validation set, or over those stored for all training
+    samples. For a single learned temperature only the mean is returned, which is its value.
+    """
+    if loss.learned is not None:
+        return {"tau_mean": float(loss.learned())}
+    if predicted is not None:
+        both = torch.cat([part.double() for part in predicted])
+        return {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
+    if loss.state is None or "tau" not in loss.state.columns:
+        return {}
+    tau = loss.state.columns["tau"].double()
+    count, total, squares = loss.world.sum(
+        torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
+    ).tolist()
+    return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
+
+
+def _histograms(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
+    """Return histograms (counts) of τ by modality. All ranks must call this.
+
+    They cover the validation set if TempNets predict τ, or all training samples if the state holds their
+    temperatures; otherwise there are none.
+    """
+    ends = loss.config.tau_min, loss.config.tau_max
+    if predicted is not None:
+        counts = torch.stack([histogram_of(part, *ends) for part in predicted])
+    elif loss.state is not None and "tau" in loss.state.columns:
+        counts = torch.stack([histogram_of(part, *ends) for part in loss.state.columns["tau"]])
+        counts = loss.world.sum(counts.double())
+    else:
+        return {}
+    return {name: part.tolist() for name, part in zip(("image", "text"), counts, strict=True)}
+
+
+def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) -> tuple[Tensor, Tensor] | None:
+    """Return the τ of the images and the τ of the texts for a loss whose temperatures are not predicted.
+
+    It is the single temperature of the loss or the mean of the training samples' own temperatures (`tau_mean`); None
+    for the temperature-free loss.
+    """
+    if config.kind.temperature == "free":
+        return None
+    tau = torch.tensor([scores.get("tau_mean", config.tau)], dtype=torch.float64)
+    return tau, tau
+
+
+def rivals(held_out: HeldOut, tau: tuple[Tensor, Tensor], config: ContrastiveLossConfig) -> dict[str, float]:
+    """Compare predicted with constant temperatures on the first held-out pairs (at most 4 096), taken as one batch.
+
+    Args:
+        held_out: the embeddings.
+        tau: predicted temperatures of the images (n,) and of the texts (m,).
+        config: the training loss.
+
+    Returns:
+        The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
+        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
+        `objective` of the training loss), and `num_pairs`. An image and all its captions form one group.
+    """
+    owner = torch.from_numpy(held_out.image_of_text)[:_MAX_PAIRS_COMPARED]
+    kept = len(owner)
+    figures = compare_with_constants(
+        held_out_losses(held_out.image[owner], held_out.text[:kept], owner, config),
+        torch.stack([tau[0][owner], tau[1][:kept]]),
+        owner.expand(2, -1),
+        tau_min=config.tau_min,
+        tau_max=config.tau_max,
+    )
+    return {"num_pairs": float(kept), **{f"{config.kind.objective}/{name}": value for name, value in figures.items()}}

@@ -1,0 +1,122 @@
+"""Make small runs on the frozen towers of a random dual encoder, and store its embeddings, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clip_support import SIDE, make_dual_encoder, make_pairs
+from image_archive_support import prepare
+
+from jobs.engine.config import OptimizerSection, RunSection
+from jobs.engine.worker_settings import WorkersSection
+from jobs.scoring.features.embeddings import Towers, read_unit, units_of, write_unit
+from jobs.tasks.dual_encoder.config import (
+    ClipConfig,
+    DualEncoderSection,
+    PairDataSection,
+    PairTemperatureSection,
+    RetrievalValidationSection,
+)
+from jobs.tasks.dual_encoder.data import pair_source
+from jobs.tasks.dual_encoder.features import caption_noise, embeddings_of, refer_to_towers
+from jobs.tasks.dual_encoder.task import ClipTask, PairData
+from pipelines.images.embeddings import PairEmbeddings
+from pipelines.images.manifest import ImageManifest
+from pipelines.stream import Batch
+
+NUM_STEPS, BATCH_SIZE = 10, 8
+"""Steps of a run, which are more than an epoch of 56 pairs, and pairs of a batch."""
+
+
+def make_frozen_config(directory: Path) -> ClipConfig:
+    """Write an encoder and 56 pairs, most of which share their image with others, and return a run on central views."""
+    make_pairs(directory / "pairs")
+    return ClipConfig(
+        run=RunSection(name="towers", storage=str(directory), num_steps=NUM_STEPS),
+        data=PairDataSection(
+            train=str(directory / "pairs"),
+            validation=str(directory / "pairs"),
+            num_text_tokens=40,
+            view="central",
+            caption_noise=0.5,
+            shuffle_window=20,
+        ),
+        model=DualEncoderSection(
+            path=make_dual_encoder(directory / "encoder"), freeze=True, image_size=SIDE, embedding_size=12
+        ),
+        temperature=PairTemperatureSection(loss="tempnet", rho=1.0, hidden_size=6, num_prototypes=5),
+        # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
+        optimizer=OptimizerSection(batch_size=BATCH_SIZE, learning_rate_tempnet=0.01, epsilon=1e-4),
+        workers=WorkersSection(precision="fp32", zero_stage=0, num_workers=1),
+        validation=RetrievalValidationSection(num_images=7, batch_size=4),
+    )
+
+
+def from_features(config: ClipConfig) -> ClipConfig:
+    """Return the same run on stored embeddings."""
+    return replace(config, model=replace(config.model, features=True), run=replace(config.run, name="features"))
+
+
+def prepare_pairs(config: ClipConfig) -> ImageManifest:
+    """Index the pairs of a run."""
+    manifest = prepare(Path(config.data.train), Path(config.run.storage) / "index")
+    manifest.save()
+    return manifest
+
+
+def store(config: ClipConfig, pairs: ImageManifest, split: str) -> PairEmbeddings:
+    """Store the embeddings of train or validation as the job does, one file after the other."""
+    towers = refer_to_towers(config)
+    embeddings = embeddings_of(config, pairs, towers, split)
+    Path(embeddings.directory).mkdir(parents=True)
+    model = Towers(config)
+    source = replace(pair_source(config, pairs), caption_noise=caption_noise(config, split))
+    for unit in units_of(embeddings):
+        for item in read_unit(source, unit):
+            assert write_unit(model(item)) > 0
+    embeddings.save(towers.digest)
+    return embeddings
+
+
+def make_data(
+    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings] | None
+) -> PairData:
+    """Return the data of a task on the pairs, or on their stored embeddings."""
+    return PairData(train=pairs, validation=pairs, given_tau=None, towers=refer_to_towers(config), embeddings=stored)
+
+
+def batches_of(task: ClipTask) -> Iterator[Batch]:
+    """Yield the batches of a whole run, read in this process in the order of training."""
+    stream = replace(task.stream, num_readers=0)
+    yield from stream.batches(0, task.config.run.num_steps * task.config.optimizer.batch_size)
+
+
+def train_alone(task: ClipTask) -> tuple[list[float], list[int]]:
+    """Train a task that is built, by autograd and PyTorch's own optimizer; return losses and digests of all steps."""
+    from torch import nn
+
+    from jobs.engine.deepspeed_engine import make_optimizer
+    from jobs.tasks.dual_encoder.task import tensors_of
+    from tempnet.contrastive.losses import gamma_at
+
+    config: Any = task.config
+    parameters = list(task.module.loss.parameters())
+    optimizer, scheduler = make_optimizer(task.parameter_groups(), config)
+    losses, digests = [], []
+    for step, batch in enumerate(batches_of(task)):
+        gamma = gamma_at(config.temperature.loss_config, step, config.run.num_steps)
+        is_steered = task.steering.follows(optimizer)
+        output = task.module(**tensors_of(batch, next(task.module.parameters()).device), gamma=gamma)
+        output["loss"].backward()
+        nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if is_steered:
+            task.steering.observe_pairs(output)
+        losses.append(output["loss"].item())
+        digests.append(int(batch["digest"].sum()))
+    return losses, digests

@@ -1,0 +1,236 @@
+"""Tests that stored embeddings are those of the frozen towers, and that TempNets train on them as on the towers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clip_support import make_dual_encoder
+from frozen_towers_support import (
+    NUM_STEPS,
+    from_features,
+    make_data,
+    make_frozen_config,
+    prepare_pairs,
+    store,
+    train_alone,
+)
+from safetensors.torch import load_file
+
+from jobs.engine.identity import fixed_values
+from jobs.scoring.features.job import FeatureJob
+from jobs.scoring.stages import Stages
+from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.data import pair_source
+from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
+from jobs.tasks.dual_encoder.models import build_model
+from jobs.tasks.dual_encoder.plan import make_plan
+from jobs.tasks.dual_encoder.scores import score
+from jobs.tasks.dual_encoder.task import ClipTask
+from pipelines.images import embeddings as embeddings_module
+from pipelines.images.embeddings import EmbeddingSource, PairEmbeddings
+from pipelines.images.manifest import ImageManifest
+from pipelines.storage import write_json
+from pipelines.text.tokenization import load_tokenizer
+from tempnet.base_model import BASE_FILE
+from tempnet.models.dual_encoder import DualEncoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ClipConfig:
+    return make_frozen_config(tmp_path)
+
+
+@pytest.fixture
+def pairs(config: ClipConfig) -> ImageManifest:
+    return prepare_pairs(config)
+
+
+@pytest.fixture
+def stored(
+    config: ClipConfig, pairs: ImageManifest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[PairEmbeddings, PairEmbeddings]:
+    """Store the embeddings of both splits in files of two images, and of three captions."""
+    monkeypatch.setattr(embeddings_module, "FILE_BYTES", 2000)
+    return store(config, pairs, "train"), store(config, pairs, "validation")
+
+
+def test_they_are_those_of_the_towers_on_central_views_with_the_batches_of_training(
+    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]
+) -> None:
+    encoder = DualEncoder.from_pretrained(config.model.path)
+    order = np.random.default_rng(1).permutation(pairs.num_pairs)
+    source = pair_source(config, pairs)
+    expected = source.read(*source.locate(order), 0)
+    assert np.array_equal(expected["images"], source.read_images(expected["image_ids"]))  # The view is validation's.
+    assert 0 < expected["is_noisy"].sum() < pairs.num_pairs
+    ours = EmbeddingSource(embeddings=stored[0])
+    found = ours.read(*ours.locate(order), 0)
+    for name in ("ids", "image_ids", "digest"):
+        assert np.array_equal(found[name], expected[name]), name
+    with torch.no_grad():
+        image = encoder.encode_images(torch.from_numpy(expected["images"]))
+        text = encoder.encode_texts(
+            torch.from_numpy(expected["input_ids"]), torch.from_numpy(expected["attention_mask"])
+        )
+    torch.testing.assert_close(torch.from_numpy(found["image_embeddings"]), image, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(found["text_embeddings"]), text, rtol=0, atol=1e-6)
+    assert ours.name(1, 2) == source.name(1, 2)
+
+
+def test_the_room_is_as_predicted(pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]) -> None:
+    for embeddings in stored:
+        assert embeddings.images.bytes_per_row == 4 * 12 + 4
+        assert embeddings.captions.bytes_per_row == 4 * 12 + 10
+        assert embeddings.num_bytes == pairs.num_images * 52 + pairs.num_pairs * 58
+        for files, rows_per_file in ((embeddings.images, 2), (embeddings.captions, 3)):
+            paths = list(Path(embeddings.directory).glob(f"{files.name}-*.arrow"))
+            assert len(paths) == sum(-(-size // rows_per_file) for size in files.shard_sizes) > 2
+            headers = sum(path.stat().st_size for path in paths) - files.num_bytes
+            assert 0 < headers < 1_500 * len(paths)
+    assert "19 images × 52 bytes and 56 captions × 58 bytes" in stored[0].describe_size()
+
+
+def test_a_run_on_them_is_the_run_on_the_towers(
+    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]
+) -> None:
+    on_towers = ClipTask(config, make_data(config, pairs, None), 0, 1)
+    on_features = ClipTask(from_features(config), make_data(config, pairs, stored), 0, 1)
+    for task in (on_towers, on_features):
+        task.build(is_fresh=True)
+    assert on_features.module.encoder is None
+    expected, digests = train_alone(on_towers)
+    losses, found = train_alone(on_features)
+    assert found == digests
+    assert len(set(digests)) == NUM_STEPS
+    assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+    scores = []
+    for task in (on_towers, on_features):
+        task.module.eval()
+        with torch.no_grad():
+            values, details = score(task.module, task.held_out(task.module, CPU), CPU, with_details=True)
+        assert details is not None
+        assert sum(details["histograms"]["image"]) == 7
+        scores.append(values | details["rivals"])
+        task.export()
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4, abs=1e-5)
+    assert scores[0]["tau_std"] > 0
+    exports = [Path(task.config.run.export_directory) for task in (on_towers, on_features)]
+    files = sorted(file.relative_to(exports[0]) for file in exports[0].rglob("*.safetensors"))
+    assert len(files) == 5
+    for file in files:
+        ours, theirs = load_file(exports[1] / file), load_file(exports[0] / file)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-4 if "tempnet" in str(file) else 0.0)
+
+
+def test_networks_start_alike_with_and_without_towers(config: ClipConfig) -> None:
+    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
+    with_towers, without = (
+        build_model(each, tokenizer, num_pairs=9, device=CPU).loss.state_dict()
+        for each in (config, from_features(config))
+    )
+    assert with_towers
+    assert all(torch.equal(value, without[name]) for name, value in with_towers.items())
+
+
+def test_those_of_other_towers_captions_or_precision_are_not_found(
+    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings], tmp_path: Path
+) -> None:
+    towers = refer_to_towers(config)
+    assert find_embeddings(config, pairs, towers, "train") == stored[0]
+    assert find_embeddings(config, pairs, towers, "validation") == stored[1]
+    for other in (
+        replace(config, workers=replace(config.workers, precision="bf16")),
+        replace(config, data=replace(config.data, caption_noise=0.4)),
+        replace(config, run=replace(config.run, seed=1)),  # which the noise depends on
+    ):
+        with pytest.raises(FileNotFoundError, match=r"jobs\.prepare_features in the place of jobs\.train_clip"):
+            find_embeddings(other, pairs, towers, "train")
+    make_dual_encoder(tmp_path / "encoder", seed=1)
+    other_towers = refer_to_towers(config)
+    assert other_towers.digest != towers.digest
+    with pytest.raises(FileNotFoundError, match=r"the embeddings of data\.validation for these towers"):
+        find_embeddings(config, pairs, other_towers, "validation")
+
+
+def test_a_run_does_not_continue_on_other_towers(config: ClipConfig, tmp_path: Path) -> None:
+    towers = refer_to_towers(config)
+    (tmp_path / "towers").mkdir()
+    write_json(str(tmp_path / "towers" / BASE_FILE), {"path": towers.path, "digest": towers.digest})
+    # TempNets and tokenizer beside the towers do not belong to them.
+    (tmp_path / "encoder" / "tempnet_image").mkdir()
+    (tmp_path / "encoder" / "tempnet_image" / "model.safetensors").write_bytes(b"")
+    assert refer_to_towers(config) == towers
+    make_dual_encoder(tmp_path / "encoder", seed=1)
+    with pytest.raises(ValueError, match=r"model\.path = .*run\.name = 'towers' cannot continue: .* digest"):
+        refer_to_towers(config)
+
+
+def test_a_damaged_file_is_named(pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]) -> None:
+    embeddings = stored[0]
+    first, second, *_ = embeddings.captions.parts()
+    (Path(embeddings.directory) / first.file).write_bytes(
+        (Path(embeddings.directory) / list(embeddings.captions.parts_of(0))[-1].file).read_bytes()
+    )
+    rows = np.arange(3)
+    with pytest.raises(OSError, match=rf"{first.file} holds \d captions instead of 3: prepare the features again"):
+        EmbeddingSource(embeddings=embeddings).read(np.zeros_like(rows), rows, 0)
+    EmbeddingSource(embeddings=embeddings).read(np.zeros_like(rows), rows + second.start, 0)
+
+
+def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest, tmp_path: Path) -> None:
+    class Endless(PairEmbeddings):
+        """Embeddings that no disk has room for."""
+
+        @property
+        def images(self) -> embeddings_module.FeatureFiles:
+            return replace(super().images, shard_sizes=(2**50,), rows_per_file=2**50)
+
+    embeddings = Endless(
+        directory=str(tmp_path / "endless"), pairs=pairs, embedding_size=12, image_size=16, num_text_tokens=40
+    )
+    from jobs.scoring.features.embeddings import units_of
+
+    job = FeatureJob(
+        features=embeddings, units=units_of(embeddings), stages=Stages(model=lambda: print), save=lambda: None
+    )
+    with pytest.raises(OSError, match=r"takes [\d.]+ GiB more, and its disk has [\d.]+ [GM]iB left: make room"):
+        job.run(config.workers)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "match"),
+    [
+        ("model", {"freeze": False}, r"model\.features = True needs model\.freeze True"),
+        ("data", {"view": "random"}, r"data\.view = 'random' shows another crop .* choose data\.view central"),
+    ],
+)
+def test_what_they_cannot_stand_for_is_refused(
+    config: ClipConfig, section: str, fields: dict[str, object], match: str
+) -> None:
+    good = from_features(config)
+    with pytest.raises(ValueError, match=match):
+        replace(good, **{section: replace(getattr(good, section), **fields)})
+
+
+def test_the_plan_needs_no_weights_and_sizes_must_fit(
+    config: ClipConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    good = from_features(config)
+    (tmp_path / "encoder" / "image_encoder" / "model.safetensors").write_bytes(b"no weights")
+    assert "towers none (frozen, their embeddings are read), TempNets " in make_plan(good).describe()
+    with pytest.raises(ValueError, match=r"model\.embedding_size = 16, but model\.path = .* was made for 12"):
+        make_plan(replace(good, model=replace(good.model, embedding_size=16)))
+
+
+def test_runs_made_before_keep_their_hash(config: ClipConfig) -> None:
+    earlier = replace(config, data=replace(config.data, view="random"))
+    assert not {"data.view", "model.features"} & fixed_values(earlier).keys()
+    assert {"data.view", "model.features"} <= fixed_values(from_features(config)).keys()
