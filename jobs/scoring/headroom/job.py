@@ -41,7 +41,8 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     measurement = resolve_measurement(config)
     output = config.output if "://" in config.output else resolve(config.output)[1]
-    claim_output(output, measurement.record())
+    record = measurement.record()
+    claim_output(output, record)
     started = time.monotonic()
     questions = measurement.measure(output)
     tests = _run_tests(config, output, questions)
@@ -51,14 +52,14 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for question, part in zip(questions, found, strict=True):
         values |= {question.name: part} if question.name else part
-    values |= {"folds": config.folds, **measurement.facts(), "settings": measurement.record()}
+    values |= {"folds": config.folds, **measurement.facts(), "settings": record}
     said = "\n\n".join(summary(question, part) for question, part in zip(questions, found, strict=True))
     with open_export(output) as directory:
         (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
         plot(list(zip(questions, tests, found, strict=True)), directory / DIAGRAM_FILE)
         if uri:
             with survive_outage("the headroom test"):
-                digest = record_digest(measurement.record())
+                digest = record_digest(record)
                 tracked = open_run(
                     uri=uri,
                     experiment=config.tracking.experiment,
