@@ -43,7 +43,7 @@ FAST := not cluster and not long
 TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures distil reproduce readme_text \
 	readme_sentences,tests/cluster/test_$(name).py)
 ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
-	predict_pair_temperatures extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
+	predict_pair_temperatures pair_headroom extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from benchmarks.miscalibrated import WORLDS
 from jobs.engine.tables import markdown_table
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.measure import Measurer
 from jobs.scoring.headroom.report import milli
-from jobs.scoring.headroom.settings import resolve_settings
+from jobs.scoring.headroom.texts.measure import Measurer
+from jobs.scoring.headroom.texts.settings import resolve_settings
 from jobs.scoring.temperatures.texts.parts import token_arrays, tokenise
 from pipelines.archives import list_archives
 from pipelines.text.part_preparation import readable_documents

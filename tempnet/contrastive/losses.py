@@ -111,6 +111,13 @@ class ContrastiveLoss(nn.Module):
         return output
 
     @property
+    def constant_tau(self) -> float | None:
+        """The one temperature of all samples, fixed or as learned so far; None if they differ, or there is none."""
+        if self.learned is not None:
+            return self.learned().item()
+        return self.config.tau if self.config.kind.temperature == "fixed" else None
+
+    @property
     def _steps_tau(self) -> bool:
         """Whether per-sample temperatures are updated; they need their gradient even if autograd is off."""
         return self.config.kind.temperature == "per_sample" and self.training

@@ -6,7 +6,7 @@ Shapes: N tokens, K folds, p features, d hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ _MAX_DEVIATION = 3.0
 
 
 class Tokens(NamedTuple):
-    """What is known of N tokens of held-out text."""
+    """What is known of N tokens of held-out text, or of N other predictions: images that look for their captions."""
 
     profiles: Profiles
     margin: Tensor
@@ -32,7 +32,21 @@ class Tokens(NamedTuple):
     maximum: Tensor
     """Largest logit: (N,)."""
     hidden: Tensor
-    """Hidden states: (N, d)."""
+    """Hidden states, or embeddings of what looks for its candidate: (N, d)."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Tokens], order: Tensor) -> Tokens:
+        """Return the tokens of all parts, one after another, and of these the ones at the places `order` (N,)."""
+
+        def joined(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tensors))[order]
+
+        return cls(
+            Profiles(joined(part.profiles.values for part in parts), joined(part.profiles.target for part in parts)),
+            joined(part.margin for part in parts),
+            joined(part.maximum for part in parts),
+            joined(part.hidden for part in parts),
+        )
 
     def raw_features(self) -> Tensor:
         """Return the scalars of the logits at τ = 1, and the hidden state: (N, 5 + d) in float64."""

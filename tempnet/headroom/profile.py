@@ -24,7 +24,7 @@ from torch import Tensor
 from tempnet.dro import shift_by_maximum
 
 TAU_RANGE = (0.125, 8.0)
-"""Range of temperatures that a profile covers."""
+"""Range of temperatures that a profile covers; logits that were divided by a τ₀ beforehand are covered around τ₀."""
 NUM_NODES = 13
 NODES = torch.linspace(-math.log(TAU_RANGE[1]), -math.log(TAU_RANGE[0]), NUM_NODES, dtype=torch.float64)
 """Values of u = log β at the nodes; the middle one is τ = 1."""

@@ -8,6 +8,7 @@ A saved dual encoder is a directory with these contents; its two towers can be l
     model.safetensors     the projections; a tower that has its own projection (CLIP) contributes none
     image_encoder/        a Transformers model
     text_encoder/         a Transformers model and its tokenizer
+    training_temperature.json        the constant temperature that it was trained at, if there was one
     tempnet_image/, tempnet_text/    the TempNets that were trained with it, if any
 
 Shapes: n samples, S pixels per side of an image, t text tokens, d dimensions of an embedding.

@@ -60,10 +60,10 @@ def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
     config = read_config(path)
     if config.model_type == "clip":
         return load_clip_towers(path)[0 if modality == "image" else 1]
-    tower, info = _read(_PROJECTING.get(config.model_type, AutoModel), path)
+    tower, missing = load_with_missing(_PROJECTING.get(config.model_type, AutoModel), path)
     _remove_pooler(tower)
     _check_modality(tower, modality, str(path))
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
+    if missing := [name for name in missing if not name.startswith("pooler.")]:
         raise ValueError(f"{path} lacks weights of a {type(tower).__name__}: {', '.join(missing[:4])}")
     return tower
 
@@ -93,7 +93,7 @@ def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTraine
 
 def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Load the image tower and the text tower of a Transformers CLIPModel, each with its projection."""
-    clip, _ = _read(CLIPModel, path)
+    clip, _ = load_with_missing(CLIPModel, path)
     config = clip.config
     # CLIPModel uses the projection size of the outer configuration, from which those of the towers may differ.
     config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
@@ -191,9 +191,19 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-def _read(source: Any, path: str | Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
+    """Load a Transformers model in float32 from safetensors; return it with the names of the weights that are missing.
+
+    Args:
+        source: class of the model.
+        path: local directory or hub name.
+
+    Raises:
+        ValueError: if there are no weights that can be read; the message names the path.
+    """
     try:
-        return source.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        model, info = source.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        return model, sorted(info["missing_keys"])
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path} holds no weights that can be read: {_first_line(error)}") from error
 

@@ -35,6 +35,8 @@ REFUSED = {
     "analyse instructions": ["instructions", "--model", "nowhere", "--data", "nowhere", "--output", "analysis"],
     "analyse openness": ["openness", "--runs", "nowhere", "--output", "analysis"],
     "analyse decoders": ["decoders", "--model", "nowhere", "--text", "nowhere", "--output", "analysis"],
+    "calibrate headroom": ["headroom", "--model", "nowhere", "--text", "nowhere"],
+    "calibrate headroom --images": ["headroom", "--model", "nowhere", "--images", "nowhere"],
     "calibrate rho": ["rho", "--model", "nowhere", "--text", "nowhere"],
     "calibrate tau-max": ["tau-max", "--model", "nowhere", "--prompts", "nowhere"],
     "export": ["runs/nowhere"],

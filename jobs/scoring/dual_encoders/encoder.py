@@ -53,18 +53,18 @@ class Encoder:
         return rows.numpy()
 
 
-def caption_encoder(spec: DualEncoderSpec) -> CaptionEncoder:
+def caption_encoder(spec: DualEncoderSpec, *, field: str = "models") -> CaptionEncoder:
     """Returns a caption encoder with the model's tokenizer and number of tokens per text.
 
     Raises:
-        ValueError: if the model has no tokenizer, or the tokenizer has more tokens than the model.
+        ValueError: naming the field, if the model has no tokenizer, or the tokenizer has more tokens than the model.
     """
     try:
         tokenizer = load_tokenizer(spec.tokenizer, needs_eos=False)
     except ValueError as error:
-        raise ValueError(f"models: {spec.path!r} has no tokenizer: {error}") from error
+        raise ValueError(f"{field}: {spec.path!r} has no tokenizer: {error}") from error
     if len(tokenizer) > spec.vocab_size:
         raise ValueError(
-            f"models: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
+            f"{field}: the tokenizer in {spec.tokenizer!r} has {len(tokenizer)} tokens, the model {spec.vocab_size}"
         )
     return CaptionEncoder(tokenizer=tokenizer, num_text_tokens=spec.num_text_tokens)

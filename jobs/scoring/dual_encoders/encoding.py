@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from jobs.scoring.dual_encoders.config import EvaluateClipConfig
+from jobs.scoring.config import PoolSection
 from jobs.scoring.dual_encoders.encoder import Encoder
 from jobs.scoring.dual_encoders.images import ImageSet, read_images
 from jobs.scoring.dual_encoders.units import DualEncoderSpec, Embeddings, EmbeddingStore, Unit
@@ -32,8 +33,8 @@ class _Decoded:
 class _UnitEncoder:
     """Encodes units in a worker, which holds one model at a time."""
 
-    def __init__(self, config: EvaluateClipConfig) -> None:
-        self._config = config
+    def __init__(self, *, precision: str, batch_size: int, use_gpu: bool) -> None:
+        self._options: dict[str, Any] = {"precision": precision, "batch_size": batch_size, "use_gpu": use_gpu}
         self._encoder = LoadedModel(self._load)
 
     def __call__(self, decoded: _Decoded) -> Embeddings:
@@ -43,24 +44,36 @@ class _UnitEncoder:
         return Embeddings(rows=rows, numbers=decoded.numbers, problems=tuple(decoded.problems))
 
     def _load(self, spec: DualEncoderSpec) -> Encoder:
-        config = self._config
-        return Encoder(spec, precision=config.precision, batch_size=config.batch_size, use_gpu=config.workers.use_gpu)
+        return Encoder(spec, **self._options)
 
 
-def encode(
-    config: EvaluateClipConfig, units: Sequence[Unit], sets: Mapping[str, ImageSet], store: EmbeddingStore
+def encode_missing(
+    units: Sequence[Unit],
+    sets: Mapping[str, ImageSet],
+    store: EmbeddingStore,
+    pool: PoolSection,
+    *,
+    precision: str,
+    batch_size: int,
+    check: Callable[[Unit, Embeddings], None] | None = None,
 ) -> dict[str, str]:
-    """Encode units, and put each into the store as soon as it is finished.
+    """Encode the units that the store lacks, and put each into it as soon as it is finished.
 
     Args:
-        config: the configuration of the evaluation.
-        units: the units to encode.
+        units: the units; those that are in the store already, or occur twice, are not encoded again.
         sets: the images of every data set, by name.
         store: where the embeddings go.
+        pool: number and resources of the workers.
+        precision: precision of the encoders, fp32 or bf16.
+        batch_size: number of images, or of texts, per forward pass.
+        check: called with the embeddings of a unit before they are stored; what it raises ends the job.
 
     Returns:
         title → reason for every unit that failed.
     """
+    by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
+    left = [unit for unit in by_key.values() if not store.has(unit)]
+    print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {store.directory}")
 
     def read(unit: Unit) -> Iterator[_Decoded]:
         numbers = np.arange(unit.start, unit.stop)
@@ -71,7 +84,10 @@ def encode(
         yield _Decoded(unit=unit, images=images, numbers=numbers, problems=problems)
 
     def keep(unit: Unit, embeddings: Embeddings, seconds: float) -> None:
+        if check is not None:
+            check(unit, embeddings)
         store.write(unit, embeddings)
 
-    stages: Stages[Unit] = Stages(read=read, model=partial(_UnitEncoder, config))
-    return run_stages(stages, units, config.workers, title=lambda unit: unit.title, keep=keep)
+    model = partial(_UnitEncoder, precision=precision, batch_size=batch_size, use_gpu=pool.use_gpu)
+    stages: Stages[Unit] = Stages(read=read, model=model)
+    return run_stages(stages, left, pool, title=lambda unit: unit.title, keep=keep)

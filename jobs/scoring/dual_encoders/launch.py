@@ -10,7 +10,7 @@ from jobs.engine.tracking import resolve_uri
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
 from jobs.scoring.dual_encoders.data import DataSet, Retrieval, ZeroShot
 from jobs.scoring.dual_encoders.encoder import caption_encoder
-from jobs.scoring.dual_encoders.encoding import encode
+from jobs.scoring.dual_encoders.encoding import encode_missing
 from jobs.scoring.dual_encoders.units import (
     DualEncoderSpec,
     Embeddings,
@@ -58,7 +58,14 @@ def evaluate(config: EvaluateClipConfig) -> Results:
     units = {(model.label, data_set.name): _units(config, model, data_set) for model in models for data_set in data}
     all_units = [unit for images, texts in units.values() for unit in (*images, *texts)]
     store = EmbeddingStore(config.run.directory)
-    failed = _encode_missing(config, all_units, data, store)
+    failed = encode_missing(
+        all_units,
+        {data_set.name: data_set.images for data_set in data},
+        store,
+        config.workers,
+        precision=config.precision,
+        batch_size=config.batch_size,
+    )
     columns = [Column.of_model(model) for model in models]
     for column, encoder in zip(columns, encoders, strict=True):
         for data_set in data:
@@ -76,15 +83,6 @@ def _units(config: EvaluateClipConfig, model: DualEncoderSpec, data: DataSet) ->
         image_units(model, config.precision, data.name, images.digest, images.num_images),
         text_units(model, config.precision, data.name, data.texts),
     )
-
-
-def _encode_missing(
-    config: EvaluateClipConfig, units: Sequence[Unit], data: Sequence[DataSet], store: EmbeddingStore
-) -> dict[str, str]:
-    by_key = {unit.key: unit for unit in units}  # two data sets may have the same texts
-    left = [unit for unit in by_key.values() if not store.has(unit)]
-    print(f"{len(by_key)} units, {len(by_key) - len(left)} of them encoded before; {config.run.directory}")
-    return encode(config, left, {data_set.name: data_set.images for data_set in data}, store)
 
 
 def _embeddings(store: EmbeddingStore, units: Sequence[Unit]) -> Embeddings:

@@ -19,6 +19,7 @@ from pyarrow.fs import FileType
 
 from jobs.engine.fields import absolute_path
 from jobs.scoring.models import ModelSpec
+from jobs.tasks.base import naming_field
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.storage import join, resolve
 from tempnet.fingerprints import files_digest
@@ -43,21 +44,22 @@ class DualEncoderSpec(ModelSpec):
     """Number of tokens in the text encoder's embedding table."""
 
     @classmethod
-    def read(cls, label: str, path: str) -> DualEncoderSpec:
+    def read(cls, label: str, path: str, *, field: str = "models") -> DualEncoderSpec:
         """Returns the description of a dual encoder, which is loaded once to check that it can be.
 
         Raises:
-            ValueError: naming the path, if it is not a directory with a dual encoder.
+            ValueError: naming the field and the path, if it is not a directory with a dual encoder.
         """
         try:
             place = Path(local_copy(path))
         except ValueError as error:
-            raise ValueError(f"models: {error}") from error
+            raise ValueError(f"{field}: {error}") from error
         if not place.exists():
-            raise ValueError(f"models: {path!r} is missing: there is no such directory")
+            raise ValueError(f"{field}: {path!r} is missing: there is no such directory")
         if not place.is_dir():
-            raise ValueError(f"models: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
-        model = DualEncoder.from_pretrained(place)
+            raise ValueError(f"{field}: {path!r} is no directory with a dual encoder or a Transformers CLIPModel")
+        with naming_field(f"{field}: "):
+            model = DualEncoder.from_pretrained(place)
         tokens: Any = model.text_encoder.get_input_embeddings()
         parts = [place, place / IMAGE_ENCODER_DIRECTORY, place / TEXT_ENCODER_DIRECTORY]
         return cls(
@@ -156,6 +158,7 @@ class EmbeddingStore:
     """Stores the embeddings of an evaluation in its directory (a path or a URI)."""
 
     def __init__(self, directory: str) -> None:
+        self.directory = directory
         self._directory = f"{directory}/embeddings"
         filesystem, path = resolve(self._directory)
         filesystem.create_dir(path, recursive=True)

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.scoring.config import LanguageModelPool, check_least, check_precision, check_share
 
+_OF_TEXT = (
+    "tokens_per_document", "max_documents", "context_length", "stride", "text_field", "part_characters",
+)  # fmt: skip
+_OF_IMAGES = ("captions", "splits", "gallery_images", "gallery_seed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """Measure what a temperature per token could gain over the best constant on held-out text; nothing is trained."""
+    """Measure what a temperature per token, image or caption could gain over the best constant; nothing is trained."""
 
     model: str
-    """Directory, URI or hub name of a Transformers causal LM."""
-    text: str
+    """Directory, URI or hub name of a Transformers causal LM, for `text`; for `images`, directory or URI of an
+    image–text model: an export of `train_clip`, or a Transformers CLIPModel."""
+    text: str = ""
     """Text that the model was not trained on: an archive or plain text, or a directory of these; a path or URI. The
     interval is over its documents, of which there must be at least as many as folds."""
+    images: str = ""
+    """Image–text pairs that the model was not trained on, in the place of text: a WebDataset tar as written by
+    img2dataset, a directory of such tars, or a directory of images; a path or URI. The interval is over images."""
+    captions: str = ""
+    """JSON file with captions for images that come without: in Karpathy's form, or a list of {"image", "caption"}."""
+    splits: tuple[str, ...] = ()
+    """Use only these splits of a Karpathy JSON. Empty: all splits."""
+    gallery_images: int = 1000
+    """Number of images, with their captions, among which a caption's image and an image's caption are looked for, at
+    least 3. Images are dealt out to galleries at random; fewer images form one gallery."""
+    gallery_seed: int = 0
+    """Seed that deals out the images to galleries."""
     output: str = "headroom"
-    """Directory or URI of headroom.json, reliability.png and the measured tokens. A repeated run measures only what is
-    missing. A token takes 170 bytes and two for each unit of the hidden state, before compression."""
+    """Directory or URI of headroom.json, reliability.png and what was measured. A repeated run measures only what is
+    missing. A token, image or caption takes 170 bytes and two for each unit of the hidden state or embedding, before
+    compression; the embeddings of images and captions are kept, too."""
     folds: int = 5
-    """Number of folds of documents, at least 3: a document is judged by what was fitted to other folds."""
+    """Number of folds of documents, or images, at least 3: each is judged by what was fitted to other folds."""
     least_gain: float = 1.0
-    """Gain, in thousandths of a nat per token, that the verdict calls worth it if the whole interval lies above."""
+    """Gain, in thousandths of a nat per token or pair, that the verdict calls worth it if the whole interval lies
+    above."""
     tokens_per_document: int = 1024
     """Number of tokens of a document that are measured, from its beginning."""
     max_documents: int = 0
-    """Maximum number of documents read from each archive. 0: all."""
+    """Maximum number of documents read from each archive of text. 0: all."""
     context_length: int = 0
-    """Number of positions that the model reads at once. 0: all that it was built for."""
+    """Number of positions that a language model reads at once. 0: all that it was built for."""
     stride: int = 0
     """Tokens between the starts of a long document's windows, 1 … context_length. 0: half of context_length."""
     batch_size: int = 16
-    """Number of windows per forward pass."""
+    """Number of windows, or of images or captions, per forward pass."""
     precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Precision of the model; int8, fp8: weights in eight bits, products in bfloat16, by torchao."""
+    """Precision of the model; int8, fp8: weights of a language model in eight bits, products in bfloat16, by torchao."""
     text_field: str = "text"
     """Name of the field or column that contains the text."""
     part_characters: int = 200_000
-    """Characters per part. A part is measured, written and resumed as a unit."""
+    """Characters per part of the text. A part is measured, written and resumed as a unit."""
     max_bad_share: float = 0.01
     """Largest share of records, in [0, 1], that may be unreadable before the job fails."""
     storage: str = ""
@@ -49,9 +69,12 @@ class Headroom:
     tracking: TrackingSection = field(default_factory=lambda: TrackingSection(experiment="headroom"))
 
     def __post_init__(self) -> None:
+        self._check_data()
         check_least(
             self,
             folds=3,
+            gallery_images=3,
+            gallery_seed=0,
             tokens_per_document=1,
             max_documents=0,
             context_length=0,
@@ -66,6 +89,34 @@ class Headroom:
         if not self.output:
             raise ValueError("output is empty: name a directory or URI for the results")
         _ = self.run.resolved_storage
+
+    def _check_data(self) -> None:
+        """Check that there is one kind of data, and that no field is set that the other kind reads.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        if not self.model:
+            raise ValueError("model is empty: it must name a model")
+        if not (self.text or self.images):
+            raise ValueError(
+                "text and images are both empty: give text for a language model, or images for an image–text model"
+            )
+        if self.text and self.images:
+            raise ValueError(
+                f"text = {self.text} and images = {self.images} are both given: give text for a language model, or "
+                "images for an image–text model"
+            )
+        here, other = ("text", _OF_IMAGES) if self.text else ("images", _OF_TEXT)
+        for item in fields(self):
+            if item.name in other and getattr(self, item.name) != item.default:
+                raise ValueError(f"{item.name} = {getattr(self, item.name)} has no meaning with {here}: leave it out")
+        if self.images and self.precision in ("int8", "fp8"):
+            raise ValueError(f"precision = {self.precision} is for language models: choose fp32 or bf16 with images")
+        if self.images and self.workers.device_map:
+            raise ValueError(
+                f"workers.device_map = {self.workers.device_map} spreads language models only: leave it out with images"
+            )
 
     @property
     def run(self) -> RunSection:

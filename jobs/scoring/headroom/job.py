@@ -1,7 +1,6 @@
-"""The job: text → parts → a pool of models → tables of measured tokens → the test → figures, a diagram and MLflow.
+"""The job: held-out data → tables of measured predictions → the test → figures, a diagram and MLflow.
 
-The model reads the text once. A job that is started again measures only the parts that its output still lacks. The
-figures depend neither on the number of workers nor on the order in which parts are finished.
+The figures depend neither on the number of workers nor on the order in which they finish (`questions.Measurement`).
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -21,17 +19,11 @@ from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
 from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.measure import Measurer
-from jobs.scoring.headroom.report import figures, plot, table
-from jobs.scoring.headroom.settings import HeadroomSettings, resolve_settings
+from jobs.scoring.headroom.questions import Measurement, Question
+from jobs.scoring.headroom.report import figures, metrics, plot, summary
 from jobs.scoring.headroom.tables import count_documents, read_measured
-from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
-from jobs.scoring.temperatures.tables import existing_parts, part_file, write_part
-from jobs.scoring.temperatures.texts.parts import Part, ReadArchive, read_parts
 from jobs.scoring.temperatures.texts.settings import claim_output, record_digest
-from pipelines.archives import Archive
-from pipelines.problems import check_problems
-from pipelines.storage import relative, resolve
+from pipelines.storage import resolve
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
 
 RESULTS_FILE = "headroom.json"
@@ -39,106 +31,83 @@ DIAGRAM_FILE = "reliability.png"
 
 
 def measure_headroom(config: Headroom) -> dict[str, Any]:
-    """Run or continue the job, print its table and verdict, and return the figures.
+    """Run or continue the job, print its tables and verdicts, and return what headroom.json holds.
 
     Raises:
-        ValueError, OSError: before any work starts, see `resolve_settings`.
-        ScoringFailedError: naming every archive that failed; the parts that were finished are kept.
+        ValueError, OSError: as far as possible before any work starts, see `resolve_measurement`.
+        ScoringFailedError: naming everything that failed; what was finished is kept.
         TooManyProblemsError: if too many records are unreadable.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    settings, archives = resolve_settings(config)
+    measurement = resolve_measurement(config)
     output = config.output if "://" in config.output else resolve(config.output)[1]
-    record = settings.record(archives)
+    record = measurement.record()
     claim_output(output, record)
     started = time.monotonic()
-    files = _measure_text(config, settings, archives, output)
-    start_ray()
-    run = ray.remote(num_cpus=config.workers.cpus_per_worker)(_run_test)
-    test: HeadroomTest = ray.get(run.remote(output, files, config.folds, max(1, int(config.workers.cpus_per_worker))))
-    values = figures(test, least_gain=config.least_gain)
-    values |= {"folds": config.folds, "known_text": list(settings.known_text), "settings": record}
+    questions = measurement.measure(output)
+    tests = _run_tests(config, output, questions)
+    found = [
+        figures(test, question, least_gain=config.least_gain) for question, test in zip(questions, tests, strict=True)
+    ]
+    values: dict[str, Any] = {}
+    for question, part in zip(questions, found, strict=True):
+        values |= {question.name: part} if question.name else part
+    values |= {"folds": config.folds, **measurement.facts(), "settings": record}
+    said = "\n\n".join(summary(question, part) for question, part in zip(questions, found, strict=True))
     with open_export(output) as directory:
         (directory / RESULTS_FILE).write_text(json.dumps(_finite(values), indent=1, ensure_ascii=False) + "\n")
-        plot(test, values["best_features"], directory / DIAGRAM_FILE)
+        plot(list(zip(questions, tests, found, strict=True)), directory / DIAGRAM_FILE)
         if uri:
             with survive_outage("the headroom test"):
+                digest = record_digest(record)
                 tracked = open_run(
                     uri=uri,
                     experiment=config.tracking.experiment,
                     name="headroom",
-                    directory=f"{output}#{record_digest(record)}",
+                    directory=f"{output}#{digest}",
                     parameters=flatten(config),
                     tags={},
-                    data_sets={"evaluation": ("text", record_digest(record), settings.source)},
+                    data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
                 )
-                note = f"{values['verdict']}\n\n{table(values)}"
-                finish_run(tracked, status="FINISHED", artifacts=directory, metrics=_metrics(values), note=note)
-    if settings.known_text:
-        print("\nThe model was trained on some of this text: the verdict does not hold for new text.")
+                logged = {name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)}
+                finish_run(tracked, status="FINISHED", artifacts=directory, metrics=logged, note=said)
+    if measurement.warning:
+        print(f"\n{measurement.warning}")
     print(
-        f"\n{table(values)}\n\n{values['verdict']}\n"
-        f"{values['num_tokens']:,} tokens of {values['num_documents']:,} documents, {time.monotonic() - started:.0f} s; "
-        f"gains per token, ± 95 % over documents\n{output}/{RESULTS_FILE} and {DIAGRAM_FILE}"
+        f"\n{said}\n{time.monotonic() - started:.0f} s; gains per {questions[0].case}, ± 95 % over "
+        f"{questions[0].document}s\n{output}/{RESULTS_FILE} and {DIAGRAM_FILE}"
     )
     return values
 
 
-def _measure_text(config: Headroom, settings: HeadroomSettings, archives: list[Archive], output: str) -> list[str]:
-    """Write the parts that are missing in `output`, and return the names of all parts in order."""
-    done = existing_parts(output)
-    missing = [number for number in range(len(archives)) if not _is_complete(output, number, done)]
-    if done:
-        print(
-            f"{output} holds {len(done)} parts; {len(archives) - len(missing)} of {len(archives)} archives are complete"
-        )
-    root = resolve(settings.source)[1]
-    names = [relative(archive.path, root) for archive in archives]
+def resolve_measurement(config: Headroom) -> Measurement:
+    """Check the data and the model of a configuration, before Ray is started or the model is run.
 
-    def read(number: int) -> Iterator[Part]:
-        return read_parts(settings, archives[number], number, output, done=done)
+    Raises:
+        ValueError, OSError: naming the field and the value.
+    """
+    if config.images:
+        from jobs.scoring.headroom.pairs.measurement import PairMeasurement
 
-    def write(part: Part) -> tuple[int, int]:
-        write_part(part.table, output, part.file)
-        return part.number, part.table.num_rows
+        return PairMeasurement.resolve(config)
+    from jobs.scoring.headroom.texts.measurement import TextMeasurement
 
-    def keep(number: int, written: tuple[int, int], seconds: float) -> str:
-        return f"part {written[0]}: {written[1]} tokens, {written[1] / seconds:,.0f} tokens/s"
-
-    stages: Stages[int] = Stages(read=read, model=partial(Measurer, settings, **config.workers.devices), write=write)
-    failed = run_stages(stages, missing, config.workers, title=names.__getitem__, keep=keep)
-    if failed:
-        raise ScoringFailedError(failed)
-    records = [record for number in range(len(archives)) if (record := ReadArchive.load(output, number)) is not None]
-    check_problems(settings.source, [record.entry for record in records], config.max_bad_share, field="max_bad_share")
-    return [part_file(number, part) for number, record in enumerate(records) for part in range(record.num_parts)]
+    return TextMeasurement.resolve(config)
 
 
-def _run_test(output: str, files: list[str], num_folds: int, num_threads: int) -> HeadroomTest:
+def _run_tests(config: Headroom, output: str, questions: Sequence[Question]) -> list[HeadroomTest]:
+    start_ray()
+    num_threads = max(1, int(config.workers.cpus_per_worker))
+    run = ray.remote(num_cpus=config.workers.cpus_per_worker)(_run_test)
+    tests: list[HeadroomTest] = ray.get(
+        [run.remote(output, question.files, config.folds, num_threads) for question in questions]
+    )
+    return tests
+
+
+def _run_test(output: str, files: Sequence[str], num_folds: int, num_threads: int) -> HeadroomTest:
     torch.set_num_threads(num_threads)
     return run_headroom_test(lambda: read_measured(output, files), count_documents(output, files), num_folds=num_folds)
-
-
-def _is_complete(output: str, number: int, done: frozenset[str]) -> bool:
-    record = ReadArchive.load(output, number)
-    return record is not None and all(part_file(number, part) in done for part in range(record.num_parts))
-
-
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """Returns the figures for MLflow, gains in thousandths of a nat per token."""
-    metrics = {
-        "best_constant/tau": values["best_constant"]["tau"],
-        "best_constant/gain_mnat": 1000 * values["best_constant"]["gain"]["mean"],
-        "best_constant/ece": values["best_constant"]["ece"]["mean"],
-        "cross_entropy": values["cross_entropy"],
-    }
-    for name, found in values["per_token"].items():
-        metrics |= {
-            f"{name}/gain_mnat": 1000 * found["gain"]["mean"],
-            f"{name}/gain_half_width_mnat": 1000 * found["gain"]["half_width"],
-            f"{name}/ece": found["ece"]["mean"],
-        }
-    return metrics
 
 
 def _finite(value: Any) -> Any:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.engine.tables import markdown_table
+from jobs.scoring.headroom.questions import Question
 from tempnet.headroom.features import FEATURE_SETS
-from tempnet.headroom.gains import DocumentSums, Interval, ratio_interval
+from tempnet.headroom.gains import Interval, ratio_interval
+from tempnet.headroom.profile import TAU_RANGE
 from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest
 
-TITLES = {"scalars": "scalars of the logits", "hidden": "hidden state", "both": "both"}
+# A best constant within this factor of an end of the range was looked for no further.
+_AT_AN_END = 1.001
 
 
-def figures(test: HeadroomTest, *, least_gain: float) -> dict[str, Any]:
-    """Returns all figures: gains and losses in nats per token, ECE as a share, each with its 95 % half-width.
+def figures(test: HeadroomTest, question: Question, *, least_gain: float) -> dict[str, Any]:
+    """Returns all figures: gains and losses in nats per case, ECE as a share, each with its 95 % half-width.
+
+    What compares with the model's own temperature is None if it has none; the cross-entropy is then that at the best
+    constant.
 
     Args:
         test: the result of the test.
-        least_gain: gain in thousandths of a nat per token that is worth a TempNet.
+        question: what the test was about.
+        least_gain: gain in thousandths of a nat per case that is worth a TempNet.
     """
-    sums = test.sums
-    num_tokens = sums.counts.sum().item()
+    sums, has_own = test.sums, bool(question.own_name)
+    num_cases = sums.counts.sum().item()
     sets: dict[str, Any] = {}
     for name in FEATURE_SETS:
         sets[name] = {
@@ -29,84 +38,122 @@ def figures(test: HeadroomTest, *, least_gain: float) -> dict[str, Any]:
             "gain_second_order": _pair(ratio_interval(sums.second_order[name], sums.counts)),
             "gain_mean_shift": _pair(sums.gain(f"{name}/mean", CONSTANT)),
             "gain_shuffled": _pair(sums.gain(f"{name}/shuffled", CONSTANT)),
-            "tau_mean": sums.mean_tau(name),
+            "tau_mean": question.unit_tau * sums.mean_tau(name),
             "ece": _pair(sums.calibration_error(name)),
             "ece_gain": _pair(sums.calibration_gain(name, CONSTANT)),
             "penalties": test.penalties[name],
         }
     best = max(FEATURE_SETS, key=lambda name: float(sets[name]["gain"]["mean"]))
     return {
-        "num_documents": int((sums.counts > 0).sum()),
-        "num_tokens": int(num_tokens),
-        "cross_entropy": sums.losses[ONE].sum().item() / num_tokens,
+        f"num_{question.document}s": int((sums.counts > 0).sum()),
+        f"num_{question.case}s": int(num_cases),
+        "cross_entropy": sums.losses[ONE if has_own else CONSTANT].sum().item() / num_cases,
         "best_constant": {
-            "tau": test.tau,
-            "gain": _pair(sums.gain(CONSTANT, ONE)),
+            "tau": question.unit_tau * test.tau,
+            "gain": _pair(sums.gain(CONSTANT, ONE)) if has_own else None,
             "ece": _pair(sums.calibration_error(CONSTANT)),
-            "ece_gain": _pair(sums.calibration_gain(CONSTANT, ONE)),
+            "ece_gain": _pair(sums.calibration_gain(CONSTANT, ONE)) if has_own else None,
         },
-        "ece": _pair(sums.calibration_error(ONE)),
-        "per_token": sets,
+        "ece": _pair(sums.calibration_error(ONE)) if has_own else None,
+        f"per_{question.noun}": sets,
         "best_features": best,
-        "verdict": verdict(sums, best, least_gain=least_gain),
+        "verdict": verdict(test, question, best, least_gain=least_gain),
     }
 
 
-def verdict(sums: DocumentSums, best: str, *, least_gain: float) -> str:
-    """Returns one line that says whether a temperature per token is worth learning, and whether a constant is."""
-    gain, constant = sums.gain(best, CONSTANT), sums.gain(CONSTANT, ONE)
+def verdict(test: HeadroomTest, question: Question, best: str, *, least_gain: float) -> str:
+    """Returns one line that says whether a temperature of its own is worth learning, and whether a constant is."""
+    gain = test.sums.gain(best, CONSTANT)
     if 1000 * gain.low > least_gain:
         word = "worth it"
     elif 1000 * (gain.mean + gain.half_width) > least_gain:
         word = "cannot be told"
     else:
         word = "not worth it"
+    constant = (
+        f"which gains {milli(test.sums.gain(CONSTANT, ONE))} mnat over {question.own_name}"
+        if question.own_name
+        else "with which the model is compared because it has no constant temperature of its own"
+    )
     return (
-        f"{word}: a temperature per token gains {milli(gain)} mnat over the best constant (from {TITLES[best]}), which "
-        f"gains {milli(constant)} mnat over τ = 1"
+        f"{word}: a temperature per {question.noun} gains {milli(gain)} mnat over the best constant (from "
+        f"{question.features[best]}), {constant}{_doubt(test, question)}"
     )
 
 
-def table(values: dict[str, Any]) -> str:
-    """Returns the figures as a Markdown table: gains in thousandths of a nat per token, ECE in per cent."""
+def _doubt(test: HeadroomTest, question: Question) -> str:
+    """Returns what the verdict adds if the best constant lies at an end of the range of temperatures."""
+    low, high = TAU_RANGE
+    if low * _AT_AN_END < test.tau < high / _AT_AN_END:
+        return ""
+    low, high = low * question.unit_tau, high * question.unit_tau
+    return f"; the best constant lies at an end of what was looked at, {low:.3g} to {high:.3g}, so gains may be larger"
+
+
+def table(values: dict[str, Any], question: Question) -> str:
+    """Returns the figures as a Markdown table: gains in thousandths of a nat per case, ECE in per cent."""
     constant = values["best_constant"]
-    rows = [
-        ["temperature", "gain, mnat", "second order", "MeanShift", "shuffled", "ECE, %"],
-        ["τ = 1", "", "", "", "", _percent(values["ece"])],
-        [
-            f"best constant, {constant['tau']:.3f}",
-            f"{_milli(constant['gain'])} over τ = 1",
-            "",
-            "",
-            "",
-            _percent(constant["ece"]),
-        ],
-    ]
-    for name, title in TITLES.items():
-        found = values["per_token"][name]
+    rows = [["temperature", "gain, mnat", "second order", "MeanShift", "shuffled", "ECE, %"]]
+    if question.own_name:
+        rows.append([question.own_name, "", "", "", "", _percent(values["ece"])])
+    over = f"{_milli(constant['gain'])} over {question.own_name}" if question.own_name else ""
+    rows.append([f"best constant, {_tau(constant['tau'], question)}", over, "", "", "", _percent(constant["ece"])])
+    for name, title in question.features.items():
+        found = values[f"per_{question.noun}"][name]
         controls = [_milli(found[f"gain_{kind}"]) for kind in ("second_order", "mean_shift", "shuffled")]
-        rows.append([f"per token: {title}", _milli(found["gain"]), *controls, _percent(found["ece"])])
+        rows.append([f"per {question.noun}: {title}", _milli(found["gain"]), *controls, _percent(found["ece"])])
     return markdown_table(rows)
 
 
-def plot(test: HeadroomTest, best: str, path: Path) -> None:
-    """Plot accuracy over confidence of the most probable token, at τ = 1, the best constant and per token."""
+def summary(question: Question, values: dict[str, Any]) -> str:
+    """Returns the heading, the table, the verdict and the number of cases, as they are printed and logged."""
+    heading = f"{question.title}\n\n" if question.title else ""
+    counts = [f"{values[f'num_{noun}s']:,} {noun}s" for noun in (question.case, question.document)]
+    return f"{heading}{table(values, question)}\n\n{values['verdict']}\n{' of '.join(counts)}"
+
+
+def metrics(question: Question, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the figures for MLflow, with the question's name before theirs; gains in thousandths of a nat per case."""
+    prefix = f"{question.name}/" if question.name else ""
+    constant = values["best_constant"]
+    yield f"{prefix}best_constant/tau", constant["tau"]
+    if constant["gain"] is not None:
+        yield f"{prefix}best_constant/gain_mnat", 1000 * constant["gain"]["mean"]
+    yield f"{prefix}best_constant/ece", constant["ece"]["mean"]
+    yield f"{prefix}cross_entropy", values["cross_entropy"]
+    for name, found in values[f"per_{question.noun}"].items():
+        yield f"{prefix}{name}/gain_mnat", 1000 * found["gain"]["mean"]
+        yield f"{prefix}{name}/gain_half_width_mnat", 1000 * found["gain"]["half_width"]
+        yield f"{prefix}{name}/ece", found["ece"]["mean"]
+
+
+def plot(results: Sequence[tuple[Question, HeadroomTest, dict[str, Any]]], path: Path) -> None:
+    """Plot accuracy over confidence of the most probable candidate, a column per question, at three temperatures.
+
+    They are the model's own temperature, if it has one, the best constant, and those of the best features.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(5, 6), layout="constrained", height_ratios=(3, 1), sharex=True)
-    upper.plot([0, 1], [0, 1], linestyle=":", color="black", label="calibrated")
-    labels = {ONE: "τ = 1", CONSTANT: f"best constant, {test.tau:.3f}", best: f"per token, from {TITLES[best]}"}
-    for name, label in labels.items():
-        bins = test.sums.calibration(name)
-        error = test.sums.calibration_error(name)
-        upper.plot(bins["confidence"], bins["accuracy"], marker=".", label=f"{label}: ECE {100 * error.mean:.2f} %")
-        lower.plot(bins["confidence"], bins["num_tokens"], marker=".")
-    upper.set(ylabel="accuracy of the most probable token", ylim=(0, 1))
-    upper.legend()
-    lower.set(xlabel="its probability", ylabel="tokens", yscale="log", xlim=(0, 1))
+    size = (5 * len(results), 6)
+    figure, axes = plt.subplots(
+        2, len(results), figsize=size, layout="constrained", height_ratios=(3, 1), sharex=True, squeeze=False
+    )
+    for (question, test, values), upper, lower in zip(results, *axes, strict=True):
+        best = values["best_features"]
+        labels = {ONE: question.own_name} if question.own_name else {}
+        labels |= {CONSTANT: f"best constant, {_tau(values['best_constant']['tau'], question)}"}
+        labels |= {best: f"per {question.noun}, from {question.features[best]}"}
+        upper.plot([0, 1], [0, 1], linestyle=":", color="black", label="calibrated")
+        for name, label in labels.items():
+            bins, error = test.sums.calibration(name), test.sums.calibration_error(name)
+            upper.plot(bins["confidence"], bins["accuracy"], marker=".", label=f"{label}: ECE {100 * error.mean:.2f} %")
+            lower.plot(bins["confidence"], bins["num_tokens"], marker=".")
+        upper.set(title=question.title, ylabel=f"accuracy of the most probable {question.candidate}", ylim=(0, 1))
+        upper.legend()
+        lower.set(xlabel="its probability", ylabel=f"{question.case}s", yscale="log", xlim=(0, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -114,6 +161,11 @@ def plot(test: HeadroomTest, best: str, path: Path) -> None:
 def milli(interval: Interval) -> str:
     """Returns an interval in nats as text in thousandths."""
     return f"{1000 * interval.mean:.1f} ± {1000 * interval.half_width:.1f}"
+
+
+def _tau(tau: float, question: Question) -> str:
+    """Returns a temperature with three digits behind the point, or more where the unit is small."""
+    return f"{tau:.{3 + max(0, math.ceil(-math.log10(question.unit_tau)))}f}"
 
 
 def _pair(interval: Interval) -> dict[str, float]:

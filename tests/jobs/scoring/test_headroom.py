@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from clip_support import make_clip, make_dual_encoder
 from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DistilBertConfig, DistilBertModel
 
 from jobs.calibrate import main
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.measure import Measurer
 from jobs.scoring.headroom.report import figures, table, verdict
-from jobs.scoring.headroom.settings import resolve_settings
 from jobs.scoring.headroom.tables import count_documents, measured_table, read_measured
+from jobs.scoring.headroom.texts.measure import Measurer
+from jobs.scoring.headroom.texts.measurement import token_question
+from jobs.scoring.headroom.texts.settings import resolve_settings
 from jobs.scoring.temperatures.tables import write_part
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.run import run_headroom_test
@@ -99,18 +102,22 @@ def test_the_verdict_says_what_the_interval_says() -> None:
 
     tokens = Tokens(Profiles.of_logits(logits, targets), top[:, 0] - top[:, 1], top[:, 0], hidden)
     test = run_headroom_test(lambda: [(tokens, torch.arange(600) % 40)], 40, num_folds=4)
-    values = figures(test, least_gain=1.0)
+    asked = token_question([])
+    values = figures(test, asked, least_gain=1.0)
     gain = values["per_token"]["hidden"]["gain"]
     assert gain["mean"] > gain["half_width"] > 0
-    assert verdict(test.sums, "hidden", least_gain=1.0).startswith("worth it: ")
-    assert f"{1000 * gain['mean']:.1f} ± {1000 * gain['half_width']:.1f}" in table(values)
-    assert verdict(test.sums, "hidden", least_gain=1000 * gain["mean"]).startswith("cannot be told: ")
-    assert verdict(test.sums, "hidden", least_gain=1e4).startswith("not worth it: ")
+    assert verdict(test, asked, "hidden", least_gain=1.0).startswith("worth it: ")
+    assert f"{1000 * gain['mean']:.1f} ± {1000 * gain['half_width']:.1f}" in table(values, asked)
+    assert verdict(test, asked, "hidden", least_gain=1000 * gain["mean"]).startswith("cannot be told: ")
+    assert verdict(test, asked, "hidden", least_gain=1e4).startswith("not worth it: ")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--images", "pairs"], "are both given: give text for a language model, or images for an image–text model"),
+        (["--captions", "c.json"], "captions = c.json has no meaning with text: leave it out"),
+        (["--gallery-images", "500"], "gallery_images = 500 has no meaning with text: leave it out"),
         (["--folds", "2"], "folds = 2 must be at least 3"),
         (["--folds", "13"], "has 12 readable documents, fewer than folds = 13"),
         (["--context-length", "17"], "context_length = 17 must lie in 1 … 16"),
@@ -132,4 +139,31 @@ def test_refusals_come_before_any_work(
         main([*arguments, "--storage", str(tmp_path), *options])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def save_encoder(directory: Path) -> str:
+    """Save a random DistilBERT with the tokenizer of a tiny model, and return its directory."""
+    save_tiny_model(directory)
+    config = DistilBertConfig(vocab_size=VOCAB_SIZE, dim=8, n_heads=2, n_layers=1, hidden_dim=8)
+    DistilBertModel(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_dual_encoder, "is an image–text model, and text is for causal language models: give images in its place"),
+        (make_clip, "is an image–text model, and text is for causal language models: give images in its place"),
+        (save_encoder, "is an encoder (distilbert), and text is for causal language models"),
+    ],
+)
+def test_text_is_for_language_models(
+    make: Callable[[Path], str], message: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, output = make(tmp_path / "model"), str(tmp_path / "out")
+    with pytest.raises(SystemExit) as stop:
+        main(["headroom", "--model", directory, "--text", str(text), "--output", output, "--storage", str(tmp_path)])
+    assert stop.value.code == 2
+    assert f"error: model = {directory!r} {message}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -22,8 +22,8 @@ from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.sampling import Request, Sampler
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.headroom.measure import Measurer
-from jobs.scoring.headroom.settings import resolve_settings as resolve_headroom
+from jobs.scoring.headroom.texts.measure import Measurer
+from jobs.scoring.headroom.texts.settings import resolve_settings as resolve_headroom
 from jobs.scoring.language_models.windows import Window
 from jobs.scoring.playground.config import PlaygroundConfig
 from jobs.scoring.playground.streams import Playground

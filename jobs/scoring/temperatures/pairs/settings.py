@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import tempnet_digest
 from jobs.scoring.dual_encoders.encoder import caption_encoder
+from jobs.scoring.dual_encoders.identity import model_record, pairs_record
 from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.models import model_labels
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
@@ -18,7 +19,6 @@ from jobs.tasks.base import naming_field
 from pipelines.images.captions import CaptionNoise
 from pipelines.images.prepare import PrepareImagesConfig, check_source
 from pipelines.local_copy import local_copy
-from pipelines.storage import relative, resolve
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,
@@ -53,23 +53,16 @@ class PairPredictionSettings:
         The locations of files, the batch size and the tolerated share of problems do not belong to it. The contents of
         archives are identified by their sizes; an archive that changes while it is read is detected by checksums.
         """
-        archives, captions = check_source(self.images)
-        root = resolve(self.images.source)[1]
         names = ("precision", "part_pairs", "with_embeddings")
         return {
             "version": FORMAT_VERSION,
             "kind": "image-text pairs",
             **{name: getattr(self, name) for name in names},
-            **{f"model.{name}": getattr(self.model, name) for name in ("digest", "image_size", "num_text_tokens")},
+            **model_record(self.model),
             "tempnet_image": self.tempnet_digests[0],
             "tempnet_text": self.tempnet_digests[1],
             **({"caption_noise": [self.noise.share, self.noise.seed]} if self.noise.share else {}),
-            "num_captioned_images": None if captions is None else len(captions.captions),
-            "splits": list(self.images.splits),
-            **{
-                f"archive {relative(archive.path, root)} (bytes)": [archive.num_bytes, len(archive.files)]
-                for archive in archives
-            },
+            **pairs_record(self.images),
         }
 
 
@@ -91,8 +84,8 @@ def resolve_settings(config: PredictPairTemperaturesConfig) -> PairPredictionSet
     with naming_field("tempnet = " if config.tempnet else "model = "):
         networks = load_pair_tempnets(local_copy(tempnet))
     (label,) = model_labels([config.model])
-    model = DualEncoderSpec.read(label, config.model)
-    caption_encoder(model)
+    model = DualEncoderSpec.read(label, config.model, field="model")
+    caption_encoder(model, field="model")
     embedding_size = DualEncoder.from_pretrained(local_copy(model.path)).config.embedding_size
     for name, network in zip((IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY), networks, strict=True):
         if network.config.kind != "embeddings" or network.config.input_size != embedding_size:

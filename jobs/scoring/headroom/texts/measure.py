@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jobs.scoring.headroom.settings import HeadroomSettings
 from jobs.scoring.headroom.tables import measured_table
+from jobs.scoring.headroom.texts.settings import HeadroomSettings
 from jobs.scoring.temperatures.texts.parts import Part, token_arrays
 from jobs.scoring.temperatures.texts.windows import Window, batches, windows_of
 from pipelines.local_copy import local_copy
@@ -64,15 +64,7 @@ class Measurer:
             found += self._measure_batch(streams, batch)
             places += [torch.arange(window.first, window.stop) + int(starts[window.document]) for window in batch]
         order = torch.cat(places).argsort()
-        return Tokens(
-            Profiles(
-                torch.cat([part.profiles.values for part in found])[order],
-                torch.cat([part.profiles.target for part in found])[order],
-            ),
-            torch.cat([part.margin for part in found])[order],
-            torch.cat([part.maximum for part in found])[order],
-            torch.cat([part.hidden for part in found])[order],
-        )
+        return Tokens.join(found, order)
 
     def _measure_batch(self, streams: Sequence[Tensor], batch: Sequence[Window]) -> list[Tokens]:
         """Returns what is known of a batch's new tokens, window after window, in chunks."""

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
@@ -20,12 +24,13 @@ from jobs.scoring.temperatures.texts.settings import choose_windows, list_source
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
-from pipelines.local_copy import local_copy
+from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import check_source
-from pipelines.storage import relative, resolve
+from pipelines.storage import join, relative, resolve
 from pipelines.text.part_preparation import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
+from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
 from tempnet.weights import check_weight_files
 
 FORMAT_VERSION = 1
@@ -73,9 +78,13 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         archives = list_sources(config.text)
     with naming_field("model = "):
         check_source(local_copy(config.model, with_weights=False))
+    if is_directory(join(config.model, IMAGE_ENCODER_DIRECTORY)):
+        raise ValueError(_no_image_text_model(config.model))
     tokenizer = load_tokenizer(config.model)
     check_weight_files(place := local_copy(config.model))
-    base = AutoConfig.from_pretrained(place).get_text_config()
+    model = AutoConfig.from_pretrained(place)
+    _check_kind(config.model, model)
+    base = model.get_text_config()
     if len(tokenizer) > base.vocab_size:
         raise ValueError(
             f"model = {config.model!r}: its tokenizer has {len(tokenizer)} tokens, more than its {base.vocab_size} logits"
@@ -100,6 +109,25 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         tokenizer_digest=tokenizer_digest(tokenizer),
         known_text=tuple(known),
     ), archives
+
+
+def _no_image_text_model(model: str) -> str:
+    return f"model = {model!r} is an image–text model, and text is for causal language models: give images in its place"
+
+
+def _check_kind(model: str, config: PretrainedConfig) -> None:
+    """Refuse models that predict no next token.
+
+    Raises:
+        ValueError: if the model is one of images and texts, or an encoder of texts.
+    """
+    if config.model_type in MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        raise ValueError(_no_image_text_model(model))
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"model = {model!r} is an encoder ({config.model_type}), and text is for causal language models, which "
+            "predict the next token"
+        )
 
 
 def _check_number_of_documents(config: Headroom, archives: list[Archive]) -> None:

@@ -1,0 +1,245 @@
+"""Test what the headroom job measures of image–text pairs, on galleries whose answer is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jobs.scoring.headroom.pairs.galleries import Window, galleries, windows
+from jobs.scoring.headroom.pairs.measure import DIRECTIONS, EmbeddedWindow, WindowMeasurer
+from jobs.scoring.headroom.pairs.measurement import FEATURES
+from jobs.scoring.headroom.pairs.unit import CANDIDATES, find_unit_tau
+from jobs.scoring.headroom.questions import Question
+from jobs.scoring.headroom.report import figures, metrics, summary, verdict
+from jobs.scoring.headroom.tables import count_documents, read_measured
+from jobs.scoring.temperatures.tables import write_part
+from tempnet.contrastive.retrieval import cross_entropy
+from tempnet.headroom.features import Tokens
+from tempnet.headroom.gains import Interval
+from tempnet.headroom.run import HeadroomTest, run_headroom_test
+
+NUM_IMAGES, NUM_CAPTIONS, SIZE, TAU = 400, 1600, 6, 0.1
+
+
+def unit_rows(count: int, size: int, generator: torch.Generator) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(count, size, generator=generator), dim=-1)
+
+
+def some_pairs(num_images: int, *, seed: int = 0) -> EmbeddedWindow:
+    """Return random embeddings of images with one to four captions each."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = np.repeat(np.arange(num_images), [1 + number % 4 for number in range(num_images)])
+    images = unit_rows(num_images, SIZE, generator)
+    texts = torch.nn.functional.normalize(images[owners] + 0.5 * unit_rows(len(owners), SIZE, generator), dim=-1)
+    return EmbeddedWindow(window=Window(0, 0, num_images), images=images.numpy(), texts=texts.numpy(), owners=owners)
+
+
+@given(st.integers(1, 500), st.integers(3, 20), st.integers(0, 3))
+def test_every_image_is_a_query_once_among_as_many_others(num_images: int, size: int, seed: int) -> None:
+    parts = windows(num_images, size)
+    assert [parts[0].first, *(part.stop for part in parts)] == [*(part.first for part in parts), num_images]
+    for window in parts:
+        count = window.stop - window.first
+        assert count >= 8 * size or len(parts) == 1
+        found = galleries(window, size, seed)
+        queries = np.concatenate([gallery.images[: gallery.num_queries] for gallery in found])
+        assert sorted(queries) == list(range(count))
+        assert all(len(set(gallery.images)) == len(gallery.images) == min(size, count) for gallery in found)
+
+
+def test_images_are_dealt_out_at_random() -> None:
+    orders = [
+        np.concatenate([gallery.images for gallery in galleries(Window(number, 0, 80), 10, seed)]).tolist()
+        for number, seed in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert all(one != other for one, other in itertools.combinations(orders, 2))
+    assert sorted(orders[0]) == list(range(80)) != orders[0]
+
+
+def test_predictions_are_softmaxes_over_the_gallery_without_other_captions_of_the_image() -> None:
+    """Compare with a loop over pairs in float64, at the unit temperature and at others."""
+    pairs, size = some_pairs(23), 9
+    measured = WindowMeasurer(unit_tau=TAU, gallery_images=size, seed=3).measure(pairs)
+    images, texts, owners = pairs.images.astype(np.float64), pairs.texts.astype(np.float64), pairs.owners
+    gallery_of = {image: g for g in galleries(pairs.window, size, 3) for image in g.images[: g.num_queries].tolist()}
+    for pair, owner in enumerate(owners.tolist()):
+        members = set(gallery_of[owner].images.tolist())
+        captions = [pair, *(other for other, image in enumerate(owners) if image in members - {owner})]
+        scores = {
+            "image_to_text": texts[captions] @ images[owner] / TAU,
+            "text_to_image": images[[owner, *(members - {owner})]] @ texts[pair] / TAU,
+        }
+        for name, values in scores.items():
+            tokens = measured[name]
+            for u in (0.0, math.log(0.8), math.log(1.7)):
+                found = tokens.profiles.cross_entropy(u)[pair].item()
+                expected = np.log(np.exp(math.exp(u) * values).sum()) - math.exp(u) * values[0]
+                assert found == pytest.approx(expected, abs=2e-4)
+            top = np.sort(values)[::-1]
+            assert tokens.maximum[pair].item() == pytest.approx(top[0])
+            assert tokens.margin[pair].item() == pytest.approx(top[0] - top[1])
+            assert (tokens.profiles.target[pair] == 0) == (values[0] == top[0])
+            assert tokens.hidden[pair].tolist() == (images[owner] if name == "image_to_text" else texts[pair]).tolist()
+
+
+def test_one_gallery_of_all_gives_the_cross_entropy_of_retrieval() -> None:
+    pairs = some_pairs(40)
+    measured = WindowMeasurer(unit_tau=TAU, gallery_images=1000, seed=0).measure(pairs)
+    ours = sum(measured[name].profiles.cross_entropy(0.0).mean().item() for name in DIRECTIONS) / 2
+    arrays = [torch.from_numpy(array) for array in (pairs.images, pairs.texts, pairs.owners)]
+    tau = torch.tensor([TAU], dtype=torch.float64)
+    assert ours == pytest.approx(cross_entropy(arrays[0], arrays[1], arrays[2], (tau, tau)), abs=1e-9)
+
+
+@cache
+def drawn(slope: float, *, tau: float = TAU, seed: int = 0) -> tuple[EmbeddedWindow, Tensor]:
+    """Return captions whose image is drawn from softmax(cosine/τ·exp(slope·y₀)) over all images, and these probabilities.
+
+    So the predictions of text → image are calibrated by construction at the temperature τ·exp(−slope·y₀), which the
+    first number y₀ of the caption's embedding tells.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    images, texts = (unit_rows(count, SIZE, generator) for count in (NUM_IMAGES, NUM_CAPTIONS))
+    scores = texts.double() @ images.double().T / tau
+    probabilities = (scores * (slope * texts[:, :1].double()).exp()).softmax(-1)
+    owners = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    order = owners.argsort(stable=True)  # captions of an image are adjacent
+    pairs = EmbeddedWindow(
+        window=Window(0, 0, NUM_IMAGES),
+        images=images.numpy(),
+        texts=texts[order].numpy(),
+        owners=owners[order].numpy(),
+    )
+    return pairs, probabilities[order]
+
+
+def run(pairs: EmbeddedWindow, *, unit_tau: float = TAU) -> HeadroomTest:
+    """Run the test of text → image with all images in one gallery."""
+    tokens = WindowMeasurer(unit_tau=unit_tau, gallery_images=NUM_IMAGES, seed=0).measure(pairs)["text_to_image"]
+
+    def batches() -> Iterator[tuple[Tokens, Tensor]]:
+        yield tokens, torch.from_numpy(pairs.owners)
+
+    return run_headroom_test(batches, NUM_IMAGES, num_folds=5)
+
+
+def question(own_name: str = "the model's τ = 0.1", unit_tau: float = TAU) -> Question:
+    return Question(
+        name="text_to_image", title="text → image", files=(), noun="caption", case="pair", document="image",
+        candidate="image", features=FEATURES, unit_tau=unit_tau, own_name=own_name,
+    )  # fmt: skip
+
+
+def expected_gain(pairs: EmbeddedWindow, probabilities: Tensor, tau: float, slope: float, over: float) -> float:
+    """Return E[log p at τ·exp(−slope·y₀) − log p at τ = over] under the true probabilities, without any sampling."""
+    cosines = torch.from_numpy(pairs.texts).double() @ torch.from_numpy(pairs.images).double().T
+    beta = (slope * torch.from_numpy(pairs.texts[:, :1]).double()).exp() / tau
+    difference = (cosines * beta).log_softmax(-1) - (cosines / over).log_softmax(-1)
+    return (probabilities * difference).sum(-1).mean().item()
+
+
+def covers(interval: dict[str, float], value: float) -> bool:
+    return abs(Interval(**interval).mean - value) <= Interval(**interval).half_width
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_calibrated_gallery_has_no_headroom(seed: int) -> None:
+    test = run(drawn(0.0, seed=seed)[0])
+    values = figures(test, question(), least_gain=10.0)
+    assert values["best_constant"]["tau"] == pytest.approx(TAU, rel=0.05)
+    assert covers(values["best_constant"]["gain"], 0.0)
+    for name, found in values["per_caption"].items():
+        assert found["gain"]["mean"] <= found["gain"]["half_width"], name
+        assert abs(found["gain"]["mean"]) < 0.005, name
+    assert values["verdict"].startswith("not worth it: ")
+
+
+def test_a_planted_temperature_is_found_with_its_gain_in_the_interval() -> None:
+    slope = 1.0
+    pairs, probabilities = drawn(slope)
+    test = run(pairs)
+    values = figures(test, question(), least_gain=1.0)
+    constant = values["best_constant"]["tau"]
+    available = expected_gain(pairs, probabilities, TAU, slope, constant)
+    for name in ("hidden", "both"):
+        found = values["per_caption"][name]
+        assert covers(found["gain"], available), name
+        assert Interval(**found["gain"]).low > 0.5 * available
+        assert found["gain_shuffled"]["mean"] < 0
+        assert found["gain_mean_shift"]["mean"] < 0.2 * available
+    shown = values["verdict"]
+    assert shown.startswith("worth it: a temperature per caption gains ")
+    assert "over the model's τ = 0.1" in shown
+
+
+def test_gains_and_temperatures_are_in_the_units_of_the_model() -> None:
+    """A model that was trained at 2.5 times the temperature that suits it gains that constant, whatever the unit."""
+    pairs, probabilities = drawn(0.0)
+    own = 2.5 * TAU
+    values = figures(run(pairs, unit_tau=own), question("the model's τ = 0.25", own), least_gain=1.0)
+    assert values["best_constant"]["tau"] == pytest.approx(TAU, rel=0.05)
+    assert covers(values["best_constant"]["gain"], expected_gain(pairs, probabilities, TAU, 0.0, own))
+    assert values["best_constant"]["gain"]["mean"] > 0.1
+    assert values["per_caption"]["hidden"]["tau_mean"] == pytest.approx(TAU, rel=0.1)
+    cosines = torch.from_numpy(pairs.texts).double() @ torch.from_numpy(pairs.images).double().T
+    wanted = torch.nn.functional.cross_entropy(cosines / own, torch.from_numpy(pairs.owners))
+    assert values["cross_entropy"] == pytest.approx(wanted.item(), abs=1e-4)
+    confidence, predicted = (cosines / own).softmax(-1).max(-1)
+    bins = (confidence * 15).long()
+    hits = (predicted.numpy() == pairs.owners).astype(np.float64) - confidence.numpy()
+    error = np.abs(np.bincount(bins.numpy(), weights=hits)).sum() / len(hits)
+    assert values["ece"]["mean"] == pytest.approx(error, abs=1e-3)
+
+
+def test_a_model_without_a_temperature_is_compared_with_the_best_constant() -> None:
+    pairs, _ = drawn(0.0)
+    cosines = torch.from_numpy(pairs.texts).double() @ torch.from_numpy(pairs.images).double().T
+    unit = find_unit_tau(pairs, NUM_IMAGES, 0)
+    assert unit in CANDIDATES
+    test, asked = run(pairs, unit_tau=unit), question("", unit)
+    values = figures(test, asked, least_gain=1.0)
+    assert values["ece"] is values["best_constant"]["gain"] is None
+    assert values["best_constant"]["tau"] == pytest.approx(TAU, rel=0.05)
+    owners = torch.from_numpy(pairs.owners)
+    wanted = torch.nn.functional.cross_entropy(cosines / values["best_constant"]["tau"], owners)
+    assert values["cross_entropy"] == pytest.approx(wanted.item(), abs=1e-3)
+    shown = summary(asked, values)
+    assert "has no constant temperature of its own" in shown
+    assert "model's τ" not in shown
+    names = [name for name, _ in metrics(asked, values)]
+    assert all(name.startswith("text_to_image/") for name in names)
+    assert "text_to_image/best_constant/gain_mnat" not in names
+
+
+def test_a_best_constant_out_of_reach_is_said() -> None:
+    pairs, _ = drawn(0.0)
+    test = run(pairs, unit_tau=20 * TAU)
+    shown = verdict(test, question("the model's τ = 2", 20 * TAU), "both", least_gain=1.0)
+    assert "the best constant lies at an end of what was looked at, 0.25 to 16" in shown
+    assert "at an end" not in verdict(run(pairs), question(), "both", least_gain=1.0)
+
+
+def test_tables_of_both_directions_give_back_what_was_measured(tmp_path: Path) -> None:
+    """Two windows are numbered one after the other, and a pair belongs to its image in both directions."""
+    measurer, files = WindowMeasurer(unit_tau=TAU, gallery_images=9, seed=0), []
+    pairs = some_pairs(23)
+    for number in range(2):
+        _, tables = measurer(pairs)
+        files.append(f"part-{number}.parquet")
+        write_part(tables["image_to_text"], str(tmp_path), files[-1])
+    (tokens, images), (_, later) = read_measured(str(tmp_path), files)
+    assert count_documents(str(tmp_path), files) == 46
+    assert images.tolist() == pairs.owners.tolist()
+    assert later.tolist() == (pairs.owners + 23).tolist()
+    expected = measurer.measure(pairs)["image_to_text"]
+    torch.testing.assert_close(tokens.profiles.values, expected.profiles.values.float().double())
