@@ -17,7 +17,8 @@ from jobs.engine import rivals
 from jobs.engine.identity import with_fields
 from jobs.engine.recording import keep_end, record_end
 from jobs.engine.tracking import open_run
-from jobs.tasks.dual_encoder.validation import rivals as pair_rivals
+from jobs.tasks.dual_encoder.scores import rivals as pair_rivals
+from jobs.tasks.dual_encoder.validation import HeldOut
 from jobs.tasks.language_model.validation import rivals as token_rivals
 from jobs.tasks.presets.language_models import PRESETS
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
@@ -102,10 +103,8 @@ def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -
         best = torch.stack(
             [best_of_anchors(first @ second.T, config.rho), best_of_anchors(second @ first.T, config.rho)]
         )
-        found = [
-            judged(pair_rivals(first, second, np.arange(200), (tau[0], tau[1]), config), tau)
-            for tau in (best, mirrored(best))
-        ]
+        held_out = HeldOut(image=first, text=second, image_of_text=np.arange(200))
+        found = [judged(pair_rivals(held_out, (tau[0], tau[1]), config), tau) for tau in (best, mirrored(best))]
     else:
         both = torch.cat([first, second])
         best = best_of_anchors(both @ both.T, config.rho).view(2, -1)
