@@ -17,8 +17,8 @@ from torch import Tensor
 from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
+from jobs.tasks.dual_encoder.create import DataReference, create_task
 from jobs.tasks.dual_encoder.data import prepare_split
-from jobs.tasks.dual_encoder.plan import create_task
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
 
@@ -29,6 +29,8 @@ SMALLEST_TAU = 0.1
 COSINE_TOLERANCE = 5e-6
 """Allowed difference of a cosine: rounding errors of its products, and of the weights after a few steps of Adam. The
 losses and their state multiply it by 1/τ."""
+ROUNDING_OF_GRADIENTS = 1e-5
+"""Allowed difference of a gradient, relative to the largest gradient. Runs on one machine differed by 1e-6 to 3e-6."""
 
 
 def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
@@ -73,7 +75,8 @@ def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             for loss in LOSS_KINDS:
                 config = resolve_paths(configuration(loss, images, size))
                 given = given_tau if loss == "sogclr_given" else None
-                tasks[loss] = partial(create_task, config, train, validation, given)
+                data = DataReference(train=train, validation=validation, given_tau=given, towers=None, embeddings=None)
+                tasks[loss] = partial(create_task, config, data)
             environment = {
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": str(Path(__file__).parent),
@@ -108,8 +111,9 @@ def test_two_workers_compute_what_one_does(walks: dict[int, Path], loss: str) ->
     largest = max(value.norm() for key, value in alone.items() if key.startswith("gradients"))
     for key, value in alone.items():
         if key.startswith("gradients"):
-            # Some gradients, such as those of an attention's key biases, are only rounding errors.
-            assert (shared[key] - value).norm() < 1e-4 * value.norm() + 3e-6 * largest, key
+            # Some gradients, such as those of an attention's key biases, are only rounding errors, and others are sums of
+            # terms that cancel, such as those of φ.
+            assert (shared[key] - value).norm() < 1e-4 * value.norm() + ROUNDING_OF_GRADIENTS * largest, key
         else:
             torch.testing.assert_close(shared[key], value, rtol=1e-5, atol=1e-5, msg=key)
 
