@@ -1,8 +1,8 @@
 """Trains several small networks side by side in the place of DeepSpeed, each with its own AdamW, schedule and clipping.
 
 DeepSpeed has one gradient norm for everything that an engine trains. Networks that must be trained as if each were alone
-need one each, and are too small for ZeRO to matter: a TempNet has megabytes. Gradients are added over workers once per
-step. The methods that the training loop and the checkpoints call are those of `deepspeed.DeepSpeedEngine`.
+need one each, and are too small for ZeRO to matter: a TempNet has megabytes. The task adds the gradients over workers once
+per step. The other methods that the training loop and the checkpoints call are those of `deepspeed.DeepSpeedEngine`.
 """
 
 from __future__ import annotations
@@ -75,19 +75,25 @@ class NetworksEngine:
         """Set the module to eval mode."""
         self.module.eval()
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of all networks."""
+        parameters = (parameter for network in self.networks for parameter in network.parameters())
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def add_over_workers(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over the workers, in one call."""
+        if self.dp_world_size == 1:
+            return
+        flat = torch._utils._flatten_dense_tensors(tensors)
+        dist.all_reduce(flat)
+        for tensor, total in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors), strict=True):
+            tensor.copy_(total)
+
     def step(self) -> None:
-        """Add the gradients over workers, clip those of every network by themselves, and update the weights."""
-        if self.dp_world_size > 1:
-            gradients = [
-                parameter.grad
-                for network in self.networks
-                for parameter in network.parameters()
-                if parameter.grad is not None
-            ]
-            flat = torch._utils._flatten_dense_tensors(gradients)
-            dist.all_reduce(flat)
-            for gradient, total in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
-                gradient.copy_(total)
+        """Clip the gradients of every network by themselves, and update the weights.
+
+        They must be those of the global batch (`add_over_workers`).
+        """
         self.gradient_norms = []
         for network, config, optimizer, scheduler in zip(
             self.networks, self.configs, self.optimizers, self.schedulers, strict=True

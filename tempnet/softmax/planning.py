@@ -78,16 +78,15 @@ def _choose_fold(
     """
     if tempnet is not None and not tempnet.config.reads_logits:
         return False
-    has_linear_logits = layer.bias is None and layer.soft_cap is None
-    can_fold = has_linear_logits and (tempnet is None or can_fold_network(tempnet))
-    if options.fold and not can_fold:
+    is_possible = can_fold(layer, tempnet)
+    if options.fold and not is_possible:
         raise ValueError(
             "fold = True is impossible with an output bias, a soft-cap or input_shift = 'max': what the TempNet reads is "
             "then not linear in h"
         )
     if options.fold is not None:
         return options.fold
-    return can_fold and fold_pays(
+    return is_possible and fold_pays(
         len(hidden),
         hidden.shape[1],
         vocab_size,
@@ -95,6 +94,13 @@ def _choose_fold(
         num_uses=1 if options.fold_cache is None else options.fold_cache.num_uses,
         trains=any(parameter.requires_grad for parameter in parameters),
     )
+
+
+def can_fold(layer: OutputLayer, tempnet: TempNet | None) -> bool:
+    """Return whether what the TempNet reads is linear in the hidden states, apart from its norm, and is the logits."""
+    if tempnet is not None and not (tempnet.config.reads_logits and can_fold_network(tempnet)):
+        return False
+    return layer.bias is None and layer.soft_cap is None
 
 
 def _check_network(tempnet: TempNet, vocab_size: int) -> None:

@@ -4,6 +4,9 @@ On a frozen base, only the temperatures of the networks differ: the logits, thei
 softmax at the temperatures of all networks is computed for a few rows at a time, which stay in the processor's cache.
 Each result equals that of `linear_language_model_loss` for the network alone, up to rounding.
 
+Micro-batches and workers add up the gradients of W1·W (d1, d), where W1 is folded, and only the total is carried back to
+W1 (d1, V), which is larger by V/d.
+
 Shapes: K networks, N tokens, c tokens in a chunk, d hidden size, V effective vocabulary.
 """
 
@@ -23,7 +26,7 @@ from tempnet.softmax.gradients import GradientSums, add_network_gradient, alloca
 from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.objectives import SoftmaxTerms, TokenResults, evaluate_objective
 from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
-from tempnet.softmax.planning import plan_loss
+from tempnet.softmax.planning import can_fold, plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
 from tempnet.softmax.temperatures import NetworkGraph, shift_logits, temperatures_from_shifted
 from tempnet.statistics import TokenValues
@@ -57,6 +60,38 @@ class _Work:
     sums: GradientSums
 
 
+class MemberGradients:
+    """The gradients of all members for the tokens of a call."""
+
+    def __init__(self, works: Sequence[_Work], dtype: torch.dtype) -> None:
+        self._works, self._dtype = works, dtype
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tokens, to be added up in place over workers, before `write` is called."""
+        found: list[Tensor] = []
+        for work in self._works:
+            folded, (first, *others) = work.sums.folded, work.sums.parameters
+            found += [first if folded is None else folded, *others]
+        return found
+
+    def add(self, other: MemberGradients) -> None:
+        """Add the gradients of another call with the same members and weights."""
+        for total, part in zip(self.tensors(), other.tensors(), strict=True):
+            total.add_(part)
+
+    @torch.no_grad()
+    def write(self, num_targets: Tensor | float) -> None:
+        """Divide the sums by the number of targets, and add them to `grad` of the networks' parameters."""
+        for total in self.tensors():
+            total.div_(num_targets)
+        for work in self._works:
+            _, _, _, *gradients = finish_gradients(work.sums, work.plan, work.inputs, self._dtype)
+            for parameter, gradient in zip(work.parameters, gradients, strict=True):
+                if gradient is not None and parameter.requires_grad:
+                    gradient = gradient.to(parameter.dtype)
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
 @torch.no_grad()
 def side_by_side_losses(
     hidden: Tensor,
@@ -67,8 +102,8 @@ def side_by_side_losses(
     num_targets: Tensor | float,
     with_gradients: bool = True,
     **options: Any,
-) -> list[LinearLoss]:
-    """Compute the losses of all members, and add their gradients to `grad` of the networks' parameters.
+) -> tuple[list[LinearLoss], MemberGradients | None]:
+    """Compute the losses of all members, and the gradients of their networks.
 
     The hidden states and the output weight get no gradients.
 
@@ -77,12 +112,13 @@ def side_by_side_losses(
         weight: (V or more, d) output weight.
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
         members: the K networks.
-        num_targets: divisor of the sums over tokens.
+        num_targets: divisor of the losses' sums over tokens.
         with_gradients: whether to compute gradients.
         options: vocab_size, bias, soft_cap, with_values, matmul_dtype and chunk_size of `linear_language_model_loss`.
 
     Returns:
-        The loss, τ, values and slopes of every member.
+        The loss, τ, values and slopes of every member, and the gradients of the losses' sums over tokens, if they are
+        computed.
 
     Raises:
         ValueError: see `linear_language_model_loss`.
@@ -95,14 +131,7 @@ def side_by_side_losses(
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))
             _add_chunk(works, part, targets[part], logits[: part.stop - start])
-        if with_gradients:
-            for work in works:
-                _, _, _, *gradients = finish_gradients(work.sums, work.plan, work.inputs, weight.dtype)
-                for parameter, gradient in zip(work.parameters, gradients, strict=True):
-                    if gradient is not None and parameter.requires_grad:
-                        gradient = (gradient / num_targets).to(parameter.dtype)
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    return [
+    losses = [
         LinearLoss(
             loss=work.results.losses.sum() / num_targets,
             tau=work.results.tau,
@@ -111,6 +140,7 @@ def side_by_side_losses(
         )
         for work in works
     ]
+    return losses, MemberGradients(works, weight.dtype) if with_gradients else None
 
 
 def _prepare(
@@ -127,7 +157,13 @@ def _prepare(
     chunk_size: int | None = None,
 ) -> _Work:
     layer = OutputLayer(weight=weight, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap)
-    options = ComputeOptions(matmul_dtype=matmul_dtype, fold_cache=member.fold_cache, chunk_size=chunk_size)
+    options = ComputeOptions(
+        matmul_dtype=matmul_dtype,
+        # Always where it is possible, because all calls whose gradients are added must agree.
+        fold=can_fold(layer, member.tempnet),
+        fold_cache=member.fold_cache,
+        chunk_size=chunk_size,
+    )
     with torch.enable_grad() if with_gradients else torch.no_grad():
         plan, parameters = plan_loss(hidden, layer, member.config, member.tempnet, options, with_values=with_values)
     inputs = LossInputs.prepare(plan, hidden, weight, bias, parameters)

@@ -72,6 +72,7 @@ class SideBySideTask(MembersTask, ClipTask):
         are_steered = [
             steering.follows(optimizer) for steering, optimizer in zip(self.steerings, engine.optimizers, strict=True)
         ]
+        engine.add_over_workers(engine.gradients())
         engine.step()
         for steering, is_steered, output in zip(self.steerings, are_steered, outputs, strict=True):
             if is_steered:

@@ -24,7 +24,8 @@ from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import output_weight
 from tempnet.softmax.fold import FoldCache
-from tempnet.softmax.side_by_side import Member, side_by_side_losses
+from tempnet.softmax.linear import LinearLoss
+from tempnet.softmax.side_by_side import Member, MemberGradients, side_by_side_losses
 from tempnet.statistics import TemperatureStatistics
 
 
@@ -58,39 +59,34 @@ class SideBySideTask(MembersTask, LanguageModelTask):
             for module in self.modules
         ]
         self.networks = [member.tempnet for member in self.members]
+        self.scored: list[list[LinearLoss]] | None = None
         self._read_validation()
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
         """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
-        micro, first = self.config.micro_batch_size, self.modules[0]
         losses = torch.zeros(len(self.members), device=engine.device)
         sums: list[Tensor] | None = None
-        for at in range(0, len(batch["targets"]), micro):
-            tensors = to_tensors({name: value[at : at + micro] for name, value in batch.items()}, engine.device)
-            targets = tensors["targets"].flatten()
-            hidden = self._hidden(tensors).flatten(0, 1)
-            weight, bias = output_weight(first.base)
-            assert first.head is not None
-            found = side_by_side_losses(
-                first.head.scaled(hidden),
-                weight,
-                targets,
-                self.members,
-                num_targets=max(num_units, 1),
-                vocab_size=first.vocab_size,
-                bias=bias if bias is None or first.head.scale == 1.0 else bias * first.head.scale,
-                soft_cap=first.head.soft_cap,
-                with_values=with_statistics,
-                matmul_dtype=first.autocast_dtype,
+        gradients: MemberGradients | None = None
+        for part in self._micro_batches(batch):
+            tensors = to_tensors(part, engine.device)
+            hidden, targets = self._hidden(tensors).flatten(0, 1), tensors["targets"].flatten()
+            found, own = self._losses(
+                hidden, targets, num_targets=max(num_units, 1), with_gradients=True, with_values=with_statistics
             )
-            losses += torch.stack([part.loss for part in found])
+            assert own is not None
+            if gradients is None:
+                gradients = own
+            else:
+                gradients.add(own)
+            losses += torch.stack([one.loss for one in found])
             if with_statistics:
-                new = []
-                for module, part in zip(self.modules, found, strict=True):
-                    assert part.values is not None
-                    new.append(module.statistics(hidden, targets, part.tau, part.values)[0])
-                sums = new if sums is None else [total + part for total, part in zip(sums, new, strict=True)]
+                new = self._statistics_of(found, hidden, targets)
+                sums = new if sums is None else [total + more for total, more in zip(sums, new, strict=True)]
+        assert gradients is not None
+        engine.add_over_workers(gradients.tensors())
+        gradients.write(max(num_units, 1))
         engine.step()
+        self.scored = None
         for member in self.members:
             assert member.fold_cache is not None
             member.fold_cache.clear(keep_gram=True)
@@ -102,11 +98,13 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         return StepResult(losses, None)
 
     def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Validate one member; the hidden states of the validation blocks are computed once, for all members."""
+        """Validate one member; hidden states are computed once in a run, and all members' losses together."""
         if "hidden" not in self.validation.arrays:
             self.validation = dataclasses.replace(self.validation, arrays=self._with_hidden(self.validation.arrays))
+        if self.scored is None:
+            self.scored = self._score()
         module = self.modules[number]
-        stand_in: Any = ModuleAsEngine(module)
+        stand_in: Any = ScoredModule(module, [losses[number] for losses in self.scored])
         summary, details = validate(
             stand_in,
             self.validation,
@@ -134,6 +132,43 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         """Check that the checkpoint belongs to this base."""
         check_checkpoint(directory, self.base)
 
+    def _losses(
+        self, hidden: Tensor, targets: Tensor, **options: Any
+    ) -> tuple[list[LinearLoss], MemberGradients | None]:
+        """Compute the losses of all members for hidden states (N, d) and targets (N,); see `side_by_side_losses`."""
+        first = self.modules[0]
+        weight, bias = output_weight(first.base)
+        assert first.head is not None
+        return side_by_side_losses(
+            first.head.scaled(hidden),
+            weight,
+            targets,
+            self.members,
+            vocab_size=first.vocab_size,
+            bias=bias if bias is None or first.head.scale == 1.0 else bias * first.head.scale,
+            soft_cap=first.head.soft_cap,
+            matmul_dtype=first.autocast_dtype,
+            **options,
+        )
+
+    def _statistics_of(self, losses: list[LinearLoss], hidden: Tensor, targets: Tensor) -> list[Tensor]:
+        """Return the sums of `TemperatureStatistics` of every member."""
+        found = []
+        for module, own in zip(self.modules, losses, strict=True):
+            assert own.values is not None
+            found.append(module.statistics(hidden, targets, own.tau, own.values)[0])
+        return found
+
+    def _score(self) -> list[list[LinearLoss]]:
+        """Return the losses of all members for every micro-batch of the validation blocks."""
+        device = next(self.module.parameters()).device
+        scored = []
+        for part in self._micro_batches(self.validation.arrays):
+            tensors = to_tensors(part, device)
+            hidden, targets = self._hidden(tensors).flatten(0, 1), tensors["targets"].flatten()
+            scored.append(self._losses(hidden, targets, num_targets=1.0, with_gradients=False, with_values=True)[0])
+        return scored
+
     def _hidden(self, tensors: Mapping[str, Any]) -> Tensor:
         """Return the hidden states (B, T, d) of a micro-batch, stored or computed by the base."""
         module = self.modules[0]
@@ -158,14 +193,34 @@ class SideBySideTask(MembersTask, LanguageModelTask):
             yield {name: np.asarray(value[at : at + size]) for name, value in arrays.items()}
 
 
-class ModuleAsEngine(SimpleNamespace):
-    """Stands for the engine in `validate`, which only calls it and asks for its device."""
+class ScoredModule(SimpleNamespace):
+    """Stands for the engine in `validate`, which calls it for one micro-batch after the other and asks for its device.
 
-    def __init__(self, module: TemperatureCausalLM) -> None:
-        super().__init__(module=module, device=next(module.parameters()).device)
+    Args:
+        module: the module of a member.
+        losses: its losses of all micro-batches.
+    """
 
-    def __call__(self, **arguments: Any) -> Any:
-        return self.module(**arguments)
+    def __init__(self, module: TemperatureCausalLM, losses: list[LinearLoss]) -> None:
+        super().__init__(module=module, device=next(module.parameters()).device, losses=iter(losses))
+
+    def __call__(self, *, targets: Tensor, hidden: Tensor, num_oracle_tokens: int, **_: Any) -> dict[str, Any]:
+        """Return what the module would return for the next micro-batch."""
+        found: LinearLoss = next(self.losses)
+        assert found.values is not None
+        statistics, logits = self.module.statistics(
+            hidden.to(output_weight(self.module.base)[0].dtype).flatten(0, 1),
+            targets.flatten(),
+            found.tau,
+            found.values,
+            num_oracle_tokens,
+        )
+        return {
+            "tau": found.tau.view_as(targets),
+            "statistics": statistics,
+            "entropy": found.values.entropy.view_as(targets),
+            "logits": logits,
+        }
 
 
 def _network(module: TemperatureCausalLM) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from jobs.tasks.language_model.config import (
     TemperatureSection,
 )
 from jobs.tasks.language_model.models import build_model
-from jobs.tasks.language_model.side_by_side import ModuleAsEngine, SideBySideTask
+from jobs.tasks.language_model.side_by_side import SideBySideTask
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
 from jobs.tasks.shared_base import can_share_base
 from pipelines.stream import Batch
@@ -131,6 +132,16 @@ def train_alone(config: LanguageModelConfig) -> tuple[Any, list[float]]:
         scheduler.step()
         losses.append(loss.item())
     return module, losses
+
+
+class ModuleAsEngine(SimpleNamespace):
+    """Stands for the engine of one run, which `validate` calls and asks for its device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module=module, device=torch.device("cpu"))
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.module(**arguments)
 
 
 def test_each_run_is_as_if_it_were_alone(

@@ -52,17 +52,18 @@ def test_each_network_is_trained_as_if_it_were_alone(chunk_size: int | None, ext
     if extra.get("bias"):
         extra = {"bias": torch.randn(len(weight), dtype=torch.float64)}
     members, alone = make_members(torch.float64), make_members(torch.float64)
-    for _ in range(2):  # the second call adds to the gradients of the first
-        losses = side_by_side_losses(
-            hidden, weight, targets, members,
-            num_targets=7.0, vocab_size=V, with_values=True, chunk_size=chunk_size, **extra,
-        )  # fmt: skip
+    losses, gradients = side_by_side_losses(
+        hidden, weight, targets, members,
+        num_targets=7.0, vocab_size=V, with_values=True, chunk_size=chunk_size, **extra,
+    )  # fmt: skip
+    assert gradients is not None
+    gradients.write(7.0)
     for member, same, found in zip(members, alone, losses, strict=True):
         expected = linear_language_model_loss(
             hidden, weight, targets, same.config, same.tempnet,
             num_targets=7.0, vocab_size=V, with_values=True, chunk_size=chunk_size, **extra,
         )  # fmt: skip
-        (2 * expected.loss).backward()
+        expected.loss.backward()
         torch.testing.assert_close(found.loss, expected.loss.detach())
         torch.testing.assert_close(found.tau, expected.tau)
         torch.testing.assert_close(found.slopes, expected.slopes)
@@ -78,7 +79,9 @@ def test_the_gradients_are_those_of_autograd_through_all_logits() -> None:
     hidden, weight, targets = inputs(torch.float64)
     members, alone = make_members(torch.float64), make_members(torch.float64)
     num_targets = int((targets != IGNORE_INDEX).sum())
-    losses = side_by_side_losses(hidden, weight, targets, members, num_targets=num_targets, vocab_size=V)
+    losses, gradients = side_by_side_losses(hidden, weight, targets, members, num_targets=num_targets, vocab_size=V)
+    assert gradients is not None
+    gradients.write(num_targets)
     for member, same, found in zip(members, alone, losses, strict=True):
         logits = hidden @ weight[:V].T
         expected, _ = language_model_loss(logits, targets, same.config, same.tempnet, num_targets=num_targets)
@@ -88,8 +91,38 @@ def test_the_gradients_are_those_of_autograd_through_all_logits() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-10)
 
 
-def test_without_gradients_nothing_is_added() -> None:
+def test_micro_batches_and_workers_add_up_their_gradients() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    members, whole = make_members(torch.float64), make_members(torch.float64)
+    parts = [slice(0, 10), slice(10, 17), slice(17, N)]
+    first, second, third = (
+        side_by_side_losses(hidden[part], weight, targets[part], members, num_targets=1.0, vocab_size=V)[1]
+        for part in parts
+    )
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    first.add(second)
+    for total, other in zip(first.tensors(), third.tensors(), strict=True):  # as another worker's are added
+        total += other
+    assert sum(total.numel() for total in first.tensors()) < sum(
+        parameter.numel() for member in members for parameter in member.tempnet.parameters()
+    )
+    first.write(3.0)
+    _, gradients = side_by_side_losses(hidden, weight, targets, whole, num_targets=1.0, vocab_size=V)
+    assert gradients is not None
+    gradients.write(3.0)
+    for member, same in zip(members, whole, strict=True):
+        for ours, theirs in zip(member.tempnet.parameters(), same.tempnet.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_are_only_written_when_asked_for() -> None:
     hidden, weight, targets = inputs(torch.float32)
     members = make_members()
-    side_by_side_losses(hidden, weight, targets, members, num_targets=1.0, vocab_size=V, with_gradients=False)
+    for with_gradients in (False, True):
+        _, gradients = side_by_side_losses(
+            hidden, weight, targets, members, num_targets=1.0, vocab_size=V, with_gradients=with_gradients
+        )
+        assert (gradients is not None) == with_gradients
     assert all(parameter.grad is None for member in members for parameter in member.tempnet.parameters())
