@@ -9,7 +9,7 @@ Shapes: N rows (tokens, images), K contrasts (for a language model, the effectiv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,24 @@ def optimal_temperature(
         for index, part in enumerate(rows.split(num_rows_per_slice))
     ]
     return torch.cat(slices).reshape(logits.shape[:-1]) if slices else at_least_float32(rows).new_empty(0)
+
+
+Oracle = Callable[[Tensor, float, float, float], Tensor]
+"""Function from logits, ρ, τ₀ and τ_max to the optimal temperatures."""
+
+
+class SharedOracle:
+    """`optimal_temperature` of the same logits for several networks: every ρ and range is solved once."""
+
+    def __init__(self) -> None:
+        self._solved: dict[tuple[float, float, float], Tensor] = {}
+
+    def __call__(self, logits: Tensor, rho: float, tau_min: float, tau_max: float) -> Tensor:
+        """Return the optimal temperatures; all calls must have the same logits."""
+        key = rho, tau_min, tau_max
+        if key not in self._solved:
+            self._solved[key] = optimal_temperature(logits, rho, tau_min, tau_max)
+        return self._solved[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,13 @@ _TOLERANCE = 1e-3
 
 @torch.no_grad()
 def compare_with_constants(
-    losses: Callable[[Tensor], Tensor], tau: Tensor, groups: Tensor, *, tau_min: float, tau_max: float
+    losses: Callable[[Tensor], Tensor],
+    tau: Tensor,
+    groups: Tensor,
+    *,
+    tau_min: float,
+    tau_max: float,
+    best_constant: float | None = None,
 ) -> dict[str, float]:
     """Compute the mean loss at the predicted τ and at both constants, and the prediction's gain over each constant.
 
@@ -42,6 +48,7 @@ def compare_with_constants(
         tau: (...) predicted temperatures.
         groups: (...) integers that identify the document, block or image that each row belongs to.
         tau_min, tau_max: range that is searched for the best constant.
+        best_constant: the best constant, if it is known (`find_best_constant`).
 
     Returns:
         `loss`, `best_constant_loss`, `best_constant_tau`, `best_constant_gain`, `best_constant_gain_half_width` (NaN
@@ -49,7 +56,7 @@ def compare_with_constants(
     """
     own = losses(tau).double()
     constants = {
-        "best_constant": _find_best_constant(losses, tau, tau_min, tau_max),
+        "best_constant": best_constant or find_best_constant(losses, tau, tau_min=tau_min, tau_max=tau_max),
         "mean_shift": tau.double().mean().item(),
     }
     figures = {"loss": own.mean().item()}
@@ -80,9 +87,15 @@ def half_width(values: Tensor, groups: Tensor) -> float:
     return float(student.ppf(0.975, num_groups - 1)) * deviation
 
 
-def _find_best_constant(losses: Callable[[Tensor], Tensor], tau: Tensor, tau_min: float, tau_max: float) -> float:
+@torch.no_grad()
+def find_best_constant(losses: Callable[[Tensor], Tensor], like: Tensor, *, tau_min: float, tau_max: float) -> float:
+    """Return the constant in [τ₀, τ_max] with the least mean loss; the arguments are those of `compare_with_constants`.
+
+    It does not depend on the values of `like`, which has the shape, dtype and device of the temperatures.
+    """
+
     def mean_loss(log_tau: float) -> float:
-        return losses(torch.full_like(tau, math.exp(log_tau))).double().mean().item()
+        return losses(torch.full_like(like, math.exp(log_tau))).double().mean().item()
 
     bounds = math.log(tau_min), math.log(tau_max)
     inside = minimize_scalar(mean_loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x

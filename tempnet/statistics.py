@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tempnet.dro import robust_loss
-from tempnet.oracle import optimal_temperature
+from tempnet.oracle import Oracle, optimal_temperature
 from tempnet.softmax.reference import IGNORE_INDEX
 
 NUM_HISTOGRAM_BINS = 200
@@ -124,6 +124,7 @@ def token_statistics(
     tau_min: float,
     tau_max: float,
     oracle_logits: Tensor | None = None,
+    oracle: Oracle = optimal_temperature,
 ) -> TemperatureStatistics:
     """Compute the statistics of a micro-batch of N tokens, without those whose target is ignored.
 
@@ -136,6 +137,7 @@ def token_statistics(
         tau_min, tau_max: range of the histogram and of the oracle.
         oracle_logits: (n, V) logits of the first n valid tokens, or None. For these tokens, the optimal temperature
             τ* and the regret f(z, τ) − f(z, τ*) are computed too.
+        oracle: function that computes τ*.
     """
     statistics = TemperatureStatistics.zeros(tau_min, tau_max, tau.device)
     is_valid = targets != IGNORE_INDEX
@@ -147,7 +149,7 @@ def token_statistics(
     regret = tau_oracle = tau.new_zeros(0)
     if oracle_logits is not None:
         num_oracle_tokens = len(oracle_logits)
-        tau_oracle = optimal_temperature(oracle_logits, rho, tau_min, tau_max)
+        tau_oracle = oracle(oracle_logits, rho, tau_min, tau_max)
         of_oracle = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau_oracle, rho)
         regret = robust_loss(oracle_logits, targets[:num_oracle_tokens], tau[:num_oracle_tokens], rho) - of_oracle
     margin = BOUND_SHARE * (tau_max - tau_min)

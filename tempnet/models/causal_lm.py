@@ -20,6 +20,7 @@ from tempnet.models.output_head import OutputHead, find_output_head, output_weig
 from tempnet.models.packing import document_mask, takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
+from tempnet.oracle import Oracle, optimal_temperature
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import LinearLoss, linear_language_model_loss
 from tempnet.softmax.planning import supports
@@ -226,7 +227,13 @@ class TemperatureCausalLM(nn.Module):
 
     @torch.no_grad()
     def statistics(
-        self, contexts: Tensor, targets: Tensor, tau: Tensor, values: TokenValues, num_oracle_tokens: int = 256
+        self,
+        contexts: Tensor,
+        targets: Tensor,
+        tau: Tensor,
+        values: TokenValues,
+        num_oracle_tokens: int = 256,
+        oracle: Oracle = optimal_temperature,
     ) -> tuple[Tensor, Tensor]:
         """Return sums of `tempnet.statistics.TemperatureStatistics`, and the logits of the first valid tokens (n, V).
 
@@ -236,6 +243,7 @@ class TemperatureCausalLM(nn.Module):
             tau: (N,) temperatures.
             values: values of the N tokens.
             num_oracle_tokens: n, at most.
+            oracle: function that computes the optimal temperatures.
         """
         oracle_rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)[:num_oracle_tokens]
         oracle_logits = self.context_logits(contexts[oracle_rows])
@@ -249,6 +257,7 @@ class TemperatureCausalLM(nn.Module):
             tau_min=config.tau_min,
             tau_max=config.tau_max,
             oracle_logits=oracle_logits,
+            oracle=oracle,
         )
         return statistics.sums, oracle_logits
 

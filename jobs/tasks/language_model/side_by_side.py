@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import add_tempnet, build_base
 from jobs.tasks.language_model.task import LanguageModelTask
-from jobs.tasks.language_model.validation import to_tensors, validate
+from jobs.tasks.language_model.validation import Searches, to_tensors, validate
 from jobs.tasks.members import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.output_head import output_weight
+from tempnet.oracle import SharedOracle
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.side_by_side import Member, MemberGradients, side_by_side_losses
@@ -60,6 +62,12 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         ]
         self.networks = [member.tempnet for member in self.members]
         self.scored: list[list[LinearLoss]] | None = None
+        """Losses of all members for every micro-batch of the validation blocks, at the present weights."""
+        # The base is frozen, so that the logits of the validation blocks never change. With details there are more of them.
+        self.oracles: dict[bool, defaultdict[int, SharedOracle]] = {
+            with_details: defaultdict(SharedOracle) for with_details in (False, True)
+        }
+        self.searches = Searches()
         self._read_validation()
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
@@ -104,7 +112,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         if self.scored is None:
             self.scored = self._score()
         module = self.modules[number]
-        stand_in: Any = ScoredModule(module, [losses[number] for losses in self.scored])
+        stand_in: Any = ScoredModule(module, [losses[number] for losses in self.scored], self.oracles[with_details])
         summary, details = validate(
             stand_in,
             self.validation,
@@ -112,6 +120,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
             micro_batch_size=self.config.micro_batch_size,
             num_oracle_tokens=self.config.validation.num_oracle_tokens if with_details else self.num_oracle_tokens,
             with_details=with_details,
+            searches=self.searches,
         )
         return summary, dataclasses.asdict(details) if details else None
 
@@ -153,10 +162,10 @@ class SideBySideTask(MembersTask, LanguageModelTask):
 
     def _statistics_of(self, losses: list[LinearLoss], hidden: Tensor, targets: Tensor) -> list[Tensor]:
         """Return the sums of `TemperatureStatistics` of every member."""
-        found = []
+        found, oracle = [], SharedOracle()
         for module, own in zip(self.modules, losses, strict=True):
             assert own.values is not None
-            found.append(module.statistics(hidden, targets, own.tau, own.values)[0])
+            found.append(module.statistics(hidden, targets, own.tau, own.values, oracle=oracle)[0])
         return found
 
     def _score(self) -> list[list[LinearLoss]]:
@@ -199,14 +208,18 @@ class ScoredModule(SimpleNamespace):
     Args:
         module: the module of a member.
         losses: its losses of all micro-batches.
+        oracles: the oracle of every micro-batch.
     """
 
-    def __init__(self, module: TemperatureCausalLM, losses: list[LinearLoss]) -> None:
-        super().__init__(module=module, device=next(module.parameters()).device, losses=iter(losses))
+    def __init__(
+        self, module: TemperatureCausalLM, losses: list[LinearLoss], oracles: Mapping[int, SharedOracle]
+    ) -> None:
+        device = next(module.parameters()).device
+        super().__init__(module=module, device=device, losses=enumerate(losses), oracles=oracles)
 
     def __call__(self, *, targets: Tensor, hidden: Tensor, num_oracle_tokens: int, **_: Any) -> dict[str, Any]:
         """Return what the module would return for the next micro-batch."""
-        found: LinearLoss = next(self.losses)
+        number, found = next(self.losses)
         assert found.values is not None
         statistics, logits = self.module.statistics(
             hidden.to(output_weight(self.module.base)[0].dtype).flatten(0, 1),
@@ -214,6 +227,7 @@ class ScoredModule(SimpleNamespace):
             found.tau,
             found.values,
             num_oracle_tokens,
+            self.oracles[number],
         )
         return {
             "tau": found.tau.view_as(targets),

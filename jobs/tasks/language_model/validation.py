@@ -8,7 +8,9 @@ computed on the first tokens of every micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +26,8 @@ from pipelines.text.manifest import Manifest
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet.dro import robust_loss
 from tempnet.models.stored_base import to_bfloat16
-from tempnet.oracle import optimal_temperature
-from tempnet.rivals import compare_with_constants
+from tempnet.oracle import SharedOracle
+from tempnet.rivals import compare_with_constants, find_best_constant
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.statistics import TemperatureStatistics, spearman
 
@@ -98,6 +100,21 @@ class ValidationDetails:
     """Objective that the TempNet was trained with, which is a prefix of keys of `rivals`; None without a TempNet."""
 
 
+class Searches:
+    """Rivals of several networks on the same contexts: they depend on ρ and on the range of τ, and are sought once each."""
+
+    def __init__(self) -> None:
+        self.oracle = SharedOracle()
+        self._constants: dict[tuple[float | None, float, float], float] = {}
+
+    def best_constant(self, rho: float | None, find: Callable[[], float], *, tau_min: float, tau_max: float) -> float:
+        """Return the best constant τ by the robust loss with a ρ, or by the cross-entropy (ρ = None)."""
+        key = rho, tau_min, tau_max
+        if key not in self._constants:
+            self._constants[key] = find()
+        return self._constants[key]
+
+
 def validate(
     engine: DeepSpeedEngine,
     part: ValidationPart,
@@ -106,6 +123,7 @@ def validate(
     micro_batch_size: int,
     num_oracle_tokens: int,
     with_details: bool,
+    searches: Searches | None = None,
 ) -> tuple[dict[str, float], ValidationDetails | None]:
     """Score this rank's part of the validation blocks. All ranks must call this, in eval mode and without gradients.
 
@@ -116,6 +134,7 @@ def validate(
         micro_batch_size: number of blocks scored at a time.
         num_oracle_tokens: number of tokens per rank on which regret and rivals are computed.
         with_details: whether to compute `ValidationDetails`.
+        searches: what is known of the rivals, from other networks on the same contexts.
 
     Returns:
         The scores, equal on all ranks, and the details, on rank 0 if requested.
@@ -149,7 +168,7 @@ def validate(
     details = ValidationDetails(
         histogram=statistics.histogram.tolist(),
         passage=_passage(*first_outputs),
-        rivals=rivals(logits, targets, tau, blocks, loss_config),
+        rivals=rivals(logits, targets, tau, blocks, loss_config, searches),
         judged_by=_judged_by(loss_config),
     )
     return summary, details
@@ -171,7 +190,12 @@ def _pooled_spearman(own: Tensor) -> float:
 
 
 def rivals(
-    logits: Tensor, targets: Tensor, tau: Tensor, blocks: Tensor, config: TemperatureLossConfig
+    logits: Tensor,
+    targets: Tensor,
+    tau: Tensor,
+    blocks: Tensor,
+    config: TemperatureLossConfig,
+    searches: Searches | None = None,
 ) -> dict[str, float]:
     """Compare the given τ with its rivals on the same tokens.
 
@@ -184,6 +208,7 @@ def rivals(
         tau: (n,) temperatures of the predictions.
         blocks: (n,) number of the block of each token; tokens of one block are not independent.
         config: the training loss.
+        searches: what is known of the rivals for these logits; it is completed.
 
     Returns:
         The figures of :func:`tempnet.rivals.compare_with_constants` with the prefixes `robust/` and `cross_entropy/`,
@@ -197,11 +222,14 @@ def rivals(
     def cross_entropy(temperature: Tensor) -> Tensor:
         return F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
 
+    searches = searches or Searches()
     comparison = {"num_tokens": float(len(targets))}
-    for name, losses in (("robust", robust), ("cross_entropy", cross_entropy)):
-        figures = compare_with_constants(losses, tau, blocks, tau_min=config.tau_min, tau_max=config.tau_max)
+    bounds = {"tau_min": config.tau_min, "tau_max": config.tau_max}
+    for name, losses, rho in (("robust", robust, config.rho), ("cross_entropy", cross_entropy, None)):
+        best = searches.best_constant(rho, partial(find_best_constant, losses, tau, **bounds), **bounds)
+        figures = compare_with_constants(losses, tau, blocks, best_constant=best, **bounds)
         comparison |= {f"{name}/{key}": value for key, value in figures.items()}
-    oracle = optimal_temperature(logits, config.rho, config.tau_min, config.tau_max)
+    oracle = searches.oracle(logits, config.rho, config.tau_min, config.tau_max)
     return comparison | {
         "robust/tau_one_loss": robust(torch.ones_like(tau)).double().mean().item(),
         "robust/oracle_loss": robust(oracle).double().mean().item(),

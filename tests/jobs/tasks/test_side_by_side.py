@@ -172,7 +172,7 @@ def test_each_run_is_as_if_it_were_alone(
         with torch.no_grad():
             ours, details = task.validate_member(number, with_details=True)
             stand_in: Any = ModuleAsEngine(module)
-            theirs, _ = validate(
+            theirs, of_theirs = validate(
                 stand_in,
                 ValidationPart(arrays=make_batch(100), num_blocks=BATCH),
                 loss_config=module.loss_config,
@@ -182,6 +182,8 @@ def test_each_run_is_as_if_it_were_alone(
             )
         assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True)
         assert details is not None
+        assert of_theirs is not None
+        assert details["rivals"] == pytest.approx(of_theirs.rivals, rel=1e-4, abs=1e-6)
         task.export_member(number)
         engine.train()
         exported = load_tempnet(config.run.export_directory).state_dict()
