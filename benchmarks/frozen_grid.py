@@ -33,6 +33,7 @@ from jobs.tasks.presets.language_models import SAMPLE_TOKENIZER, frozen_small
 from pipelines.storage import read_json
 from pipelines.text.tokenization import load_tokenizer
 
+LOSSES = ("cross_entropy", "cross_entropy_tau", "robust_loss", "tau_mean")
 AXES = ("temperature.rho=2,2.5,3,3.5", "optimizer.learning_rate_tempnet=3e-3,6e-3,1e-2,2e-2")
 
 
@@ -84,6 +85,15 @@ def make_config(
     )
 
 
+def at_point(config: LanguageModelConfig, rho: float, rate: float) -> LanguageModelConfig:
+    """Return a run with another ρ and another learning rate of the TempNet."""
+    return dataclasses.replace(
+        config,
+        temperature=dataclasses.replace(config.temperature, rho=rho),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate_tempnet=rate),
+    )
+
+
 def timed(plan: Plan) -> tuple[float, dict[str, Any]]:
     """Make a run and return its seconds and its outcome."""
     started = time.monotonic()
@@ -91,14 +101,16 @@ def timed(plan: Plan) -> tuple[float, dict[str, Any]]:
     return time.monotonic() - started, outcome
 
 
-def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tuple[float, str]:
-    """Return the largest relative difference between the scores of two validations, and its name."""
+def describe_differences(ours: dict[str, float], theirs: dict[str, float]) -> str:
+    """Describe the largest relative difference between the scores of two validations, and that between their losses."""
     differences = [
         (abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-3), name)
         for name in theirs
         if theirs[name] == theirs[name]
     ]
-    return max(differences)
+    worst, name = max(differences)
+    losses = max(value for value, name in differences if name in LOSSES)
+    return f"scores differ by at most {worst:.1e} ({name}), losses and mean τ by {losses:.1e}"
 
 
 def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
@@ -112,12 +124,7 @@ def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
     singles = []
     for number in range(num_compared):
         rho, rate = points[number * 15 // max(1, num_compared - 1)]
-        config = make_config(home, base, f"single-{number}", num_steps, num_workers=2)
-        config = dataclasses.replace(
-            config,
-            temperature=dataclasses.replace(config.temperature, rho=rho),
-            optimizer=dataclasses.replace(config.optimizer, learning_rate_tempnet=rate),
-        )
+        config = at_point(make_config(home, base, f"single-{number}", num_steps, num_workers=2), rho, rate)
         singles.append((rho, rate, *timed(make_plan(config))))
     sweep = LanguageModelSweep(
         base=make_config(home, base, "grid", num_steps, num_workers=2), sweep=SweepSection(axes=AXES)
@@ -141,8 +148,15 @@ def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
             for row, found in grid
             if row.point == {"temperature.rho": rho, "optimizer.learning_rate_tempnet": rate}
         ]
-        worst, name = largest_difference(own["validation"], outcome["validation"])
-        print(f"ρ {rho:g}, rate {rate:g}: scores differ by at most {worst:.1e} ({name}; target: 1e-5)")
+        print(
+            f"ρ {rho:g}, rate {rate:g}: {describe_differences(own['validation'], outcome['validation'])} (target: 1e-5)"
+        )
+    rho, rate, _, outcome = singles[0]
+    config = make_config(home, base, "one-worker", num_steps, num_workers=1)
+    config = at_point(config, rho, rate)
+    _, alone = timed(make_plan(config))
+    found = describe_differences(alone["validation"], outcome["validation"])
+    print(f"ρ {rho:g}, rate {rate:g} with one worker, which only rounds differently: {found}")
 
 
 def measure_features(home: Path, num_steps: int) -> None:
@@ -163,8 +177,7 @@ def measure_features(home: Path, num_steps: int) -> None:
         f"{of_base['tokens_per_second']:,.0f} tokens/s on the base, {stored['tokens_per_second']:,.0f} from features: "
         f"{ratio:.1f} times (target: at least 5)"
     )
-    worst, name = largest_difference(stored["validation"], of_base["validation"])
-    print(f"the scores differ by at most {worst:.1e} ({name}), by the rounding to bfloat16")
+    print(f"{describe_differences(stored['validation'], of_base['validation'])}, by the rounding to bfloat16")
 
 
 def main() -> None:
