@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,22 @@ def timed(plan: Plan) -> tuple[float, dict[str, Any]]:
     return time.monotonic() - started, outcome
 
 
-def describe_differences(ours: dict[str, float], theirs: dict[str, float]) -> str:
-    """Describe the largest relative difference between the scores of two validations, and that between their losses."""
+def largest_difference(
+    ours: dict[str, float], theirs: dict[str, float], names: Collection[str] = ()
+) -> tuple[float, str]:
+    """Return the largest relative difference between scores of two validations, of all or of some, and its name."""
     differences = [
         (abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-3), name)
-        for name in theirs
+        for name in names or theirs
         if theirs[name] == theirs[name]
     ]
-    worst, name = max(differences)
-    losses = max(value for value, name in differences if name in LOSSES)
+    return max(differences)
+
+
+def describe_differences(ours: dict[str, float], theirs: dict[str, float]) -> str:
+    """Describe the largest relative difference between the scores of two validations, and that between their losses."""
+    worst, name = largest_difference(ours, theirs)
+    losses, _ = largest_difference(ours, theirs, LOSSES)
     return f"scores differ by at most {worst:.1e} ({name}), losses and mean τ by {losses:.1e}"
 
 
