@@ -9,7 +9,7 @@ PIP_AUDIT := 2.10.1
 TORCHAO := 0.18.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-rest test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-fast test-text test-encoders test-faults test-rest test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,7 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 # Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first is the longest
 # of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-text test-encoders test-fast test-quantised types
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-faults test-text test-encoders test-fast test-quantised types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
@@ -44,6 +44,7 @@ TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures distil 
 	readme_sentences,tests/cluster/test_$(name).py)
 ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
 	predict_pair_temperatures pair_headroom extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
+FAULTS := tests/cluster/test_faults.py
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
@@ -55,8 +56,11 @@ test-text: setup  ## Text and language models on a real Ray with DeepSpeed and M
 test-encoders: setup  ## Dual encoders, sentences and classifiers on a real Ray
 	$(PYTEST) -m "$(CLUSTER)" $(ENCODERS)
 
+test-faults: setup  ## Training runs under seeded schedules of faults: three, or twenty more in `make test-all`
+	$(PYTEST) -m "$(CLUSTER)" $(FAULTS)
+
 test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
-	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS))
+	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS) $(FAULTS))
 
 test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bits, by torchao
 	PYTHONPATH=.venv-torchao $(PYTEST) tests/tempnet/test_precisions.py

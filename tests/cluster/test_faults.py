@@ -1,4 +1,4 @@
-"""Test that a run on two nodes comes through what a seeded schedule does to it (`benchmarks.faults` has more seeds)."""
+"""Test that a run on two nodes comes through what a seeded schedule does to it (`benchmarks.faults` prints the table)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from fault_support import FAULTS, MESSAGES, Reference, draw, find_unexplained, r
 
 pytestmark = pytest.mark.cluster
 
+NUM_SCHEDULES = 20
 NUM_STEPS, NUM_STEPS_SHORT = 900, 300
 SHORT_SEEDS = (6, 17, 28)
 """Seeds of schedules of one fault each: a worker is killed, the head is lost, the store can only be read."""
 
 
 def test_twenty_schedules_draw_every_fault() -> None:
-    assert {fault for seed in range(20) for _, fault in draw(seed, NUM_STEPS)} == set(FAULTS)
+    assert {fault for seed in range(NUM_SCHEDULES) for _, fault in draw(seed, NUM_STEPS)} == set(FAULTS)
     assert draw(3, NUM_STEPS) == draw(3, NUM_STEPS) != draw(4, NUM_STEPS)
 
 
@@ -57,9 +58,8 @@ def reference(site: Site) -> Reference:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_a_run_comes_through_a_schedule_of_faults(site: Site, reference: Reference, seed: int) -> None:
-    """Three schedules fit into a release's tests; `benchmarks.faults` runs twenty."""
     schedule = draw(seed, NUM_STEPS)
     report = run_schedule(schedule, site, reference, f"seed-{seed}")
     assert report.is_good, (schedule, report)
