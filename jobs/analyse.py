@@ -1,12 +1,14 @@
 """Analyse what temperatures say of texts and captions, along a training, over τ_max and ρ; compare decoders.
 
-python -m jobs.analyse subjectivity --model runs/gpt2-scratch-small/export --data subjqa --output runs/subjectivity
-python -m jobs.analyse instructions --model runs/gpt2-scratch-small/export --data alpaca.json --output runs/instructions
-python -m jobs.analyse openness --runs runs/gpt2-scratch-small --output runs/openness
-python -m jobs.analyse tau-max --models runs/gpt2-scratch-small/export --wikitext README.md --output runs/tau-max
-python -m jobs.analyse phase --sweep runs/rho --images IMAGES --label concept_frequency --output runs/phase
-python -m jobs.analyse noise --model runs/clip-short/export --images IMAGES --label concept_frequency --output runs/noise
-python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text TEXT --output runs/decoders
+For example:
+
+    python -m jobs.analyse subjectivity --model runs/gpt2-scratch-small/export --data subjqa --output runs/subjectivity
+    python -m jobs.analyse instructions --model runs/gpt2-scratch-small/export --data alpaca.json --output runs/instructions
+    python -m jobs.analyse openness --runs runs/gpt2-scratch-small --output runs/openness
+    python -m jobs.analyse tau-max --models runs/gpt2-scratch-small/export --wikitext README.md --output runs/tau-max
+    python -m jobs.analyse phase --sweep runs/rho --images IMAGES --label concept_frequency --output runs/phase
+    python -m jobs.analyse noise --model runs/clip-short/export --images IMAGES --label concept_frequency --output runs/noise
+    python -m jobs.analyse decoders --model runs/gpt2-scratch-small/export --text TEXT --output runs/decoders
 """
 
 from __future__ import annotations

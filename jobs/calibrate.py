@@ -1,9 +1,11 @@
 """Measure what a temperature could gain, choose ρ for a base model, or choose τ_max of a trained TempNet.
 
-python -m jobs.calibrate headroom --model runs/gpt2-scratch-small/export --text data/sample/text/validation
-python -m jobs.calibrate headroom --model runs/clip-cc3m-clip-small/export --images data/sample/images/test
-python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train
-python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompts prompts.txt --mean-tau 0.7
+For example:
+
+    python -m jobs.calibrate headroom --model runs/gpt2-scratch-small/export --text data/sample/text/validation
+    python -m jobs.calibrate headroom --model runs/clip-cc3m-clip-small/export --images data/sample/images/test
+    python -m jobs.calibrate rho --model runs/gpt2-scratch-small/export --text data/sample/text/train
+    python -m jobs.calibrate tau-max --model runs/gpt2-scratch-small/export --prompts prompts.txt --mean-tau 0.7
 """
 
 from __future__ import annotations

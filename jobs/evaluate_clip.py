@@ -1,6 +1,8 @@
 r"""Evaluate image-text models side by side: retrieval recall both ways, and zero-shot classification.
 
-python -m jobs.evaluate_clip --models runs/a/export runs/b/export --retrieval flickr=flickr30k \
+For example:
+
+    python -m jobs.evaluate_clip --models runs/a/export runs/b/export --retrieval flickr=flickr30k \
     --captions flickr=dataset_flickr30k.json --splits flickr=test --zero-shot cifar10=cifar10.tar --templates cifar
 """
 

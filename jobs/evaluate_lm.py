@@ -1,6 +1,8 @@
 """Evaluate language models at several temperatures, side by side: perplexities and tasks of lm-evaluation-harness.
 
-python -m jobs.evaluate_lm --models runs/a/export --temperatures one tempnet fixed:0.7 --wikitext wikitext2_valid.txt
+For example:
+
+    python -m jobs.evaluate_lm --models runs/a/export --temperatures one tempnet fixed:0.7 --wikitext wikitext2_valid.txt
 """
 
 from __future__ import annotations

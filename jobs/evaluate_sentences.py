@@ -1,6 +1,8 @@
 """Evaluate sentence encoders side by side: SentEval's classification tasks, and correlation with human judgements.
 
-python -m jobs.evaluate_sentences --models runs/declutr-small-small/export --data senteval/data/downstream
+For example:
+
+    python -m jobs.evaluate_sentences --models runs/declutr-small-small/export --data senteval/data/downstream
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Make an export of a run from any checkpoint that was kept: of its last step, or of an earlier one.
 
-python -m jobs.export runs/gpt2-scratch-small
-python -m jobs.export runs/gpt2-scratch-small --step 400 --output exports/step-400
+For example:
+
+    python -m jobs.export runs/gpt2-scratch-small
+    python -m jobs.export runs/gpt2-scratch-small --step 400 --output exports/step-400
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generate texts for the prompts in a file with a model and its TempNet (or at a fixed temperature, or greedily).
 
-python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts.txt --output texts.jsonl
+    python -m jobs.generate --model runs/gpt2-scratch-small/export --prompts prompts.txt --output texts.jsonl
 --max-new-tokens 64
 """
 

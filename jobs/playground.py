@@ -1,6 +1,8 @@
 """Try a model and its TempNet in a browser: type a prompt, and see every token coloured by its τ while it is generated.
 
-python -m jobs.playground --model runs/gpt2-scratch-small/export
+For example:
+
+    python -m jobs.playground --model runs/gpt2-scratch-small/export
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 r"""Predict temperatures with a trained model: for every token of your own text, or for image-text pairs.
 
-python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text data/sample/text/validation \
+    python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text data/sample/text/validation \
     --output temperatures
-python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md --html temperatures.html
+    python -m jobs.predict_temperatures --model runs/gpt2-scratch-small/export --text README.md --html temperatures.html
 
-python -m jobs.predict_temperatures --model runs/clip-cc12m-tempnet-frozen/export --images data/cc3m \
+    python -m jobs.predict_temperatures --model runs/clip-cc12m-tempnet-frozen/export --images data/cc3m \
     --output temperatures-cc3m
 
 The first command writes tables, using Ray, and continues if it was interrupted. The second writes an HTML page that

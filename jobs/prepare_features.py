@@ -1,8 +1,8 @@
 """Run a frozen model over its data once and store what it computes, from which TempNets then train without the model.
 
-python -m jobs.prepare_features frozen-small --model.path runs/gpt2-scratch-small/export
-python -m jobs.prepare_features clip-cc12m-tempnet-frozen-small --model.path runs/clip-cc3m-clip-small/export
-python -m jobs.prepare_features --help
+    python -m jobs.prepare_features frozen-small --model.path runs/gpt2-scratch-small/export
+    python -m jobs.prepare_features clip-cc12m-tempnet-frozen-small --model.path runs/clip-cc3m-clip-small/export
+    python -m jobs.prepare_features --help
 
 Of a language model these are its last hidden states, of a dual encoder the embeddings of images and captions.
 """

@@ -1,7 +1,9 @@
 """Index image–text archives and check every image, ahead of training (which otherwise does this itself).
 
-python -m jobs.prepare_images --source s3://bucket/cc3m
-python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --splits train restval
+For example:
+
+    python -m jobs.prepare_images --source s3://bucket/cc3m
+    python -m jobs.prepare_images --source coco/val2014 --captions coco/dataset_coco.json --splits train restval
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Tokenise text archives into blocks or whole documents, ahead of training (which otherwise does this itself).
 
-python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
-python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/wordpiece --least-num-tokens 128
+For example:
+
+    python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/tokenizer --context-length 128
+    python -m jobs.prepare_text --source data/sample/text/train --tokenizer data/sample/wordpiece --least-num-tokens 128
 """
 
 from __future__ import annotations

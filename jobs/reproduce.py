@@ -1,8 +1,10 @@
 """Reproduce a table or figure of the papers: run the trainings it needs, and check its claim against the results.
 
-python -m jobs.reproduce T4 --scale small
-python -m jobs.reproduce T4 --scale full --dry-run
-python -m jobs.reproduce --help
+For example:
+
+    python -m jobs.reproduce T4 --scale small
+    python -m jobs.reproduce T4 --scale full --dry-run
+    python -m jobs.reproduce --help
 """
 
 from __future__ import annotations

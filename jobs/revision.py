@@ -1,6 +1,6 @@
 """Print the Git revision of the code, to pass it to a submitted job: Ray does not upload the directory `.git`.
 
-python -m jobs.revision
+    python -m jobs.revision
 
 A submission passes it on with `env TEMPNET_REVISION=$(python -m jobs.revision)`.
 """

@@ -1,6 +1,8 @@
 """List runs with their state, step, loss, mean temperature, remaining time and last failure, from storage alone.
 
-python -m jobs.runs runs
+For example:
+
+    python -m jobs.runs runs
 """
 
 from __future__ import annotations

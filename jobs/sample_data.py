@@ -1,6 +1,8 @@
 """Make the sample data: English text from the installed packages, captioned images, and tokenizers trained on each.
 
-python -m jobs.sample_data --directory data/sample
+For example:
+
+    python -m jobs.sample_data --directory data/sample
 """
 
 from __future__ import annotations

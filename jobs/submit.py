@@ -1,8 +1,10 @@
 """Submit a job to a Ray cluster or as a RayJob of Kubernetes, and render the files of a cluster.
 
-python -m jobs.submit ray --address http://head:8265 -- train_lm gpt2-scratch --run.storage s3://bucket/runs
-python -m jobs.submit rayjob --name mine -- train_lm gpt2-scratch --data.train s3://bucket/train --data.validation s3://bucket/test
-python -m jobs.submit render --output infra
+For example:
+
+    python -m jobs.submit ray --address http://head:8265 -- train_lm gpt2-scratch --run.storage s3://bucket/runs
+    python -m jobs.submit rayjob --name mine -- train_lm gpt2-scratch --data.train s3://bucket/train --data.validation s3://bucket/test
+    python -m jobs.submit render --output infra
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Sweep numeric fields of a training job, and find the run whose mean temperature lies in a given band.
 
-python -m jobs.sweep gpt2-rho-lr-small
-python -m jobs.sweep --help
+For example:
+
+    python -m jobs.sweep gpt2-rho-lr-small
+    python -m jobs.sweep --help
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Fine-tune sentence classifiers with TripleEntropy and with cross-entropy, and compare them by cross-validation.
 
-python -m jobs.train_classifier triple-entropy-small --data.directory senteval/data/downstream
-python -m jobs.train_classifier --help
+For example:
+
+    python -m jobs.train_classifier triple-entropy-small --data.directory senteval/data/downstream
+    python -m jobs.train_classifier --help
 """
 
 from __future__ import annotations

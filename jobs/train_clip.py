@@ -1,7 +1,9 @@
 """Train a dual encoder (image and text) with any of the contrastive losses, from scratch, pretrained or frozen.
 
-python -m jobs.train_clip clip-cc3m-tempnet-small
-python -m jobs.train_clip --help
+For example:
+
+    python -m jobs.train_clip clip-cc3m-tempnet-small
+    python -m jobs.train_clip --help
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Train a language model and its TempNet: from scratch, fine-tuned, or only a TempNet for a frozen base model.
 
-python -m jobs.train_lm gpt2-scratch-small
-python -m jobs.train_lm --help
+For example:
+
+    python -m jobs.train_lm gpt2-scratch-small
+    python -m jobs.train_lm --help
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a TempNet on the rewards that a verifier gives to texts of a frozen model, held near the model by a KL leash.
 
-python -m jobs.train_reward --model gpt2 --prompts questions.jsonl --verifier.name gsm8k
-python -m jobs.train_reward --model gpt2 --prompts tasks.jsonl --verifier.name unit-tests --reward distinct --dry-run
+    python -m jobs.train_reward --model gpt2 --prompts questions.jsonl --verifier.name gsm8k
+    python -m jobs.train_reward --model gpt2 --prompts tasks.jsonl --verifier.name unit-tests --reward distinct --dry-run
 
 --dry-run: print the plan, and start nothing.
 """

@@ -1,7 +1,9 @@
 """Train a sentence encoder on spans of documents (DeCLUTR) with a contrastive loss and masked language modelling.
 
-python -m jobs.train_sentences declutr-small-small
-python -m jobs.train_sentences --help
+For example:
+
+    python -m jobs.train_sentences declutr-small-small
+    python -m jobs.train_sentences --help
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import difflib
 import io
 import itertools
 import os
+import select
 import signal
 import sys
 import traceback
@@ -22,8 +23,9 @@ from jobs.engine.masking import masked
 
 Config = TypeVar("Config")
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 128 + signal.SIGINT
-"""Exit statuses of every job besides 0: the run failed, the request was refused, or the user interrupted it."""
+FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+"""Exit statuses of every job besides 0: the run failed, the request was refused, the user interrupted it, or nobody reads
+its output."""
 
 
 def parse_preset(
@@ -116,12 +118,29 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         except ValueError as error:
             fail(str(error))
     try:
-        raise SystemExit(main(sys.argv[1:]))
+        try:
+            raise SystemExit(main(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         exit_interrupted()
-    except Exception:  # an unexpected error, whose text may hold an address with a password
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _close_unread_output():
+            raise SystemExit(UNREAD) from None
+        # It is unexpected, and its text may hold an address with a password.
         print(masked(traceback.format_exc()), file=sys.stderr, end="")
         raise SystemExit(FAILED) from None
+
+
+def _close_unread_output() -> bool:
+    """Return whether nobody reads the output any more, as after `| head`; what is left of it is then thrown away."""
+    output = sys.stdout.fileno()
+    poller = select.poll()
+    poller.register(output, 0)
+    if not any(events & select.POLLERR for _, events in poller.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def exit_interrupted(directory: str = "") -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import subprocess
@@ -98,3 +99,19 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     _, said = job.communicate(timeout=60)
     assert job.returncode == 130
     assert said == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_with_141_and_no_traceback(unbuffered: str) -> None:
+    code = "import sys; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
+    code += "def main(arguments):\n    print('line\\n' * 100_000)\n    return 0\nrun_job(main)"
+    job = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stdout is not None
+    assert job.stderr is not None
+    assert job.stdout.readline() == "line\n"
+    job.stdout.close()
+    assert job.wait(timeout=60) == 141
+    assert job.stderr.read() == ""

@@ -106,7 +106,9 @@ def parse(command: str) -> Any:
 
 def commands_in(text: str) -> list[str]:
     """Returns the commands of a text that begin with `python -m jobs.`, each joined with its continuation lines."""
-    return [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("python -m jobs.")]
+    return [
+        line for line in map(str.strip, text.replace("\\\n", " ").splitlines()) if line.startswith("python -m jobs.")
+    ]
 
 
 def test_every_job_has_a_parser_and_shows_a_command() -> None:
