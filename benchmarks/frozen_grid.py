@@ -121,10 +121,10 @@ def describe_differences(ours: dict[str, float], theirs: dict[str, float]) -> st
     return f"scores differ by at most {worst:.1e} ({name}), losses and mean τ by {losses:.1e}"
 
 
-def measure_grid(home: Path, num_steps: int, num_compared: int) -> None:
+def measure_grid(home: Path, num_steps: int, num_compared: int, *, hidden_size: int, num_layers: int) -> None:
     """Compare a grid of 16 with one of its runs: time, memory and scores."""
     base = home / "small"
-    save_base(base, hidden_size=192, num_layers=4)
+    save_base(base, hidden_size=hidden_size, num_layers=num_layers)
     timed(
         make_plan(make_config(home, base, "warm-up", 2, num_workers=2))
     )  # prepares the text, and fills the file cache
@@ -193,13 +193,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-steps", type=int, default=400, help="steps of every run of the grid")
     parser.add_argument("--num-compared", type=int, default=2, help="points of the grid that are also run alone")
+    parser.add_argument("--hidden-size", type=int, default=192, help="hidden size of the base of the grid")
+    parser.add_argument("--num-layers", type=int, default=4, help="layers of the base of the grid")
     parser.add_argument("--num-feature-steps", type=int, default=100, help="steps on the larger base")
     parser.add_argument("--parts", nargs="+", choices=("grid", "features"), default=("grid", "features"))
     arguments = parser.parse_args()
     start_ray()
     with tempfile.TemporaryDirectory(prefix="frozen-grid-") as name:
         if "grid" in arguments.parts:
-            measure_grid(Path(name), arguments.num_steps, arguments.num_compared)
+            sizes = {"hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers}
+            measure_grid(Path(name), arguments.num_steps, arguments.num_compared, **sizes)
         if "features" in arguments.parts:
             measure_features(Path(name), arguments.num_feature_steps)
 
