@@ -88,7 +88,7 @@ def run_site(corpus: Path, directory: Path, *, num_steps: int, seconds_of_troubl
                 "TEMPNET_CACHE": str(directory / "cache"),
                 "TMPDIR": str(directory),
                 # Ray waits so long for a control service that is lost. With its default of a minute the run would be over.
-                "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+                "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
             }
             with two_nodes(environment, clock.environment) as cluster:
                 yield Site(
