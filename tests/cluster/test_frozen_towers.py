@@ -138,8 +138,8 @@ def sweep_words(options: list[str], name: str) -> list[str]:
 
 def test_a_grid_on_stored_embeddings_is_one_run(home: Path, options: list[str], on_towers: dict[str, Any]) -> None:
     assert prepare_features.main([PRESET, *options]) == 0
-    assert sweep.main([*sweep_words(options, "grid"), "--base.model.features"]) == 0
-    assert_grid_holds(home, "grid", on_towers)
+    assert sweep.main([*sweep_words(options, "towers-grid"), "--base.model.features"]) == 0
+    assert_grid_holds(home, "towers-grid", on_towers)
 
 
 @pytest.mark.long
