@@ -56,7 +56,8 @@ def train(name: str, options: list[str], seed: int, arguments: Arguments, storag
 def main() -> None:
     """Choose on the first seed, and print the cross-entropies of the others and their differences from plain training."""
     arguments = tyro.cli(Arguments, description=__doc__)
-    teacher = ["--temperature.loss=distil", f"--distillation.teacher={arguments.teacher}"]
+    # All arms have the teacher's tokenizer.
+    teacher = ["--temperature.loss=distil", f"--distillation.teacher={arguments.teacher}", "--data.tokenizer="]
     constant = {f"tau{tau:g}": [*teacher, "--distillation.keep=temperature", f"--temperature.tau={tau:g}"]
                 for tau in (1.0, *arguments.taus)}  # fmt: skip
     entropy = {
@@ -71,7 +72,8 @@ def main() -> None:
             best = min(scores, key=lambda name: scores[name])
             chosen[best] = kind[best]
             print(f"seed {first}: " + ", ".join(f"{name} {score:.4f}" for name, score in scores.items()), flush=True)
-        arms = {"ce": ["--temperature.loss=ce"], "tau1": constant["tau1"], **chosen}
+        plain = ["--temperature.loss=ce", f"--data.tokenizer={arguments.teacher}"]
+        arms = {"ce": plain, "tau1": constant["tau1"], **chosen}
         results = {
             name: [train(name, options, seed, arguments, storage) for seed in others] for name, options in arms.items()
         }

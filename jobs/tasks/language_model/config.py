@@ -21,7 +21,8 @@ class DataSection(TextSection):
     """The text, and how its documents are tokenised and packed into blocks."""
 
     tokenizer: str = field(default="", metadata=PATH)
-    """Directory, URI or hub name of a Transformers fast tokenizer, or a tokenizer.json file. If empty: that of model.path."""
+    """Directory, URI or hub name of a Transformers fast tokenizer, or a tokenizer.json file. If empty: that of
+    model.path, or else that of distillation.teacher."""
     context_length: int = 1024
     """Number of tokens per block, at least 2."""
     attend_across_documents: bool = False
@@ -219,7 +220,9 @@ class LanguageModelConfig(TrainingConfig):
             zero_stage=self.workers.zero_stage,
         )
         if not self.tokenizer:
-            raise ValueError("data.tokenizer is empty, and there is no model.path to take a tokenizer from")
+            raise ValueError(
+                "data.tokenizer is empty, and there is no model.path or distillation.teacher to take a tokenizer from"
+            )
         if self.temperature.needs_calibration and not self.model.path:
             raise ValueError(
                 "temperature.rho and temperature.target_entropy are both None: ρ can be calibrated only on a model that is "
@@ -275,7 +278,7 @@ class LanguageModelConfig(TrainingConfig):
     @property
     def tokenizer(self) -> str:
         """Directory, URI or hub name of the tokenizer, or a tokenizer.json file."""
-        return self.data.tokenizer or self.model.path
+        return self.data.tokenizer or self.model.path or self.distillation.teacher
 
 
 def with_rho(config: LanguageModelConfig, rho: float) -> LanguageModelConfig:

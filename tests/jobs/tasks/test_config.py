@@ -253,3 +253,14 @@ def test_a_relative_storage_inside_an_uploaded_working_directory_is_refused(
         _ = PRESETS["gpt2-scratch"]().run.resolved_storage
     monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
     assert PRESETS["gpt2-scratch"]().run.resolved_storage == str(tmp_path)
+
+
+def test_a_student_that_begins_anew_takes_the_tokenizer_of_its_teacher() -> None:
+    words = ["gpt2-scratch-small", "--temperature.loss=distil", "--distillation.teacher=t"]
+    for more, expected in (
+        (["--data.tokenizer="], "t"),
+        (["--data.tokenizer=own"], "own"),
+        (["--data.tokenizer=", "--model.path=m", "--model.freeze=False"], "m"),
+    ):
+        config, _ = parse_preset(PRESETS, [*words, *more], job="train_lm", purpose="")
+        assert config.tokenizer == expected
