@@ -20,13 +20,13 @@ from transformers.models.auto.modeling_auto import (
 from jobs.engine.fields import absolute_path
 from jobs.engine.fingerprints import model_digest
 from jobs.scoring.headroom.config import Headroom
-from jobs.scoring.temperatures.texts.settings import choose_windows, list_sources
+from jobs.scoring.temperatures.texts.settings import archive_sizes, choose_windows, list_sources
 from jobs.tasks.base import naming_field
 from jobs.tasks.language_model.training_text import warn_of_known_text
 from pipelines.archives import Archive
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import check_source
-from pipelines.storage import join, relative, resolve
+from pipelines.storage import join
 from pipelines.text.part_preparation import readable_documents
 from pipelines.text.reading import Document
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
@@ -59,12 +59,9 @@ class HeadroomSettings:
 
     def record(self, archives: list[Archive]) -> dict[str, Any]:
         """Returns everything that decides the measured tokens, without file locations and the batch size."""
-        values = asdict(self)
-        for name in ("source", "model", "batch_size", "known_text"):
-            del values[name]
-        root = resolve(self.source)[1]
-        files = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
-        return {"version": FORMAT_VERSION, **values, **files}
+        left_out = ("source", "model", "batch_size", "known_text")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
 
 
 def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]:

@@ -57,12 +57,15 @@ class PredictionSettings:
 
     def record(self, archives: list[Archive]) -> dict[str, Any]:
         """Returns everything that decides the tables, as a flat mapping, without file locations and the batch size."""
-        values = asdict(self)
-        for name in ("source", "model", "tempnet", "batch_size"):
-            del values[name]
-        root = resolve(self.source)[1]
-        files = {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
-        return {"version": FORMAT_VERSION, **values, **files}
+        left_out = ("source", "model", "tempnet", "batch_size")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {"version": FORMAT_VERSION, **values, **archive_sizes(self.source, archives)}
+
+
+def archive_sizes(source: str, archives: list[Archive]) -> dict[str, int]:
+    """Returns the size in bytes of every archive, by a name that holds its place in the source."""
+    root = resolve(source)[1]
+    return {f"archive {relative(archive.path, root)} (bytes)": archive.num_bytes for archive in archives}
 
 
 def resolve_settings(config: PredictTemperaturesConfig) -> tuple[PredictionSettings, list[Archive]]:
