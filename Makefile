@@ -56,7 +56,7 @@ test-text: setup  ## Text and language models on a real Ray with DeepSpeed and M
 test-encoders: setup  ## Dual encoders, sentences and classifiers on a real Ray
 	$(PYTEST) -m "$(CLUSTER)" $(ENCODERS)
 
-test-faults: setup  ## Training runs under seeded schedules of faults: three, or twenty more in `make test-all`
+test-faults: setup  ## Training runs under seeded schedules of faults: three, or twenty in `make test-all`
 	$(PYTEST) -m "$(CLUSTER)" $(FAULTS)
 
 test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
