@@ -33,7 +33,7 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 # Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first two are the
 # longest of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-faults test-text test-encoders test-fast test-quantised types
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-encoders test-text test-faults test-fast test-quantised types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
