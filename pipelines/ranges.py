@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.block_cache import BlockCache, Needs, node_directory
+from pipelines.block_cache import BlockCache, Need, Needs, node_directory
 from pipelines.object_store import RemoteObject, is_local, name_object
 from pipelines.storage import resolve
 
@@ -170,13 +170,20 @@ class RangeReader:
             yield partial(fetch, *self._block(path, block), partial(self._get_block, path, block))
 
     def _fetch_ahead(self, request: _Request, name: str, num_bytes: int, fetch: Callable[[], bytes]) -> None:
-        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one."""
+        """Fetch a block, or give up what is still to be fetched for the request if there is no room for this one.
+
+        A thread that fetches for a newer request leaves the block to this one, which may have found no room only by what
+        the replaced request needed. Then it tries again for the newer one.
+        """
         assert self._cache is not None
-        if not self._cache.fetch(name, num_bytes, fetch):
+        while not self._cache.fetch(name, num_bytes, fetch):
             with self._lock:
                 if self._request == request:
                     self._ahead.request([])
                     self._request = None
+                if self._request is None or self._cache.needs.of(name) is Need.NONE:
+                    return
+                request = self._request
 
     def _read(self, part: ByteRange) -> bytes:
         return self._open(part.path).read(part.offset, part.size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +186,32 @@ def test_a_fetch_without_room_does_not_end_the_request_that_has_replaced_its_own
     assert num_held(cache, store, windows[0]) == 0
 
 
+def test_a_block_that_a_replaced_request_had_no_room_for_is_fetched_for_the_one_that_replaced_it(
+    store: ObjectStore, windows: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_NUM_THREADS_AHEAD", 2)
+    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
+    reader = RangeReader(store.filesystem, cache)
+    begun, replaced, attempts = threading.Event(), threading.Event(), itertools.count()
+    reserve = cache._reserve
+
+    def reserve_in_vain_at_first(*arguments: Any) -> bool:
+        if next(attempts):
+            return reserve(*arguments)
+        begun.set()
+        assert replaced.wait(60)
+        return False
+
+    monkeypatch.setattr(cache, "_reserve", reserve_in_vain_at_first)
+    reader.read_ahead(windows[0])
+    assert begun.wait(60)
+    reader.read_ahead(windows[0], windows[1])
+    # All are there but the one that the first request is still busy with.
+    wait_for(lambda: num_held(cache, store, [*windows[0], *windows[1]]) == 7)
+    replaced.set()
+    wait_for(lambda: num_held(cache, store, windows[0]) == 4, seconds=30)
+
+
 def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
     store: ObjectStore, windows: list[list[str]], tmp_path: Path
 ) -> None:
@@ -193,6 +221,8 @@ def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
         read_window(reader, windows[0])
     cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
     wait_for(lambda: num_held(cache, store, windows[1]) == 4)
+    # What the slower reader has asked for is there, but a thread of it that comes late would fetch what was removed again.
+    wait_for(lambda: slow._ahead._num_threads == 0)
     fast.read_ahead(windows[1], windows[2], windows[0])
     read_window(fast, windows[1])
     read_window(slow, windows[0], seed=1)
