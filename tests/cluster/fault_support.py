@@ -108,7 +108,10 @@ def let_a_clock_jump(run: DisturbedRun) -> None:
 
 
 def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
-    """The driver is killed, and a byte of the newest checkpoint changes."""
+    """The driver is killed, and a byte of the newest checkpoint changes.
+
+    If there is no other checkpoint, the next start says so, and the checkpoint comes back.
+    """
     run.job.process.kill()
     run.job.end()
     store = run.site.store.filesystem
@@ -116,10 +119,16 @@ def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
     states = [file.path for file in files if file.path.endswith("_states.pt")]
     newest = max(states, key=lambda path: path.split("checkpoint-")[1])
     with store.open_input_stream(newest) as source:
-        content = bytearray(source.read())
-    content[len(content) // 2] ^= 1
+        content = source.read()
+    damaged = bytearray(content)
+    damaged[len(damaged) // 2] ^= 1
     with store.open_output_stream(newest) as target:
-        target.write(bytes(content))
+        target.write(bytes(damaged))
+    if len({path.split("checkpoint-")[1].split("/")[0] for path in states}) == 1:
+        run.start_again()
+        run.job.end()
+        with store.open_output_stream(newest) as target:
+            target.write(content)
 
 
 def lose_a_shard(run: DisturbedRun) -> None:
@@ -160,6 +169,7 @@ MESSAGES = {
     "head lost": "does not answer: the cluster is lost",
     "control service killed": "does not answer: the cluster is lost",
     "store read-only": "the store refuses to write there",
+    "checkpoint damaged": " is whole",
     "shard gone": ".arrow",
 }
 """Fault → words that the last line of a job holds which ends because of it."""
