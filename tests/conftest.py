@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import settings
@@ -19,6 +21,54 @@ settings.load_profile("tempnet")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The longest test of `make test-all` takes 14 minutes.
+SECONDS_PER_TEST = 1200
+
+
+@contextmanager
+def time_limit(item: pytest.Item) -> Iterator[None]:
+    """End the tests with the name of one that hangs, and the lines in which it does.
+
+    `ray.get` swallows every exception that a signal raises but KeyboardInterrupt, so that pytest-timeout cannot end it. What
+    hung may hold the CPUs of the shared Ray, so no other test is run.
+    """
+    rang = False
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal rang
+        rang = True
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_TEST)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not rang:
+            raise
+        item.session.shouldfail = f"{item.nodeid} did not end in {SECONDS_PER_TEST} seconds"
+        raise TimeoutError(item.session.shouldfail) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    with time_limit(item):
+        return (yield)
 
 
 @pytest.fixture
