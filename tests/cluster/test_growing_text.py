@@ -130,7 +130,8 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
         return {path.stem for path in Path(growing.directory).glob("part-*.json")}
 
     wait_for(lambda: records() == {growing.part_names[order[0]]})  # the first part, before anybody asks for one
-    ray.get([growing.preparer.wait_for.remote(part) for part in order[:3]])
+    for part in order[:3]:
+        plan.part(part)
     assert plan.num_items_per_epoch is None
     expected = {growing.part_names[part] for part in order[:5]}
     wait_for(lambda: len(records()) >= len(expected))
@@ -138,9 +139,9 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
     assert records() == expected
     times = {name: (Path(growing.directory) / f"{name}.json").stat().st_mtime_ns for name in expected}
     ray.kill(growing.preparer)
-    again = grow(source, corpus, tmp_path, num_parts_ahead=100)
+    again = grow(source, corpus, tmp_path, num_parts_ahead=100).plan(seed=SEED, window_size=WINDOW)
     for part in order:
-        assert ray.get(again.preparer.wait_for.remote(part))
+        assert again.part(part)
     assert all((Path(growing.directory) / f"{name}.json").stat().st_mtime_ns == times[name] for name in expected)
 
 
