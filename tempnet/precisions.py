@@ -2,8 +2,8 @@
 
 With `int8` and `fp8` the weights of linear layers are held in eight bits, with a scale for every row, and are converted to
 bfloat16 for each product (weight-only quantisation). Embeddings and the output layer stay in bfloat16, so that logits and a
-folded TempNet are computed from the same weight. Such a model cannot be trained here: DeepSpeed sends all parameters from
-one worker to the others, which torchao's tensors do not support.
+folded TempNet are computed from the same weight. Such a model can be read and can be the frozen base of a TempNet, but its
+weights cannot be trained.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 EIGHT_BITS = ("int8", "fp8")
@@ -46,6 +46,12 @@ def loading_options(precision: torch.dtype | str) -> dict[str, Any]:
         ) from error
     kind = Int8WeightOnlyConfig if precision == "int8" else Float8WeightOnlyConfig
     return {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(kind())}
+
+
+def linear_weights(model: Any) -> list[Tensor]:
+    """Return the weights of a Transformers model that are held in eight bits: of its linear layers but the output layer."""
+    output = model.get_output_embeddings()
+    return [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not output]
 
 
 def check_precision(model: nn.Module, source: object) -> None:

@@ -65,6 +65,7 @@ def training_memory(
     *,
     num_trained: int,
     num_frozen: int,
+    saved: float = 0.0,
     activations: float,
     loss: float,
     state: float = 0.0,
@@ -77,6 +78,7 @@ def training_memory(
         workers: the workers of the run.
         num_trained: number of trained parameters, in float32.
         num_frozen: number of frozen parameters, in bfloat16 with the precision bf16, else in float32.
+        saved: bytes by which frozen parameters in eight bits are smaller.
         activations, loss, state: bytes of these items.
         validation: bytes that the last validation needs when those of activations and loss are free again. On CPUs they are
             taken anew, because its tensors do not fit into the holes of the heap.
@@ -89,7 +91,7 @@ def training_memory(
     reused = activations + loss if workers.use_gpu else 0.0
     gradients = _gradients(workers, num_trained, reused=reused, accumulates=accumulates)
     frozen = 2 if workers.resolved_precision == "bf16" else 4
-    held = 4 * num_trained + frozen * num_frozen
+    held = 4 * num_trained + frozen * num_frozen - saved
     gathered = 0.0
     if stage == 3:
         gathered = held * min(1.0, _MOST_GATHERED / max(1, num_trained + num_frozen))

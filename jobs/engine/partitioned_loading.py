@@ -1,8 +1,11 @@
 """Loads a pretrained model under ZeRO 3 so that no process ever holds more than its part and one whole weight.
 
 The model is built on the device meta. Then rank 0 reads one weight after the other; DeepSpeed sends it to all ranks, which
-keep their part of it and drop the rest. Every byte is read once, by one process, and the values are those of the file: a
-model that is built within `deepspeed.zero.Init` as a context computes its buffers and tied weights in another way.
+keep their part of it and drop the rest. Every byte is read once, by one process, and the values are those of the file.
+
+No module is built within `deepspeed.zero.Init` as a context. It divides the parameters of every part as soon as the part is
+made, so that values which are written into them later are written into nothing: Transformers' initial weights, and those of
+a TempNet's layers, which changed the first losses (docs/log.md).
 """
 
 from __future__ import annotations

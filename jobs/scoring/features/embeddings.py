@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.features.job import FeatureJob, Unit
+from jobs.scoring.config import PoolSection
+from jobs.scoring.features.job import FeatureJob, Unit, pool_options
 from jobs.scoring.stages import Stages
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
@@ -115,5 +116,5 @@ def prepare_embeddings(config: ClipConfig) -> list[PairEmbeddings]:
             stages=Stages(model=partial(Towers, config), read=partial(read_unit, source), write=write_unit),
             save=partial(embeddings.save, towers.digest),
         )
-        job.run(config.workers)
+        job.run(PoolSection(**pool_options(config.workers)))
     return list(found.values())

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from jobs.engine.cluster import start_ray
-from jobs.scoring.features.job import FeatureJob, Unit
+from jobs.scoring.config import LanguageModelPool
+from jobs.scoring.features.job import FeatureJob, Unit, pool_options
 from jobs.scoring.stages import Stages
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.language_model.base import refer_to_base
@@ -28,6 +29,7 @@ from pipelines.text.blocks import block_arrays
 from pipelines.text.features import Features
 from pipelines.text.rows import read_rows
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.devices import input_device, move_base
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.stored_base import HEAD_FILE, save_head
 from tempnet.softmax.reference import TemperatureLossConfig
@@ -74,16 +76,18 @@ class HiddenStates:
     def __init__(self, config: LanguageModelConfig) -> None:
         tokenizer = load_tokenizer(config.tokenizer)
         self._config = config
-        self._device = torch.device("cuda" if config.workers.use_gpu else "cpu")
+        base = build_base(config, tokenizer, device_map=config.model.device_map)
+        base = move_base(base, "cuda" if config.workers.use_gpu else "cpu")
+        self._device = input_device(base)
         self._module = TemperatureCausalLM(
-            build_base(config, tokenizer),
+            base,
             None,
             TemperatureLossConfig(name="ce", rho=0.0),
             vocab_size=len(tokenizer),
             freeze_base=True,
             attend_across_documents=config.data.attend_across_documents,
             autocast_dtype=autocast_dtype(config),
-        ).to(self._device)
+        )
         if self._module.head is None:
             raise ValueError(
                 f"model.path = {config.model.path!r} does not compute its logits from its last hidden states by a matrix "
@@ -149,5 +153,11 @@ def prepare_hidden_states(config: LanguageModelConfig) -> list[Features]:
             ),
             save=partial(features.save, base.digest),
         )
-        job.run(config.workers)
+        job.run(
+            LanguageModelPool(
+                **pool_options(config.workers),
+                device_map=config.model.device_map,
+                gpus_per_worker=config.model.num_gpus,
+            )
+        )
     return distinct

@@ -72,11 +72,11 @@ class FeatureJob:
     save: Callable[[], None]
     """Writes the manifest, whose presence marks the features as complete."""
 
-    def run(self, workers: WorkersSection) -> None:
+    def run(self, pool: PoolSection) -> None:
         """Make the files that are missing. Ray must be running.
 
         Args:
-            workers: number and resources of the models that compute at a time.
+            pool: number and resources of the models that compute at a time.
 
         Raises:
             ValueError: if the cluster is too small.
@@ -97,9 +97,7 @@ class FeatureJob:
         failed = run_stages(
             self.stages,
             missing,
-            PoolSection(
-                num_workers=workers.max_workers, use_gpu=workers.use_gpu, cpus_per_worker=workers.cpus_per_worker
-            ),
+            pool,
             title=lambda unit: unit.file,
             keep=_describe,
         )
@@ -120,6 +118,15 @@ class FeatureJob:
                 f"{self.features.directory} takes {describe_bytes(needed)} more, and its disk has {describe_bytes(free)} "
                 "left: make room, or set run.prepared to a directory on another disk"
             )
+
+
+def pool_options(workers: WorkersSection) -> dict[str, Any]:
+    """Return the options of the pool of models that a run with these workers stores its features with."""
+    return {
+        "num_workers": workers.max_workers,
+        "use_gpu": workers.use_gpu,
+        "cpus_per_worker": workers.cpus_per_worker,
+    }
 
 
 def _describe(unit: Unit, num_bytes: Any, seconds: float) -> str:

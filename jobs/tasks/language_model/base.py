@@ -1,14 +1,17 @@
-"""The frozen base model of a run: which one it is."""
+"""The frozen base model of a run: which one it is, and whether its weights can be held as the run asks for."""
 
 from __future__ import annotations
 
 import ray
+from transformers import PreTrainedModel
 
 from jobs.engine.cluster import start_ray
+from jobs.tasks.base import naming_field
 from jobs.tasks.frozen_base import check_continues
 from jobs.tasks.language_model.config import LanguageModelConfig
 from pipelines.local_copy import local_copy
 from tempnet.base_model import BaseReference, base_digest, read_reference
+from tempnet.precisions import linear_weights, loading_options
 
 
 def refer_to_base(config: LanguageModelConfig) -> BaseReference:
@@ -32,6 +35,21 @@ def refer_to_base(config: LanguageModelConfig) -> BaseReference:
     found = found or BaseReference(path=path, digest=_digest(path))
     check_continues(config, path, found)
     return found
+
+
+def check_eight_bits(config: LanguageModelConfig, base: PreTrainedModel) -> None:
+    """Check that torchao is there, and that the base has linear layers, which alone are held in eight bits.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    with naming_field("model."):
+        loading_options(config.base_precision)
+    if not linear_weights(base):
+        raise ValueError(
+            f"model.precision = {config.model.precision}: {config.model.path} is a {type(base).__name__}, which has no "
+            "linear layers that could be held in eight bits: leave it out"
+        )
 
 
 def _digest(path: str) -> str:

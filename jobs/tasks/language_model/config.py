@@ -6,11 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jobs.engine.checks import check_not_negative, check_positive, check_share
+from jobs.engine.checks import check_not_negative, check_positive
 from jobs.engine.config import TrainingConfig, ValidationSection
-from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later, alternative, values_of
+from jobs.engine.fields import PATH, added_later, alternative, values_of
 from jobs.engine.temperature import TempNetSection
 from jobs.tasks.language_model.distillation import DISTIL, DistillationSection
+from jobs.tasks.language_model.model_section import ModelSection
 from jobs.tasks.text.config import TextSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 from tempnet.softmax.reference import LOSS_KINDS, LossKind
@@ -34,52 +35,6 @@ class DataSection(TextSection):
         check_positive("data", self, "context_length")
         if self.context_length < 2:
             raise ValueError("data.context_length = 1 must be at least 2: a token, and one that follows it")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """The base model: pretrained weights to start from, or the architecture of a randomly initialised one."""
-
-    path: str = field(default="", metadata=PATH)
-    """Directory, URI or hub name of a Transformers causal LM to start from. If empty: a randomly initialised model of the
-    architecture and sizes below."""
-    freeze: bool | None = None
-    """Train only the TempNet and keep the base model fixed, in eval mode and without gradients. Needs `path`. None:
-    frozen if `path` is given."""
-    architecture: str = "gpt2"
-    """Transformers model type of a random base model. Ignored if path is given."""
-    hidden_size: int = 768
-    """Hidden size of a random base model; must be a multiple of num_heads. Ignored if path is given."""
-    num_layers: int = 12
-    """Number of layers of a random base model. Ignored if path is given."""
-    num_heads: int = 12
-    """Number of attention heads of a random base model. Ignored if path is given."""
-    dropout: float = 0.0
-    """Dropout probability of a random base model; only for the architecture gpt2. Ignored if path is given."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of Transformers. `eager` is the faster one for short contexts on CPUs."""
-    trust_remote_code: bool = False
-    """Allow Transformers to run code that comes with the model."""
-    features: bool = field(default=False, metadata=added_later(False))
-    """Read the last hidden states of a frozen base that `jobs.prepare_features` has stored, instead of running the base."""
-    whole_export: bool = field(default=False, metadata=FREE_TO_CHANGE)
-    """Write a frozen base model into the export too, so that the export needs nothing else. False: the export of a frozen
-    base holds the TempNet, the tokenizer, and path and digest of the base. The export of a trained base is always whole."""
-
-    def __post_init__(self) -> None:
-        check_positive("model", self, "hidden_size", "num_layers", "num_heads")
-        check_share("model", self, "dropout")
-        if not self.path and self.hidden_size % self.num_heads:
-            raise ValueError(f"model.hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}")
-        if self.freeze and not self.path:
-            raise ValueError(
-                "model.freeze = True needs model.path: a random base has nothing to learn temperatures from"
-            )
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the base model is frozen, so that only the TempNet is trained."""
-        return bool(self.path) if self.freeze is None else self.freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,32 +193,20 @@ class LanguageModelConfig(TrainingConfig):
                 f"temperature.target_tau = {self.temperature.target_tau:g} steers the ρ of joint training; on a frozen base "
                 "the calibrated ρ is final: set temperature.calibrated_tau, with rho and target_entropy None"
             )
-        if self.model.features:
-            self._check_features()
-        if self.model.is_frozen and self.workers.activation_checkpointing:
-            raise ValueError(
-                "workers.activation_checkpointing = True saves the memory of a base model's backward pass, which a frozen "
-                "base does not have (model.freeze, the default with a model.path): choose False"
-            )
-        if self.model.is_frozen and not self.temperature.needs_tempnet:
-            raise ValueError(
-                "model.freeze = True (the default with a model.path) leaves nothing to train with "
-                f"temperature.loss = {self.temperature.loss!r}: choose dro, proper or ts_ce, or model.freeze False"
-            )
+        self.model.check(
+            self.workers,
+            has_tempnet=self.temperature.needs_tempnet,
+            loss=self.temperature.loss,
+            reads_detached_transform=self.temperature.transform and self.temperature.stop_gradient,
+            is_streaming=self.data.is_streaming,
+        )
 
-    def _check_features(self) -> None:
+    @property
+    def base_precision(self) -> str:
+        """Precision of the base's weights: fp32, bf16, int8 or fp8."""
         if not self.model.is_frozen:
-            raise ValueError("model.features = True needs a frozen base: the hidden states of a trained one change")
-        if self.data.is_streaming:
-            raise ValueError(
-                "model.features = True: data.prepare must be ahead, as the features are those of whole text"
-            )
-        if self.model.whole_export:
-            raise ValueError("model.features = True does not load the base, so model.whole_export must be False")
-        if not (self.temperature.transform and self.temperature.stop_gradient):
-            raise ValueError(
-                "model.features = True needs a TempNet with temperature.transform and temperature.stop_gradient True"
-            )
+            return "fp32"
+        return self.model.precision or self.workers.resolved_precision
 
     @property
     def is_distilled(self) -> bool:

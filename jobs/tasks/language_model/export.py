@@ -66,7 +66,7 @@ def export_model(
 
 def _save_configuration(module: TemperatureCausalLM, config: LanguageModelConfig, directory: Path) -> None:
     """Write the configuration of the base, so that an export without its weights still says what it is."""
-    if isinstance(module.base, StoredBase):
+    if isinstance(module.base, StoredBase) or config.model.precision:  # else it would say that the base has eight bits
         place = local_copy(config.model.path, with_weights=False)
         AutoConfig.from_pretrained(place, trust_remote_code=config.model.trust_remote_code).save_pretrained(directory)
         return

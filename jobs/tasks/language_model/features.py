@@ -5,6 +5,7 @@ from __future__ import annotations
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.models import base_config
 from pipelines.text.features import Features, features_directory
+from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BaseReference
@@ -16,7 +17,7 @@ def features_of(config: LanguageModelConfig, text: Manifest, base: BaseReference
         config.run.prepared_directory,
         text,
         base=base.digest,
-        precision=config.workers.resolved_precision,
+        precision=config.base_precision,
         attend_across_documents=config.data.attend_across_documents,
     )
     hidden_size = base_config(config, load_tokenizer(config.tokenizer)).get_text_config().hidden_size
@@ -44,3 +45,30 @@ def find_features(config: LanguageModelConfig, text: Manifest, base: BaseReferen
             f"in {features.directory}: store them by the same command with jobs.prepare_features in the place of "
             "jobs.train_lm"
         ) from error
+
+
+def features_to_read(
+    config: LanguageModelConfig,
+    base: BaseReference | None,
+    train_data: Manifest | GrowingManifest,
+    validation_data: Manifest,
+) -> tuple[str, str] | None:
+    """Return the directories of the stored hidden states of both data sets; None if the base is to compute them.
+
+    Raises:
+        ValueError: if it is to be spread over devices for that.
+        FileNotFoundError: if hidden states are missing.
+    """
+    if not config.model.features:
+        if config.model.device_map:
+            raise ValueError(
+                f"model.device_map = {config.model.device_map} spreads a base for jobs.prepare_features only: store its "
+                "hidden states by that job and train with model.features, or divide the base by workers.zero_stage = 3"
+            )
+        return None
+    assert base is not None
+    assert isinstance(train_data, Manifest)
+    return (
+        find_features(config, train_data, base, "train").directory,
+        find_features(config, validation_data, base, "validation").directory,
+    )

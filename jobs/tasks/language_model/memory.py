@@ -14,6 +14,7 @@ from jobs.engine.memory import Memory, training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.validation import MAX_LOGITS_KEPT
 from tempnet.models.packing import document_mask
+from tempnet.precisions import linear_weights
 from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
 
 # Numbers per token, layer and unit of the hidden size that a transformer saves, apart from its attention scores
@@ -60,11 +61,22 @@ def estimate_memory(
         config.workers,
         num_trained=num_tempnet + (0 if is_frozen else num_base),
         num_frozen=num_base if is_frozen else num_teacher,
+        saved=saved_by_eight_bits(base) if model.precision and not model.features else 0.0,
         activations=activations,
         loss=loss,
         validation=4.0 * _COPIES_OF_KEPT_LOGITS * num_kept * vocab_size,
         accumulates=config.num_accumulation_steps > 1,
     )
+
+
+def saved_by_eight_bits(base: PreTrainedModel) -> float:
+    """Return the bytes by which a base with weights in eight bits is smaller than in bfloat16.
+
+    A row of a weight has a scale of two bytes. The largest weight is converted to bfloat16 for its product.
+    """
+    weights = linear_weights(base)
+    largest = max((weight.numel() for weight in weights), default=0)
+    return float(sum(weight.numel() - 2 * weight.shape[0] for weight in weights) - 2 * largest)
 
 
 def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> float:

@@ -25,6 +25,7 @@ from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
+from tempnet.precisions import loading_options
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.weights import WeightFiles, check_weight_files
 
@@ -126,7 +127,7 @@ def loss_config(config: LanguageModelConfig, vocab_size: int) -> TemperatureLoss
 def build_base(
     config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, *, device_map: str | None = None
 ) -> PreTrainedModel:
-    """Build the base model, pretrained or randomly initialised; with bf16 precision a frozen one is loaded in bfloat16.
+    """Build the base model, pretrained or randomly initialised; a frozen one has the precision of the run.
 
     Args:
         config: configuration of the run.
@@ -146,9 +147,8 @@ def build_base(
 
 
 def _options_of_loading(config: LanguageModelConfig) -> dict[str, Any]:
-    is_half = config.workers.resolved_precision == "bf16" and config.model.is_frozen
     return {
-        "dtype": torch.bfloat16 if is_half else torch.float32,
+        **loading_options(config.base_precision),
         "trust_remote_code": config.model.trust_remote_code,
         "attn_implementation": config.model.attention,
     }

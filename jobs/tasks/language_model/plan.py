@@ -17,11 +17,11 @@ from jobs.engine.task import Membership, PreparedTask, Task, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
-from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.language_model.base import check_eight_bits, refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
 from jobs.tasks.language_model.data import blocks_layout
-from jobs.tasks.language_model.features import find_features
+from jobs.tasks.language_model.features import features_to_read
 from jobs.tasks.language_model.memory import estimate_memory
 from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, resolve_rho, state_size
 from jobs.tasks.language_model.training_text import warn_of_known_text
@@ -165,7 +165,8 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         """Tokenise and pack the text, unless this was done before, and calibrate ρ if it is not given.
 
         Raises:
-            ValueError: also if the run began with another frozen base than the one that is now at model.path.
+            ValueError: if the base is to be spread over devices; also if the run began with another frozen base than the one
+                that is now at model.path.
         """
         config = resolve_paths(self.config)
         layout = blocks_layout(config)
@@ -184,14 +185,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
         if config.model.is_frozen:
             base = refer_to_base(config)
             records[BASE_FILE] = asdict(base)
-        features = None
-        if config.model.features:
-            assert base is not None
-            assert isinstance(train_data, Manifest)
-            features = (
-                find_features(config, train_data, base, "train").directory,
-                find_features(config, validation_data, base, "validation").directory,
-            )
+        features = features_to_read(config, base, train_data, validation_data)
         target_entropy = math.log(self.vocab_size) - rho
         data = refer_to(train_data), validation_data.directory, base, features
         return PreparedTask(
@@ -239,6 +233,8 @@ def make_plan(config: LanguageModelConfig) -> LanguageModelPlan:
     check_tokenizer(config, tokenizer)
     vocab_size = len(tokenizer)
     base = base_shapes(config, tokenizer)
+    if config.model.precision and not config.model.features:
+        check_eight_bits(config, base)
     rho = resolve_rho(config, vocab_size)
     with naming_field("temperature.rho: "):
         check_rho(rho or 0.0, vocab_size)
