@@ -45,6 +45,7 @@ TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures distil 
 ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
 	predict_pair_temperatures pair_headroom extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
 FAULTS := tests/cluster/test_faults.py
+QUANTISED := tests/cluster/test_eight_bits.py
 PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
@@ -60,10 +61,10 @@ test-faults: setup  ## Training runs under seeded schedules of faults: three, or
 	$(PYTEST) -m "$(CLUSTER)" $(FAULTS)
 
 test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
-	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS) $(FAULTS))
+	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS) $(FAULTS) $(QUANTISED))
 
-test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bits, by torchao
-	PYTHONPATH=.venv-torchao $(PYTEST) tests/tempnet/test_precisions.py
+test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bits, by torchao: read, and as frozen bases
+	PYTHONPATH=$(abspath .venv-torchao) $(PYTEST) tests/tempnet/test_precisions.py $(QUANTISED)
 
 .venv-torchao/.ready:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-torchao torchao==$(TORCHAO)

@@ -8,6 +8,7 @@ weights cannot be trained.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,6 +53,29 @@ def linear_weights(model: Any) -> list[Tensor]:
     """Return the weights of a Transformers model that are held in eight bits: of its linear layers but the output layer."""
     output = model.get_output_embeddings()
     return [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not output]
+
+
+def bytes_saved(model: Any) -> int:
+    """Return the bytes by which a model in eight bits is smaller than in bfloat16; a row of a weight has a scale of four."""
+    return sum(weight.numel() - 4 * weight.shape[0] for weight in linear_weights(model))
+
+
+def hold_constant(model: nn.Module) -> None:
+    """Make the weights in eight bits of a model that is not trained buffers instead of parameters.
+
+    DeepSpeed sends all parameters from one worker to the others, and moves them in a way that torchao's tensors do not
+    support.
+    """
+    for part in model.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if is_traceable_wrapper_subclass(weight):
+                delattr(part, name)
+                part.register_buffer(name, weight.detach(), persistent=False)
+
+
+def constant_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights that :func:`hold_constant` has made buffers."""
+    return (buffer for buffer in model.buffers() if is_traceable_wrapper_subclass(buffer))
 
 
 def check_precision(model: nn.Module, source: object) -> None:

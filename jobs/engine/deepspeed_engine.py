@@ -12,7 +12,6 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jobs.engine.config import TrainingConfig
 from jobs.engine.schedules import decay_with_warmup
@@ -43,11 +42,6 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
 def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
     """Start DeepSpeed with AdamW; every group has its own learning rate, and the TempNet's group its own schedule."""
     optimizer, scheduler = make_optimizer(groups, config)
-    for parameter in module.parameters():
-        if is_traceable_wrapper_subclass(parameter):
-            # Weights in eight bits have no bytes of their own that rank 0 could send to the others, and every rank has read
-            # them. DeepSpeed sends no weight that has this attribute.
-            parameter.ds_optim_param = True
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tempnet.inference import attach, can_fold
 from tempnet.loading import load_causal_lm
-from tempnet.precisions import loading_options
+from tempnet.precisions import bytes_saved, constant_weights, hold_constant, loading_options
 from tests.tempnet.tiny_language_models import PROMPTS, VOCABULARY, make_base, make_tempnet
 
 
@@ -21,6 +21,11 @@ def largest_errors(weight: torch.Tensor, precision: str) -> torch.Tensor:
     step = weight.abs().amax(-1, keepdim=True)
     step = step / 127 / 2 if precision == "int8" else (weight.abs() * 2.0**-4).maximum(step / 448 * 2.0**-10)
     return 1.02 * step + weight.abs() * 2.0**-7
+
+
+def bytes_of(weight: torch.Tensor) -> int:
+    parts = [weight] if type(weight) is torch.nn.Parameter else [weight.qdata, weight.scale]
+    return sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -41,12 +46,19 @@ def test_logits_and_temperatures_are_those_of_the_rounded_weights(precision: str
                 assert ((found - exact).abs() <= largest_errors(exact, precision)).all(), name
                 part.weight.copy_(found)
         logits, reference = (model(inputs).logits.float() for model in (base, expected))
+    whole, ours = (sum(map(bytes_of, model.parameters())) for model in (expected, base))
+    assert ours == whole - bytes_saved(expected)
     assert held == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), "a byte for each weight of the linear layers"
     assert (logits - reference).norm() < 0.03 * reference.norm()
     assert torch.equal(base.get_output_embeddings().weight, expected.get_output_embeddings().weight)
     assert can_fold(base, network)
+    num_weights = sum(weight.numel() for weight in base.parameters())
+    hold_constant(base)
+    constant = list(constant_weights(base))
+    assert num_weights == sum(weight.numel() for weight in [*base.parameters(), *constant])
+    assert sum(weight.numel() for weight in constant) == held
     with torch.no_grad(), attach(base, network) as attached:
-        base(inputs)
+        assert torch.equal(base(inputs).logits.float(), logits)
     assert attached.last is not None
     torch.testing.assert_close(attached.last, network(reference[:, -1, :VOCABULARY]), atol=0.02, rtol=0.02)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from jobs.engine.task import whole_shape
 from jobs.tasks.language_model.config import LanguageModelConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.stored_base import StoredBase
+from tempnet.precisions import constant_weights
 
 
 def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) -> float:
@@ -25,7 +27,7 @@ def flops_per_token(module: TemperatureCausalLM, config: LanguageModelConfig) ->
     if isinstance(base, StoredBase):
         return 2 * _count([base.output.weight]) + 4 * num_tempnet
     position = getattr(base.config, "max_position_embeddings", 0) * base.config.hidden_size
-    num_base = _count(base.parameters())
+    num_base = _count(chain(base.parameters(), constant_weights(base)))
     embedding = next(base.get_input_embeddings().parameters())
     num_lookup = 0 if base.config.tie_word_embeddings else _count([embedding])
     num_multiplying = num_base - num_lookup - (position if base.config.model_type == "gpt2" else 0)

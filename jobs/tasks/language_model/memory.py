@@ -14,7 +14,7 @@ from jobs.engine.memory import Memory, training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.validation import MAX_LOGITS_KEPT
 from tempnet.models.packing import document_mask
-from tempnet.precisions import linear_weights
+from tempnet.precisions import bytes_saved, linear_weights
 from tempnet.softmax.planning import NUM_LOGITS_PER_CHUNK
 
 # Numbers per token, layer and unit of the hidden size that a transformer saves, apart from its attention scores
@@ -70,13 +70,8 @@ def estimate_memory(
 
 
 def saved_by_eight_bits(base: PreTrainedModel) -> float:
-    """Return the bytes by which a base with weights in eight bits is smaller than in bfloat16.
-
-    A row of a weight has a scale of two bytes. The largest weight is converted to bfloat16 for its product.
-    """
-    weights = linear_weights(base)
-    largest = max((weight.numel() for weight in weights), default=0)
-    return float(sum(weight.numel() - 2 * weight.shape[0] for weight in weights) - 2 * largest)
+    """Return the bytes that weights in eight bits save; the largest one is converted to bfloat16 for its product."""
+    return float(bytes_saved(base) - 2 * max(weight.numel() for weight in linear_weights(base)))
 
 
 def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> float:

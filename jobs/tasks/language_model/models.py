@@ -25,7 +25,7 @@ from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
-from tempnet.precisions import loading_options
+from tempnet.precisions import hold_constant, loading_options
 from tempnet.softmax.reference import TemperatureLossConfig
 from tempnet.weights import WeightFiles, check_weight_files
 
@@ -139,6 +139,8 @@ def build_base(
     if config.model.path:
         options = _options_of_loading(config)
         base = load_base(local_copy(config.model.path), fetch=local_copy, device_map=device_map, **options)
+        if config.model.precision and device_map is None:
+            hold_constant(base)
     else:
         base = AutoModelForCausalLM.from_config(
             base_config(config, tokenizer), attn_implementation=config.model.attention

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.engine.memory import check_fits, training_memory
 from jobs.engine.worker_settings import WorkersSection
-from jobs.tasks.language_model.memory import _saved_bytes, activation_bytes
+from jobs.tasks.language_model.memory import _saved_bytes, activation_bytes, estimate_memory
 from jobs.tasks.presets.language_models import PRESETS
 from tempnet.models.packing import document_mask
 
@@ -115,6 +115,22 @@ def test_checkpointing_and_a_frozen_base_save_activations() -> None:
     )
     frozen = activation_bytes(PRESETS["frozen-small"](), base)
     assert frozen < checkpointed < whole
+
+
+def test_eight_bits_save_a_byte_of_every_weight_but_those_of_the_largest_layer() -> None:
+    preset = PRESETS["frozen-small"]()
+    shape = {"num_key_value_heads": 2, "intermediate_size": 64, **SIZES}
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape))
+
+    def weights(precision: str | None, zero_stage: int = 0) -> float:
+        workers = replace(preset.workers, precision="bf16", zero_stage=zero_stage)  # type: ignore[arg-type]
+        config = replace(preset, workers=workers, model=replace(preset.model, precision=precision))  # type: ignore[arg-type]
+        return estimate_memory(config, base, num_base=10**6, num_tempnet=0, vocab_size=50).weights
+
+    # A layer has two weights of 32 × 32, two of 16 × 32 and three of 64 × 32; every row has a scale of four bytes.
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 - 4 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
+    assert weights(None) - weights("int8") == weights(None) - weights("fp8") == 3 * layer - 2 * 64 * 32
 
 
 def test_what_does_not_fit_is_refused_with_a_remedy() -> None:

@@ -16,7 +16,7 @@ from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.features.hidden_states import HiddenStates, read_unit, units_of, write_result
 from jobs.tasks.language_model.base import refer_to_base
 from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
-from jobs.tasks.language_model.features import features_of, find_features
+from jobs.tasks.language_model.features import features_of, features_to_read, find_features
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors
@@ -104,6 +104,31 @@ def test_the_features_of_any_blocks_are_those_of_the_base(config: LanguageModelC
     assert torch.equal(to_tensors(stored, CPU)["hidden"], hidden.to(torch.bfloat16))
 
 
+def test_a_base_that_is_spread_over_memory_and_disk_has_the_same_features(
+    config: LanguageModelConfig, features: Features
+) -> None:
+    places = {f"transformer.{name}": "cpu" for name in ("wte", "wpe", "h.0")} | {"lm_head": "cpu"}
+    places |= {f"transformer.{name}": "disk" for name in ("h.1", "ln_f")}
+    spread = HiddenStates(replace(config, model=replace(config.model, device_map=places)))  # type: ignore[arg-type]
+    whole = HiddenStates(config)
+    for unit in units_of(features):
+        for item in read_unit(features, unit):
+            ours, theirs = spread(item), whole(item)
+            assert ours.head == theirs.head
+            assert all(np.array_equal(ours.arrays[name], theirs.arrays[name]) for name in theirs.arrays)
+
+
+def test_training_spreads_no_base(config: LanguageModelConfig, features: Features) -> None:
+    base = refer_to_base(config)
+    assert features_to_read(config, base, features.text, features.text) is None
+    stored = replace(config, model=replace(config.model, device_map="auto", features=True))
+    assert features_to_read(stored, base, features.text, features.text) == (features.directory, features.directory)
+    with pytest.raises(ValueError, match=r"model\.device_map = auto spreads a base for jobs\.prepare_features only"):
+        features_to_read(
+            replace(config, model=replace(config.model, device_map="auto")), base, features.text, features.text
+        )
+
+
 def test_the_room_is_as_predicted(features: Features) -> None:
     files = list(Path(features.directory).glob("features-*.arrow"))
     assert len(files) == len(list(features.blocks.parts())) > len(features.text.shards)
@@ -145,6 +170,11 @@ def test_a_tempnet_trains_on_them_as_on_the_base(
     assert flops_per_token(module, config) < flops_per_token(base, config)
 
 
+def in_eight_bits(config: LanguageModelConfig) -> LanguageModelConfig:
+    workers = replace(config.workers, precision="bf16")
+    return replace(config, workers=workers, model=replace(config.model, precision="int8"))
+
+
 def test_features_of_another_base_text_or_precision_are_not_found(
     config: LanguageModelConfig, features: Features
 ) -> None:
@@ -152,6 +182,7 @@ def test_features_of_another_base_text_or_precision_are_not_found(
     assert find_features(config, features.text, base, "train").directory == features.directory
     for other in (
         replace(config, workers=replace(config.workers, precision="bf16")),
+        in_eight_bits(config),
         replace(config, data=replace(config.data, attend_across_documents=True)),
     ):
         with pytest.raises(FileNotFoundError, match=r"jobs\.prepare_features in the place of jobs\.train_lm"):

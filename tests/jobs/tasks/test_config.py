@@ -62,6 +62,9 @@ def test_presets_carry_the_numbers_of_table_5() -> None:
         assert config.model.is_frozen == name.endswith("frozen")
 
 
+EIGHT_BITS = ["--model.path=x", "--model.precision=int8", "--workers.precision=bf16"]
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b-frozen")])
 def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
     config = PRESETS[name]()
@@ -94,6 +97,11 @@ def test_a_gpu_has_room_for_its_part_of_a_frozen_base(name: str) -> None:
         (["--validation.num-blocks", "-1"], "validation.num_blocks = -1 must not be negative"),
         (["--data.context-length", "1"], "data.context_length = 1 must be at least 2"),
         (["--model.freeze", "True"], "model.freeze = True needs model.path"),
+        (["--model.precision", "int8"], "model.precision = int8 is for a frozen base (model.freeze)"),
+        (["--model.path=x", "--model.precision=fp8", "--workers.precision=fp32"], "must be bf16, not fp32"),
+        ([*EIGHT_BITS, "--workers.zero-stage=3"], "int8: weights in eight bits cannot be divided among workers by"),
+        ([*EIGHT_BITS, "--model.whole-export"], "model.whole_export must be False, because an export has no"),
+        (["--model.path=x", "--model.num-gpus=2"], "model.num_gpus = 2 must be 1, or more with workers.use_gpu and"),
         (["--optimizer.rest-share-tempnet", "1"], "optimizer.rest_share_tempnet = 1 leaves the TempNet no steps"),
         (
             ["--optimizer.rest-share-tempnet", "0.6", "--optimizer.warmup-share-tempnet", "0.5"],
