@@ -30,10 +30,10 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_clip clip-cc3m-tempnet-small --run.name clip-short --run.num-steps 300
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.predict_temperatures --model runs/clip-short/export --images data/sample/images/validation --output runs/clip-short/temperatures --html runs/clip-short/temperatures.html --label concept_frequency
 
-# Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first two are the
+# Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first three are the
 # longest of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-encoders test-text test-faults test-fast test-quantised types
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-encoders test-faults test-text test-fast test-quantised types
 
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
 	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from scipy.optimize import minimize_scalar
-from scipy.stats import t as student
 from torch import Tensor
 
 # Tolerance in log τ. A loss is quadratic near its minimum, so this affects only the sixth digit of the loss.
@@ -84,6 +82,8 @@ def half_width(values: Tensor, groups: Tensor) -> float:
         return math.nan
     sums = values.new_zeros(num_groups).index_add_(0, inverse, values - values.mean())
     deviation = math.sqrt(num_groups / (num_groups - 1) * sums.square().sum().item()) / len(values)
+    from scipy.stats import t as student  # takes half a second, which a worker needs once, at its end
+
     return float(student.ppf(0.975, num_groups - 1)) * deviation
 
 
@@ -98,6 +98,8 @@ def find_best_constant(losses: Callable[[Tensor], Tensor], like: Tensor, *, tau_
         return losses(torch.full_like(like, math.exp(log_tau))).double().mean().item()
 
     bounds = math.log(tau_min), math.log(tau_max)
+    from scipy.optimize import minimize_scalar  # as above
+
     inside = minimize_scalar(mean_loss, bounds=bounds, method="bounded", options={"xatol": _TOLERANCE}).x
     # The bounded search never evaluates the ends of the interval, so they are compared here.
     return math.exp(min((*bounds, float(inside)), key=mean_loss))
