@@ -91,6 +91,8 @@ def test_what_may_change_when_a_run_is_continued(name: str) -> None:
     expected = FREE_IN_EVERY_RUN | (FREE_WITH_TEXT if has_text else set()) | (FREE_WITH_SHARDS if has_cache else set())
     if any(field.endswith("model.whole_export") for field in flatten(config)):
         expected = expected | {"model.whole_export"}
+    if any(field.endswith("model.device_map") for field in flatten(config)):
+        expected = expected | {"model.device_map", "model.num_gpus"}
     assert has_cache == hasattr(getattr(config, "base", config).data, "cache_gib")
     assert {field for field in free if not field.startswith(("grid.", "sweep."))} == expected
     assert ("grid.num_concurrent" in free) == hasattr(config, "grid")
