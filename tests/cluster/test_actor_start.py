@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray import tune
 from ray._private import state
 from ray.actor import ActorHandle
 
@@ -17,6 +19,7 @@ from jobs.scoring.config import PoolSection
 from jobs.scoring.stages import Stages, run_stages
 from jobs.studies.sweeps.rounds import start_race
 from jobs.studies.sweeps.stopping import Halving
+from jobs.studies.trials.trial_start import calling_trials_that_live
 from pipelines.actor_start import has_started, wait_until_started
 from pipelines.text.growing import GrowingManifest, load_or_grow
 from pipelines.text.packing import PackingConfig
@@ -106,6 +109,26 @@ def test_the_mailbox_is_called_when_it_is_alive(
         time.sleep(1.5)
     assert "a line of a worker" in capsys.readouterr().out
     assert first_calls == {"_Mailbox": {"ALIVE"}}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_actor_of_a_trial_is_called_when_it_is_alive(
+    first_calls: dict[str, set[str]], tmp_path: Path, waits: bool
+) -> None:
+    def run_trial(config: dict[str, int]) -> dict[str, int]:
+        return {"square": config["x"] ** 2}
+
+    tuner = tune.Tuner(
+        tune.with_resources(run_trial, {"CPU": 0.1}),
+        param_space={"x": tune.grid_search([1, 2, 3])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    with calling_trials_that_live() if waits else nullcontext():
+        results = tuner.fit()
+    assert sorted(result.metrics["square"] for result in results if result.metrics) == [1, 4, 9]
+    # What Tune does by itself is shown, so that this test says if that changes.
+    (states,) = first_calls.values()
+    assert (states == {"ALIVE"}) == waits
 
 
 def test_the_race_of_a_sweep_is_called_when_it_is_alive(first_calls: dict[str, set[str]]) -> None:

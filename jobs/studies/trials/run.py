@@ -29,6 +29,7 @@ from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.progress import ProgressLines
 from jobs.studies.trials.searcher import NO_OUTCOME, RoundSearcher
 from jobs.studies.trials.trial import Outcomes, Rounds, Trial
+from jobs.studies.trials.trial_start import calling_trials_that_live
 from pipelines.storage import resolve
 
 # Logical CPUs of the process that drives a trial; the trial's workers have their own.
@@ -113,7 +114,8 @@ def _run_tune(
             name="tune", storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=[progress]
         ),
     )
-    results = tuner.fit()
+    with calling_trials_that_live():
+        results = tuner.fit()
     return {
         (result.config or {})["name"]: describe_error(result.error)
         for result in (results[number] for number in range(len(results)))
