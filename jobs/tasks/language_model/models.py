@@ -139,6 +139,7 @@ def build_base(
     if config.model.path:
         options = _options_of_loading(config)
         base = load_base(local_copy(config.model.path), fetch=local_copy, device_map=device_map, **options)
+        # A base that is spread is only read, and accelerate moves its parameters.
         if config.model.precision and device_map is None:
             hold_constant(base)
     else:
