@@ -72,10 +72,11 @@ def make_forms(arguments: Arguments, device: str) -> dict[str, Callable[[], tupl
         "eager, bfloat16 softmax": differentiate(lambda: F.cross_entropy(hidden @ weight.T, targets)),
         "kernels": kernels(with_unit=False),
         "kernels, and at τ = 1": kernels(with_unit=True),
-        "torch linear_cross_entropy": differentiate(
-            lambda: F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
-        ),
     }
+    if hasattr(F, "linear_cross_entropy"):  # from PyTorch 2.13 on
+        forms["torch linear_cross_entropy"] = differentiate(
+            lambda: F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+        )
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
