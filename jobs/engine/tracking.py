@@ -241,7 +241,10 @@ def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
 
 def _end(run: TrackedRun, status: str) -> None:
     end_children(run, status)
-    MlflowClient(run.uri).set_terminated(run.run_id, status=status)
+    client = MlflowClient(run.uri)
+    # Ctrl-C ends the trials of a sweep with the sweep; that the actors of a trial are gone then is an error only there.
+    if client.get_run(run.run_id).info.status != "KILLED":
+        client.set_terminated(run.run_id, status=status)
 
 
 def end_children(run: TrackedRun, status: str) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -100,6 +101,25 @@ def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
     client = MlflowClient(uri)
     found = [client.get_run(run.run_id).info.status for run in (parent, going, done, other)]
     assert found == [status, status, "FINISHED", "RUNNING"]
+
+
+def test_a_trial_that_was_ended_with_its_sweep_does_not_fail_afterwards(uri: str, tmp_path: Path) -> None:
+    """Ray takes away what a trial runs on, and the trial may see that before its own process is ended."""
+    sweep = open_for(uri, str(tmp_path))
+    directory, under = str(tmp_path / "trial"), {"mlflow.parentRunId": sweep.run_id}
+
+    def status_of_trial(*, is_ended: bool) -> str:
+        trial = open_for(uri, directory, **under)
+        if is_ended:
+            with suppress(KeyboardInterrupt), mark_if_ended(sweep):
+                raise KeyboardInterrupt
+        with suppress(RuntimeError), mark_if_ended(trial):
+            raise RuntimeError("an actor was lost")
+        status: str = MlflowClient(uri).get_run(trial.run_id).info.status
+        return status
+
+    assert status_of_trial(is_ended=True) == "KILLED"
+    assert status_of_trial(is_ended=False) == "FAILED", "the trial was continued, and this failure is its own"
 
 
 def test_metrics_arrive_and_the_last_value_of_a_step_counts(uri: str) -> None:
