@@ -119,7 +119,7 @@ def main(arguments: Arguments) -> None:
     if not is_available(torch.zeros(1, device="cuda")):
         fail("the kernels need Triton and compute capability 8.0")
     packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    installed = {part.metadata["Name"].replace("_", "-") for part in importlib.metadata.distributions()}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {', '.join(versions)}")
     print(

@@ -242,7 +242,7 @@ def mark_if_ended(run: TrackedRun | None) -> Iterator[None]:
 def _end(run: TrackedRun, status: str) -> None:
     end_children(run, status)
     client = MlflowClient(run.uri)
-    # Ctrl-C ends the trials of a sweep with the sweep; that the actors of a trial are gone then is an error only there.
+    # Ctrl-C has ended this trial with its sweep: that Ray then takes away the trial's actors is no failure of the trial.
     if client.get_run(run.run_id).info.status != "KILLED":
         client.set_terminated(run.run_id, status=status)
 
