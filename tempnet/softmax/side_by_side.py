@@ -2,16 +2,15 @@
 
 On a frozen base, only the temperatures of the networks differ: the logits, their norms and their maxima are shared. The
 softmax at the temperatures of all networks is computed for a few rows at a time, which stay in the processor's cache.
-Each result equals that of `linear_language_model_loss` for the network alone, up to rounding.
-
-Micro-batches and workers add up the gradients of W1·W (d1, d), where W1 is folded, and only the total is carried back to
-W1 (d1, V), which is larger by V/d.
+Each result is that of `linear_language_model_loss` for the network alone. All operations that round are the same ones, so
+that on CPUs results and gradients are equal to the last bit.
 
 Shapes: K networks, N tokens, c tokens in a chunk, d hidden size, V effective vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +25,19 @@ from tempnet.softmax.gradients import GradientSums, add_network_gradient, alloca
 from tempnet.softmax.linear import LinearLoss
 from tempnet.softmax.objectives import SoftmaxTerms, TokenResults, evaluate_objective
 from tempnet.softmax.plan import ComputeOptions, LossInputs, LossPlan, OutputLayer
-from tempnet.softmax.planning import can_fold, plan_loss
+from tempnet.softmax.planning import plan_loss
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
-from tempnet.softmax.temperatures import NetworkGraph, shift_logits, temperatures_from_shifted
+from tempnet.softmax.temperatures import (
+    NetworkGraph,
+    invert_norms,
+    needs_unit,
+    predict_temperatures,
+    shift_logits,
+)
 from tempnet.statistics import TokenValues
 
 # Number of logits at the temperatures of all networks that are computed at a time (1 MiB in float32).
 _NUM_LOGITS_AT_A_TIME = 1 << 18
-# Shifts can be applied one after the other to the same logits in this order: each replaces the one before.
-_SHIFTS = ("none", "mean", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,38 +63,6 @@ class _Work:
     sums: GradientSums
 
 
-class MemberGradients:
-    """The gradients of all members for the tokens of a call."""
-
-    def __init__(self, works: Sequence[_Work], dtype: torch.dtype) -> None:
-        self._works, self._dtype = works, dtype
-
-    def tensors(self) -> list[Tensor]:
-        """Return the sums over tokens, to be added up in place over workers, before `write` is called."""
-        found: list[Tensor] = []
-        for work in self._works:
-            folded, (first, *others) = work.sums.folded, work.sums.parameters
-            found += [first if folded is None else folded, *others]
-        return found
-
-    def add(self, other: MemberGradients) -> None:
-        """Add the gradients of another call with the same members and weights."""
-        for total, part in zip(self.tensors(), other.tensors(), strict=True):
-            total.add_(part)
-
-    @torch.no_grad()
-    def write(self, num_targets: Tensor | float) -> None:
-        """Divide the sums by the number of targets, and add them to `grad` of the networks' parameters."""
-        for total in self.tensors():
-            total.div_(num_targets)
-        for work in self._works:
-            _, _, _, *gradients = finish_gradients(work.sums, work.plan, work.inputs, self._dtype)
-            for parameter, gradient in zip(work.parameters, gradients, strict=True):
-                if gradient is not None and parameter.requires_grad:
-                    gradient = gradient.to(parameter.dtype)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
 @torch.no_grad()
 def side_by_side_losses(
     hidden: Tensor,
@@ -100,10 +71,10 @@ def side_by_side_losses(
     members: Sequence[Member],
     *,
     num_targets: Tensor | float,
-    with_gradients: bool = True,
+    gradient_scale: float | None = None,
     **options: Any,
-) -> tuple[list[LinearLoss], MemberGradients | None]:
-    """Compute the losses of all members, and the gradients of their networks.
+) -> list[LinearLoss]:
+    """Compute the losses of all members, and add the gradients of their networks to `grad` of the parameters.
 
     The hidden states and the output weight get no gradients.
 
@@ -113,25 +84,28 @@ def side_by_side_losses(
         targets: (N,) int64; IGNORE_INDEX marks tokens that are not counted.
         members: the K networks.
         num_targets: divisor of the losses' sums over tokens.
-        with_gradients: whether to compute gradients.
+        gradient_scale: factor of the gradients of the sums over tokens; None: no gradients.
         options: vocab_size, bias, soft_cap, with_values, matmul_dtype and chunk_size of `linear_language_model_loss`.
 
     Returns:
-        The loss, τ, values and slopes of every member, and the gradients of the losses' sums over tokens, if they are
-        computed.
+        The loss, τ, values and slopes of every member.
 
     Raises:
         ValueError: see `linear_language_model_loss`.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        works = [_prepare(hidden, weight, member, with_gradients, **options) for member in members]
+        works = [_prepare(hidden, weight, member, gradient_scale is not None, **options) for member in members]
         first = works[0]
         size = min(first.plan.chunk_size, len(hidden))
         logits = first.results.losses.new_empty(size, first.plan.vocab_size)
+        groups = _group_by_shift(works)
         for start in range(0, len(hidden), size):
             part = slice(start, min(start + size, len(hidden)))
-            _add_chunk(works, part, targets[part], logits[: part.stop - start])
-    losses = [
+            _add_chunk(groups, part, targets[part], logits[: part.stop - start])
+        if gradient_scale is not None:
+            for work in works:
+                _write_gradients(work, weight.dtype, gradient_scale)
+    return [
         LinearLoss(
             loss=work.results.losses.sum() / num_targets,
             tau=work.results.tau,
@@ -140,7 +114,6 @@ def side_by_side_losses(
         )
         for work in works
     ]
-    return losses, MemberGradients(works, weight.dtype) if with_gradients else None
 
 
 def _prepare(
@@ -157,13 +130,7 @@ def _prepare(
     chunk_size: int | None = None,
 ) -> _Work:
     layer = OutputLayer(weight=weight, vocab_size=vocab_size, bias=bias, soft_cap=soft_cap)
-    options = ComputeOptions(
-        matmul_dtype=matmul_dtype,
-        # Always where it is possible, because all calls whose gradients are added must agree.
-        fold=can_fold(layer, member.tempnet),
-        fold_cache=member.fold_cache,
-        chunk_size=chunk_size,
-    )
+    options = ComputeOptions(matmul_dtype=matmul_dtype, fold_cache=member.fold_cache, chunk_size=chunk_size)
     with torch.enable_grad() if with_gradients else torch.no_grad():
         plan, parameters = plan_loss(hidden, layer, member.config, member.tempnet, options, with_values=with_values)
     inputs = LossInputs.prepare(plan, hidden, weight, bias, parameters)
@@ -177,17 +144,44 @@ def _prepare(
     )
 
 
-def _add_chunk(works: Sequence[_Work], part: slice, targets: Tensor, logits: Tensor) -> None:
+def _write_gradients(work: _Work, dtype: torch.dtype, scale: float) -> None:
+    """Add the gradients of the sum over tokens times `scale` to `grad` of a network's parameters."""
+    _, _, _, *gradients = finish_gradients(work.sums, work.plan, work.inputs, dtype)
+    for parameter, gradient in zip(work.parameters, gradients, strict=True):
+        if gradient is not None and parameter.requires_grad:
+            gradient = gradient.mul_(scale).to(parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _group_by_shift(works: Sequence[_Work]) -> list[list[_Work]]:
+    """Return the members in groups whose networks read the logits with the same shift, or do not read them."""
+    groups: defaultdict[str, list[_Work]] = defaultdict(list)
+    for work in works:
+        assert work.plan.tempnet is not None
+        config = work.plan.tempnet.config
+        groups[config.input_shift if config.reads_logits else "none"].append(work)
+    return list(groups.values())
+
+
+def _add_chunk(groups: Sequence[Sequence[_Work]], part: slice, targets: Tensor, logits: Tensor) -> None:
     """Process the tokens in `part`, whose targets (c,) and memory for logits (c, V) are given."""
-    plan, inputs = works[0].plan, works[0].inputs
-    hidden = inputs.hidden[part]
-    compute_logits(inputs, hidden, out=logits)
+    plan, inputs = groups[0][0].plan, groups[0][0].inputs
+    compute_logits(inputs, inputs.hidden[part], out=logits)
     if plan.soft_cap is not None:
         logits.div_(plan.soft_cap).tanh_().mul_(plan.soft_cap)
-    graphs = _predict_all(works, part, logits)
+    for number, works in enumerate(groups, start=1):
+        # Shifted logits are rounded anew, so that every group begins with those of the base.
+        _add_group(works, part, targets, logits if number == len(groups) else logits.clone())
+
+
+def _add_group(works: Sequence[_Work], part: slice, targets: Tensor, logits: Tensor) -> None:
+    """Process the tokens in `part` for members of one group; their logits (c, V) are overwritten."""
+    hidden = works[0].inputs.hidden[part]
+    graphs = _predict_all(works, hidden, logits)
     logits.sub_(logits.amax(-1, keepdim=True))
     safe_targets = targets.where(targets != IGNORE_INDEX, 0).unsqueeze(-1)
-    at_one = compute_softmax(logits.clone(), safe_targets, torch.empty_like(logits)) if plan.with_values else None
+    with_values = works[0].plan.with_values
+    at_one = compute_softmax(logits.clone(), safe_targets, torch.empty_like(logits)) if with_values else None
     cross_entropies, entropies = _softmax_at_all(logits, torch.stack([tau for tau, _ in graphs]), safe_targets)
     for number, (work, (tau, graph)) in enumerate(zip(works, graphs, strict=True)):
         at_tau = SoftmaxTerms(cross_entropies[number], entropies[number])
@@ -197,27 +191,29 @@ def _add_chunk(works: Sequence[_Work], part: slice, targets: Tensor, logits: Ten
             add_network_gradient(work.sums, work.inputs, hidden, graph, terms.tau_grad)
 
 
-def _predict_all(works: Sequence[_Work], part: slice, logits: Tensor) -> list[tuple[Tensor, NetworkGraph]]:
-    """Return τ (c,) and its graph for every network; the logits (c, V) may be shifted in place."""
-    found: dict[int, tuple[Tensor, NetworkGraph]] = {}
-    norms: dict[tuple[str, bool, bool], Tensor] = {}
-
-    def shift_of(number: int) -> int:
-        tempnet = works[number].plan.tempnet
-        assert tempnet is not None
-        return _SHIFTS.index(tempnet.config.input_shift)
-
-    for number in sorted(range(len(works)), key=shift_of):
-        work = works[number]
+def _predict_all(works: Sequence[_Work], hidden: Tensor, logits: Tensor) -> list[tuple[Tensor, NetworkGraph]]:
+    """Return τ (c,) and its graph for every network of a group; the logits (c, V) are shifted in place."""
+    norms: dict[bool, Tensor] = {}
+    units: dict[bool, Tensor] = {}
+    readers = [work.plan.tempnet for work in works if work.plan.tempnet and work.plan.tempnet.config.reads_logits]
+    if readers:
+        shift_logits(readers[0], logits)
+    graphs = []
+    for work in works:
         assert work.plan.tempnet is not None
         config = work.plan.tempnet.config
-        kind = config.input_shift, config.normalize_input, config.reads_logits
+        kind = config.reads_logits and config.normalize_input
         if kind not in norms:
-            norms[kind] = shift_logits(work.plan.tempnet, logits)
-        found[number] = temperatures_from_shifted(
-            work.plan, work.inputs, work.inputs.hidden[part], logits, norms[kind], with_graph=work.sums.need_network
+            norms[kind] = invert_norms(work.plan.tempnet, logits)
+        unit: Tensor | None = None
+        if needs_unit(work.plan, work.inputs):
+            if kind not in units:
+                units[kind] = logits * norms[kind].unsqueeze(-1)
+            unit = units[kind]
+        graphs.append(
+            predict_temperatures(work.plan, work.inputs, hidden, norms[kind], unit, with_graph=work.sums.need_network)
         )
-    return [found[number] for number in range(len(works))]
+    return graphs
 
 
 def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

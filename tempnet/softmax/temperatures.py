@@ -51,33 +51,44 @@ def temperatures_from_logits(
         return optimal_temperature(logits, config.rho, config.tau_min, config.tau_max), None
     if tempnet is None:
         return logits.new_full(logits.shape[:1], config.tau if source == "given" else 1.0), None
-    inverse_norm = shift_logits(tempnet, logits)
-    return temperatures_from_shifted(plan, inputs, hidden, logits, inverse_norm, with_graph=with_graph)
+    shift_logits(tempnet, logits)
+    inverse_norm = invert_norms(tempnet, logits)
+    unit = logits * inverse_norm.unsqueeze(-1) if needs_unit(plan, inputs) else None
+    return predict_temperatures(plan, inputs, hidden, inverse_norm, unit, with_graph=with_graph)
 
 
-def shift_logits(tempnet: TempNet, logits: Tensor) -> Tensor:
-    """Shift logits (c, V) in place as a network reads them; return 1/‖L‖ (c,), or 1 if its input is not normalised."""
-    if not tempnet.config.reads_logits:
-        return torch.ones_like(logits[:, 0])
-    if (offset := tempnet.input_offset(logits)) is not None:
-        logits.sub_(offset)  # This does not change the softmax.
-    if not tempnet.config.normalize_input:
+def shift_logits(tempnet: TempNet, logits: Tensor) -> None:
+    """Shift logits (c, V) in place as a network reads them, which does not change the softmax."""
+    if tempnet.config.reads_logits and (offset := tempnet.input_offset(logits)) is not None:
+        logits.sub_(offset)
+
+
+def invert_norms(tempnet: TempNet, logits: Tensor) -> Tensor:
+    """Return 1/‖L‖ (c,) of shifted logits (c, V), or 1 if the network's input is not normalised."""
+    if not (tempnet.config.reads_logits and tempnet.config.normalize_input):
         return torch.ones_like(logits[:, 0])
     return 1.0 / torch.linalg.vector_norm(logits, dim=-1).clamp(min=1e-12)
 
 
-def temperatures_from_shifted(
-    plan: LossPlan, inputs: LossInputs, hidden: Tensor, logits: Tensor, inverse_norm: Tensor, *, with_graph: bool
+def needs_unit(plan: LossPlan, inputs: LossInputs) -> bool:
+    """Return whether W1 is applied to the logits, and not folded."""
+    return plan.tempnet is not None and plan.tempnet.config.reads_logits and inputs.folded is None
+
+
+def predict_temperatures(
+    plan: LossPlan,
+    inputs: LossInputs,
+    hidden: Tensor,
+    inverse_norm: Tensor,
+    unit: Tensor | None,
+    *,
+    with_graph: bool,
 ) -> tuple[Tensor, NetworkGraph]:
-    """Predict τ (c,) from logits (c, V) that :func:`shift_logits` has shifted, and what it returned."""
-    assert plan.tempnet is not None
-    if not plan.tempnet.config.reads_logits:
-        return _predict(plan, hidden, None, inverse_norm, None, with_graph=with_graph)
-    unit: Tensor | None = None
+    """Predict τ (c,) from hidden states (c, d), 1/‖L‖ (c,) and, if :func:`needs_unit` says so, L/‖L‖ (c, V)."""
+    product: Tensor | None = None
     if inputs.folded is not None:
         product = (hidden.to(plan.sum_dtype) @ inputs.folded.T) * inverse_norm.unsqueeze(-1)
-    else:
-        unit = logits * inverse_norm.unsqueeze(-1)
+    elif unit is not None:
         product = unit @ inputs.parameters[0].to(plan.sum_dtype).T
     return _predict(plan, hidden, product, inverse_norm, unit, with_graph=with_graph)
 

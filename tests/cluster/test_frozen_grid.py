@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from killing import last_checkpoint
 from mlflow import MlflowClient
 from readme_support import lines_like, run_line
@@ -21,7 +22,7 @@ from jobs.studies.sweeps.launch import run_sweep
 from jobs.studies.sweeps.plan import make_sweep
 from jobs.studies.sweeps.presets import PRESETS
 from jobs.tasks.language_model.plan import make_plan
-from tempnet.loading import load_causal_lm
+from tempnet.loading import load_causal_lm, load_tempnet
 
 pytestmark = pytest.mark.cluster
 
@@ -33,6 +34,7 @@ OPTIONS = [
     "--validation.num-oracle-tokens=256",
 ]  # fmt: skip
 RHO = "--temperature.rho=1.5"
+MAX_GRAD_NORM = 0.003
 
 
 AXES = ["--sweep.axes", "temperature.rho=1,2", "optimizer.learning_rate_tempnet=1e-2,1e-3"]
@@ -93,6 +95,9 @@ def test_a_grid_side_by_side_is_killed_and_goes_on(
     words = [
         *shlex.split(line.replace(" --base.model.features", ""))[3:],
         *(option.replace("--", "--base.", 1) for option in OPTIONS),
+        "--base.optimizer.micro-batch-size=4",
+        "--base.workers.num-workers=2",
+        f"--base.optimizer.max-grad-norm={MAX_GRAD_NORM}",
         "--base.run.name=grid",
         *AXES,
     ]
@@ -120,11 +125,14 @@ def test_a_grid_side_by_side_is_killed_and_goes_on(
     for child in children:
         history = client.get_metric_history(child.info.run_id, "train/loss")
         assert {metric.step for metric in history} == set(range(1, 13))
-    # Every trial is the run that it would be alone.
+        norms = client.get_metric_history(child.info.run_id, "train/gradient_norm")
+        assert all(metric.value > MAX_GRAD_NORM for metric in norms)  # All steps are clipped.
+    # Every trial is the run that it would be alone, to the last bit.
     for row in (results.rows[0], results.rows[-1]):
         trial = config.trial(row.point)
         alone = train(make_plan(replace(trial, run=replace(trial.run, name="alone-" + row.name))), with_progress=False)
-        for key, value in alone["validation"].items():
-            assert outcomes[row.name]["validation"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        assert outcomes[row.name]["validation"] == pytest.approx(alone["validation"], rel=0, abs=0, nan_ok=True)
+        own, other = (load_tempnet(outcome["export"]).state_dict() for outcome in (outcomes[row.name], alone))
+        assert all(torch.equal(own[name], value) for name, value in other.items())
         assert (runs / row.name / "report" / "tokens.html").is_file()
     assert run_sweep(make_sweep(config)).rows == results.rows

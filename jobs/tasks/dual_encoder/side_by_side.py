@@ -66,20 +66,19 @@ class SideBySideTask(MembersTask, ClipTask):
             tensors["image_ids"],
             gammas=[gamma_at(loss, step, self.config.run.num_steps) for loss in losses],
         )
-        # Gradients are W times those of this rank's part of the loss, for engines that average them; this one adds them up.
-        values = torch.stack([output["loss"] for output in outputs]) / self.world_size
+        # Gradients are W times those of this rank's part of the loss, because the engine averages them.
+        values = torch.stack([output["loss"] for output in outputs])
         values.sum().backward()
         are_steered = [
             steering.follows(optimizer) for steering, optimizer in zip(self.steerings, engine.optimizers, strict=True)
         ]
-        engine.add_over_workers(engine.gradients())
         engine.step()
         for steering, is_steered, output in zip(self.steerings, are_steered, outputs, strict=True):
             if is_steered:
                 steering.observe_pairs(output)
         if with_statistics:
             self.statistics = [PairStatistics.of(output, loss) for output, loss in zip(outputs, losses, strict=True)]
-        return StepResult(values.detach(), None)
+        return StepResult(values.detach() / self.world_size, None)
 
     def validate_member(self, number: int, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Validate one member; the embeddings of the validation set and its recalls are computed once, for all members."""

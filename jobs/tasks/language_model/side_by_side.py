@@ -27,7 +27,7 @@ from tempnet.models.output_head import output_weight
 from tempnet.oracle import SharedOracle
 from tempnet.softmax.fold import FoldCache
 from tempnet.softmax.linear import LinearLoss
-from tempnet.softmax.side_by_side import Member, MemberGradients, side_by_side_losses
+from tempnet.softmax.side_by_side import Member, side_by_side_losses
 from tempnet.statistics import TemperatureStatistics
 
 
@@ -72,27 +72,26 @@ class SideBySideTask(MembersTask, LanguageModelTask):
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
         """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
+        # The gradients are scaled as DeepSpeed scales those of one run, so that they are the same to the last bit.
+        num_micro = self.config.num_accumulation_steps
+        num_parts = self.world_size * num_micro
+        num_targets = max(num_units, 1) / num_parts
         losses = torch.zeros(len(self.members), device=engine.device)
         sums: list[Tensor] | None = None
-        gradients: MemberGradients | None = None
         for part in self._micro_batches(batch):
             tensors = to_tensors(part, engine.device)
             hidden, targets = self._hidden(tensors).flatten(0, 1), tensors["targets"].flatten()
-            found, own = self._losses(
-                hidden, targets, num_targets=max(num_units, 1), with_gradients=True, with_values=with_statistics
+            found = self._losses(
+                hidden,
+                targets,
+                num_targets=num_targets,
+                gradient_scale=1 / num_micro / num_targets,
+                with_values=with_statistics,
             )
-            assert own is not None
-            if gradients is None:
-                gradients = own
-            else:
-                gradients.add(own)
-            losses += torch.stack([one.loss for one in found])
+            losses += torch.stack([one.loss for one in found]) / num_parts
             if with_statistics:
                 new = self._statistics_of(found, hidden, targets)
                 sums = new if sums is None else [total + more for total, more in zip(sums, new, strict=True)]
-        assert gradients is not None
-        engine.add_over_workers(gradients.tensors())
-        gradients.write(max(num_units, 1))
         engine.step()
         self.scored = None
         for member in self.members:
@@ -141,9 +140,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         """Check that the checkpoint belongs to this base."""
         check_checkpoint(directory, self.base)
 
-    def _losses(
-        self, hidden: Tensor, targets: Tensor, **options: Any
-    ) -> tuple[list[LinearLoss], MemberGradients | None]:
+    def _losses(self, hidden: Tensor, targets: Tensor, **options: Any) -> list[LinearLoss]:
         """Compute the losses of all members for hidden states (N, d) and targets (N,); see `side_by_side_losses`."""
         first = self.modules[0]
         weight, bias = output_weight(first.base)
@@ -175,7 +172,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
         for part in self._micro_batches(self.validation.arrays):
             tensors = to_tensors(part, device)
             hidden, targets = self._hidden(tensors).flatten(0, 1), tensors["targets"].flatten()
-            scored.append(self._losses(hidden, targets, num_targets=1.0, with_gradients=False, with_values=True)[0])
+            scored.append(self._losses(hidden, targets, num_targets=1.0, with_values=True))
         return scored
 
     def _hidden(self, tensors: Mapping[str, Any]) -> Tensor:

@@ -37,10 +37,10 @@ def make_members(dtype: torch.dtype = torch.float32) -> list[Member]:
     return members
 
 
-def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(dtype: torch.dtype, num_tokens: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V + 3, D, dtype=dtype)
-    targets = torch.randint(V, (N,))
+    hidden, weight = torch.randn(num_tokens, D, dtype=dtype), torch.randn(V + 3, D, dtype=dtype)
+    targets = torch.randint(V, (num_tokens,))
     targets[::5] = IGNORE_INDEX
     return hidden, weight, targets
 
@@ -52,12 +52,10 @@ def test_each_network_is_trained_as_if_it_were_alone(chunk_size: int | None, ext
     if extra.get("bias"):
         extra = {"bias": torch.randn(len(weight), dtype=torch.float64)}
     members, alone = make_members(torch.float64), make_members(torch.float64)
-    losses, gradients = side_by_side_losses(
+    losses = side_by_side_losses(
         hidden, weight, targets, members,
-        num_targets=7.0, vocab_size=V, with_values=True, chunk_size=chunk_size, **extra,
+        num_targets=7.0, gradient_scale=1 / 7, vocab_size=V, with_values=True, chunk_size=chunk_size, **extra,
     )  # fmt: skip
-    assert gradients is not None
-    gradients.write(7.0)
     for member, same, found in zip(members, alone, losses, strict=True):
         expected = linear_language_model_loss(
             hidden, weight, targets, same.config, same.tempnet,
@@ -79,9 +77,9 @@ def test_the_gradients_are_those_of_autograd_through_all_logits() -> None:
     hidden, weight, targets = inputs(torch.float64)
     members, alone = make_members(torch.float64), make_members(torch.float64)
     num_targets = int((targets != IGNORE_INDEX).sum())
-    losses, gradients = side_by_side_losses(hidden, weight, targets, members, num_targets=num_targets, vocab_size=V)
-    assert gradients is not None
-    gradients.write(num_targets)
+    losses = side_by_side_losses(
+        hidden, weight, targets, members, num_targets=num_targets, gradient_scale=1 / num_targets, vocab_size=V
+    )
     for member, same, found in zip(members, alone, losses, strict=True):
         logits = hidden @ weight[:V].T
         expected, _ = language_model_loss(logits, targets, same.config, same.tempnet, num_targets=num_targets)
@@ -91,38 +89,43 @@ def test_the_gradients_are_those_of_autograd_through_all_logits() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-10)
 
 
-def test_micro_batches_and_workers_add_up_their_gradients() -> None:
-    hidden, weight, targets = inputs(torch.float64)
-    members, whole = make_members(torch.float64), make_members(torch.float64)
-    parts = [slice(0, 10), slice(10, 17), slice(17, N)]
-    first, second, third = (
-        side_by_side_losses(hidden[part], weight, targets[part], members, num_targets=1.0, vocab_size=V)[1]
-        for part in parts
-    )
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    first.add(second)
-    for total, other in zip(first.tensors(), third.tensors(), strict=True):  # as another worker's are added
-        total += other
-    assert sum(total.numel() for total in first.tensors()) < sum(
-        parameter.numel() for member in members for parameter in member.tempnet.parameters()
-    )
-    first.write(3.0)
-    _, gradients = side_by_side_losses(hidden, weight, targets, whole, num_targets=1.0, vocab_size=V)
-    assert gradients is not None
-    gradients.write(3.0)
-    for member, same in zip(members, whole, strict=True):
-        for ours, theirs in zip(member.tempnet.parameters(), same.tempnet.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("num_tokens", [23, 400])  # too few for the fold to pay, and enough
+@pytest.mark.parametrize("extra", [{}, {"bias": True}, {"soft_cap": 3.0}])
+def test_everything_is_that_of_each_network_alone_to_the_last_bit(num_tokens: int, extra: dict[str, Any]) -> None:
+    hidden, weight, targets = inputs(torch.float32, num_tokens)
+    options = {**extra, "vocab_size": V, "with_values": True}
+    if extra.get("bias"):
+        options["bias"] = torch.randn(len(weight))
+    members, alone = make_members(), make_members()
+    num_targets = 3.0
+    for part in (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)):  # micro-batches
+        losses = side_by_side_losses(
+            hidden[part], weight, targets[part], members,
+            num_targets=num_targets, gradient_scale=1 / num_targets, **options,
+        )  # fmt: skip
+        for same, found in zip(alone, losses, strict=True):
+            expected = linear_language_model_loss(
+                hidden[part], weight, targets[part], same.config, same.tempnet,
+                num_targets=num_targets, **options,
+            )  # fmt: skip
+            expected.loss.backward()
+            assert found.values is not None
+            assert expected.values is not None
+            ours, theirs = (
+                (result.loss.detach(), result.tau, result.slopes, *result.values) for result in (found, expected)
+            )
+            assert all(map(torch.equal, ours, theirs))
+    for member, same in zip(members, alone, strict=True):
+        for own, other in zip(member.tempnet.parameters(), same.tempnet.parameters(), strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            assert torch.equal(own.grad, other.grad)
 
 
 def test_gradients_are_only_written_when_asked_for() -> None:
     hidden, weight, targets = inputs(torch.float32)
     members = make_members()
-    for with_gradients in (False, True):
-        _, gradients = side_by_side_losses(
-            hidden, weight, targets, members, num_targets=1.0, vocab_size=V, with_gradients=with_gradients
-        )
-        assert (gradients is not None) == with_gradients
+    side_by_side_losses(hidden, weight, targets, members, num_targets=1.0, vocab_size=V)
     assert all(parameter.grad is None for member in members for parameter in member.tempnet.parameters())
+    side_by_side_losses(hidden, weight, targets, members, num_targets=1.0, gradient_scale=1.0, vocab_size=V)
+    assert all(parameter.grad is not None for member in members for parameter in member.tempnet.parameters())
