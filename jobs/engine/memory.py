@@ -80,8 +80,8 @@ def training_memory(
         num_frozen: number of frozen parameters, in bfloat16 with the precision bf16, else in float32.
         saved: bytes by which frozen parameters in eight bits are smaller.
         activations, loss, state: bytes of these items.
-        validation: bytes that the last validation needs when those of activations and loss are free again. On CPUs they are
-            taken anew, because its tensors do not fit into the holes of the heap.
+        validation: bytes that the last validation needs when those of activations and loss are free again, on GPUs those of
+            gradients, too. On CPUs they are taken anew, because its tensors do not fit into the holes of the heap.
         accumulates: whether the gradients of a micro-batch wait for those of the next one.
     """
     stage, count = workers.zero_stage, workers.min_workers
@@ -98,6 +98,8 @@ def training_memory(
     weights = held * share[1] + gathered
     in_use = weights + gradients + optimizer + activations + loss + state
     holes = 0.0 if workers.use_gpu else _SHARE_OF_HOLES * in_use
+    # ZeRO 3 keeps its bucket and the worker's part of the gradients between steps.
+    freed = reused + (gradients if workers.use_gpu and stage < 3 else 0.0)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -105,7 +107,7 @@ def training_memory(
         activations=activations,
         loss=loss,
         state=state,
-        overhead=max(holes, validation - reused),
+        overhead=max(holes, validation - freed),
         process=PROCESS_BYTES[workers.use_gpu],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from jobs.engine.cuda_autocast import CudaAutocastRules
 from jobs.engine.memory import Memory, training_memory
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.validation import MAX_LOGITS_KEPT
@@ -79,12 +81,14 @@ def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> floa
 
     The forward pass is run with tensors that have shapes but no data, and what autograd would save is counted. With
     activation checkpointing it is the input of every layer, and everything within one layer. Under autocast, the copies
-    of trained weights in bfloat16 stay until the backward pass, too, and are counted. A frozen base, whose weights are in
-    bfloat16 then, saves nothing; one layer is counted.
+    of trained weights in bfloat16 stay until the backward pass, too, and are counted; what autocast leaves in float32
+    depends on the device. A frozen base, whose weights are in bfloat16 then, saves nothing; one layer is counted.
     """
     is_half = config.workers.resolved_precision == "bf16"
     sizes = config.micro_batch_size, config.data.context_length
-    saved = _saved_bytes(base, *sizes, is_half=is_half, is_frozen=config.model.is_frozen)
+    saved = _saved_bytes(
+        base, *sizes, is_half=is_half, is_frozen=config.model.is_frozen, use_gpu=config.workers.use_gpu
+    )
     num_layers = max(1, base.config.get_text_config().num_hidden_layers)
     if config.model.is_frozen:
         return saved / num_layers
@@ -95,7 +99,13 @@ def activation_bytes(config: LanguageModelConfig, base: PreTrainedModel) -> floa
 
 
 def _saved_bytes(
-    base: PreTrainedModel, num_blocks: int, num_tokens: int, *, is_half: bool = False, is_frozen: bool = False
+    base: PreTrainedModel,
+    num_blocks: int,
+    num_tokens: int,
+    *,
+    is_half: bool = False,
+    is_frozen: bool = False,
+    use_gpu: bool = False,
 ) -> float:
     """Return the bytes of all tensors that autograd saves in a forward pass of the body, without the parameters.
 
@@ -106,6 +116,7 @@ def _saved_bytes(
         is_half: whether matrix products are in bfloat16 by autocast, which is not applied on the device meta. Therefore the
             tensors are ones of the CPU without data.
         is_frozen: whether the parameters are in bfloat16 then.
+        use_gpu: whether autocast has the rules of a CUDA device.
     """
     seen: dict[int, Tensor] = {}
 
@@ -119,7 +130,8 @@ def _saved_bytes(
         return torch.empty(value.shape, dtype=dtype, device="cpu", requires_grad=value.requires_grad)
 
     body: nn.Module = base.base_model
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
+    rules = CudaAutocastRules() if is_half and use_gpu else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=is_half), rules:
         values = {name: like(value) for name, value in chain(body.named_parameters(), body.named_buffers())}
         parameters = {value.untyped_storage()._cdata for value in values.values()}
         positions = torch.arange(num_tokens).expand(num_blocks, -1)

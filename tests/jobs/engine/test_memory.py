@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import NewGELUActivation
 
 from jobs.engine.memory import check_fits, training_memory
 from jobs.engine.worker_settings import WorkersSection
@@ -103,6 +105,30 @@ def test_activations_are_what_autograd_saves(architecture: str, attention: str, 
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     assert _saved_bytes(shapes, 2, 16, is_half=is_half, is_frozen=is_frozen) == total
+
+
+def test_validation_takes_the_place_of_buckets_on_a_gpu() -> None:
+    """The buckets of ZeRO 2 take 4 GB, and are gone when the validation needs 1, 5 or 7 GB."""
+    workers = WorkersSection(num_workers=1, use_gpu=True, zero_stage=2)
+    sizes = {"num_trained": 1000, "num_frozen": 0, "activations": 1e9, "loss": 0.0}
+    found = [training_memory(workers, validation=value, **sizes) for value in (1e9, 5e9, 7e9)]  # type: ignore[arg-type]
+    assert [memory.overhead / 1e9 for memory in found] == pytest.approx([0.0, 0.0, 2.0], abs=1e-4)
+
+
+def test_a_gpu_s_autocast_computes_a_power_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's activation function, with its power in float32, makes a real forward pass save what is counted for a GPU."""
+    config = AutoConfig.for_model("gpt2", max_position_embeddings=16, **SIZES)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    on_gpu = _saved_bytes(shapes, 2, 16, is_half=True, use_gpu=True)
+    on_cpu = _saved_bytes(shapes, 2, 16, is_half=True)
+
+    def activate(self: nn.Module, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x.float(), 3.0))))
+
+    monkeypatch.setattr(NewGELUActivation, "forward", activate)
+    assert on_gpu == _saved_bytes(shapes, 2, 16, is_half=True) > on_cpu
+    assert _saved_bytes(shapes, 2, 16, use_gpu=True) == _saved_bytes(shapes, 2, 16)  # float32 is float32
 
 
 def test_checkpointing_and_a_frozen_base_save_activations() -> None:
