@@ -29,8 +29,6 @@ class ImageValues:
     """Version in the tags, as in REPOSITORY:VERSION-cpu."""
     python: str = "python:3.11-slim-bookworm"
     """Image that all targets start from: Debian with Python 3.11."""
-    cuda: str = "nvidia/cuda:13.0.1-devel-ubuntu22.04"
-    """Image with the CUDA compiler, which builds DeepSpeed's operations; the compiler is not in the finished image."""
     cuda_architectures: str = "8.0;9.0"
     """GPU architectures that DeepSpeed's operations are built for: 8.0 is A100, 9.0 is H100."""
 

@@ -28,13 +28,18 @@ RUN python -m pip install --no-cache-dir --constraint /build/requirements.lock p
 FROM packages AS packages-cpu
 RUN DS_BUILD_OPS=0 python -m pip install --no-cache-dir --no-build-isolation --requirement /build/requirements.lock
 
-# DeepSpeed's operations are built here, so that no node needs a compiler or waits for one. The major version of the compiler
-# must be that of torch.version.cuda.
+# DeepSpeed's operations are built here, so that no node needs a compiler or waits for one. The compiler is an extra of the
+# package that torch requires for CUDA's libraries, and so has their version; the finished image does without it.
 FROM packages AS packages-cuda
-COPY --from={cuda} /usr/local/cuda /usr/local/cuda
+RUN python -c "import torch; assert torch.version.cuda, 'this torch is for CPUs: build cuda without PIP_EXTRA_INDEX_URL'" \\
+ && python -m pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]" \\
+ && cd /opt/venv/lib/python3*/site-packages/nvidia/cu* && mkdir --parents /usr/local/cuda/lib64 \\
+ && ln -s $PWD/bin $PWD/include $PWD/nvvm /usr/local/cuda/ \\
+ && for file in lib/*.so.*; do ln -s $PWD/$file /usr/local/cuda/lib64/$(basename ${{file%%.so.*}}).so; done
 ENV CUDA_HOME=/usr/local/cuda TORCH_CUDA_ARCH_LIST="{architectures}"
 RUN DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 DS_BUILD_UTILS=1 \\
-    python -m pip install --no-cache-dir --no-build-isolation --requirement /build/requirements.lock
+    python -m pip install --no-cache-dir --no-build-isolation --requirement /build/requirements.lock \\
+ && python -m pip uninstall --yes nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm
 
 FROM packages-cpu AS packages-mlflow
 COPY pyproject.toml /build/pyproject.toml
@@ -85,7 +90,6 @@ def dockerfile(values: ClusterValues) -> str:
     return _DOCKERFILE.format(
         cpu=image.reference("cpu"),
         python=image.python,
-        cuda=image.cuda,
         architectures=image.cuda_architectures,
         user=USER_ID,
     )
