@@ -32,7 +32,7 @@ RUN DS_BUILD_OPS=0 python -m pip install --no-cache-dir --no-build-isolation --r
 # package that torch requires for CUDA's libraries, and so has their version; the finished image does without it.
 FROM packages AS packages-cuda
 RUN python -c "import torch; assert torch.version.cuda, 'this torch is for CPUs: build cuda without PIP_EXTRA_INDEX_URL'" \\
- && python -m pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]" \\
+ && python -m pip install --no-cache-dir --constraint /build/requirements.lock "cuda-toolkit[nvcc,cccl]" \\
  && cd /opt/venv/lib/python3*/site-packages/nvidia/cu* && mkdir --parents /usr/local/cuda/lib64 \\
  && ln -s $PWD/bin $PWD/include $PWD/nvvm /usr/local/cuda/ \\
  && for file in lib/*.so.*; do ln -s $PWD/$file /usr/local/cuda/lib64/$(basename ${{file%%.so.*}}).so; done
