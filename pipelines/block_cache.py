@@ -23,7 +23,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -167,7 +167,11 @@ class BlockCache:
     def _claim(self, name: str, *, waits: bool) -> BinaryIO | None:
         """Open and lock the partial file of a block, or return None if the block is there or somebody else's."""
         while not self._path(name).exists():
-            if partial := open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits):
+            # Whoever looks for room could remove the file before it is locked. A thread that waits then tries again; one
+            # that does not would take the block for somebody else's.
+            with nullcontext() if waits else self._lock():
+                partial = open_locked(self._path(name + _PARTIAL), os.O_CREAT, waits=waits)
+            if partial:
                 os.ftruncate(partial.fileno(), 0)  # A process that died may have left what it had reserved.
                 return partial
             if not waits:

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import pytest
 from process_support import run_together
 
 from pipelines.block_cache import BlockCache
@@ -122,6 +124,29 @@ def test_room_is_made_only_for_a_block_that_will_fit(tmp_path: Path) -> None:
     assert cache.open("large", 3009, lambda: bytes(3009)) is None
     assert cache.holds("first")
     assert cache.holds("second")
+
+
+def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = BlockCache(tmp_path, 2 * 1004)
+    for name in ("old", "older"):
+        assert cache.fetch(name, 1000, lambda: bytes(1000))
+    other = threading.Thread(target=lambda: cache.fetch("other", 1000, lambda: bytes(1000)))
+    lock = fcntl.flock
+
+    def make_room_before_locking(file: BinaryIO, operation: int) -> None:
+        """Let the other thread remove files that nobody has locked, between the creation of the partial file and its lock."""
+        if other.ident is None and os.readlink(f"/proc/self/fd/{file.fileno()}").endswith("block.partial"):
+            other.start()
+            other.join(1)
+        lock(file, operation)
+
+    monkeypatch.setattr("pipelines.file_locks.fcntl.flock", make_room_before_locking)
+    assert cache.fetch("block", 1000, lambda: bytes(1000))
+    other.join(60)
+    assert cache.holds("block")
+    assert cache.holds("other")
 
 
 def test_a_block_whose_fetching_process_died_is_fetched_by_another(tmp_path: Path) -> None:
