@@ -7,7 +7,7 @@ as ZeRO trains it, to the last bit, only if its tensors begin and end where ZeRO
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -112,26 +112,28 @@ def _sum_squares(values: Tensor) -> Tensor:
 
 def state_of_parameters(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> dict[str, Any]:
     """Return the state of an optimizer of flat groups as if it updated parameters, whatever the number of parts is."""
-    found = optimizer.state_dict()
-    state: dict[int, dict[str, Tensor]] = {}
-    entries, count = [], 0
-    for group, entry in zip(groups, found["param_groups"], strict=True):
-        numbers = range(count, count := count + len(group.parameters))
-        if found["state"]:
-            own = group.state_of_parameters([found["state"][number] for number in entry["params"]])
-            state |= zip(numbers, own, strict=True)
-        entries.append({**entry, "params": list(numbers)})
-    return {"state": state, "param_groups": entries}
+    return _convert(optimizer.state_dict(), [(len(group.parameters), group.state_of_parameters) for group in groups])
 
 
 def load_state_of_parameters(optimizer: Optimizer, groups: Sequence[FlatGroup], values: Mapping[str, Any]) -> None:
     """Load what :func:`state_of_parameters` returned."""
+    optimizer.load_state_dict(_convert(values, [(len(group.parts), group.state_of_parts) for group in groups]))
+
+
+def _convert(
+    values: Mapping[str, Any], groups: Sequence[tuple[int, Callable[[list[Any]], list[dict[str, Tensor]]]]]
+) -> dict[str, Any]:
+    """Convert the state of an optimizer group by group, and number its tensors anew.
+
+    Args:
+        values: what `Optimizer.state_dict` returned.
+        groups: number of tensors of every group in the result, and the function that returns their states.
+    """
     state: dict[int, dict[str, Tensor]] = {}
     entries, count = [], 0
-    for group, entry in zip(groups, values["param_groups"], strict=True):
-        numbers = range(count, count := count + len(group.parts))
-        if values["state"]:
-            own = group.state_of_parts([values["state"][number] for number in entry["params"]])
-            state |= zip(numbers, own, strict=True)
+    for (num_tensors, convert), entry in zip(groups, values["param_groups"], strict=True):
+        numbers = range(count, count := count + num_tensors)
+        if values["state"]:  # It is empty before the first step.
+            state |= zip(numbers, convert([values["state"][number] for number in entry["params"]]), strict=True)
         entries.append({**entry, "params": list(numbers)})
-    optimizer.load_state_dict({"state": state, "param_groups": entries})
+    return {"state": state, "param_groups": entries}
