@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse(arguments)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.tracking import where_to_browse
+    from jobs.engine.run_view import where_to_browse
     from jobs.scoring.reward.job import describe_run, train_reward
     from jobs.scoring.reward.trainer import NoRewardError
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         f"\n  results   {outcome['directory']}/outcome.json\n  model     {outcome['export']}\n\nTo look around, type:"
     )
     if outcome["tracking_uri"]:
-        print(f"  {where_to_browse(outcome['tracking_uri'])}")
+        print(where_to_browse(outcome["tracking_uri"], outcome.get("mlflow_experiment_id")))
     print(
         f"  .venv/bin/python -m jobs.generate --model {outcome['export']} --prompts {config.prompts} "
         f"--format {config.format} --output texts.jsonl --max-new-tokens {config.max_new_tokens}"

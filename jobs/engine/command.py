@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.config import TrainingConfig
 from jobs.engine.recording import RecordModels
+from jobs.engine.run_view import where_to_browse
 from jobs.engine.task import Plan
-from jobs.engine.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=TrainingConfig)
 
@@ -62,6 +62,6 @@ def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: S
     print(f"  model     {outcome['export']}\n")
     print("To look around, type:")
     if outcome["tracking_uri"]:
-        print(f"  {where_to_browse(outcome['tracking_uri'])}")
+        print(where_to_browse(outcome["tracking_uri"], outcome.get("mlflow_experiment_id")))
     for command in commands:
         print(f"  .venv/bin/python -m {shlex.join(command)}")

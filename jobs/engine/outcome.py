@@ -31,6 +31,7 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
         "started_at_step": config.run.start_step,
         "export": config.run.export_directory,
         "mlflow_run_id": tracked.run_id if tracked else None,
+        "mlflow_experiment_id": tracked.experiment_id if tracked else None,
         "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
         **data,

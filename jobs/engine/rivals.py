@@ -50,7 +50,7 @@ def tags(outcome: Mapping[str, Any]) -> dict[str, str]:
 
 def metrics(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return MLflow metrics: the figures of `rivals` and, if a TempNet was trained, `beats_both_constants` (1 or 0)."""
-    figures = {f"rivals/{name}": float(value) for name, value in outcome.get("rivals", {}).items()}
+    figures = {name: float(value) for name, value in outcome.get("rivals", {}).items()}
     if judgement := outcome.get("temperature_verdict"):
         figures["beats_both_constants"] = float(judgement == "beats both constants")
     return figures

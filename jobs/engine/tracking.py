@@ -11,12 +11,11 @@ import json
 import logging
 import math
 import os
-import shlex
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.masking import masked
+from jobs.engine.run_view import add_columns
 from jobs.engine.tags import JOB_TAG, origin_tags
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class TrackedRun:
     """MLflow tracking URI, including its password if it has one."""
     run_id: str
     """MLflow's ID of the run."""
+    experiment_id: str = ""
+    """MLflow's ID of the experiment; empty if the run was not opened here."""
 
 
 def default_uri(storage: str) -> str:
@@ -125,6 +127,7 @@ def open_run(
     parameters: Mapping[str, Any],
     tags: Mapping[str, str],
     data_sets: Mapping[str, tuple[str, str, str]],
+    columns: Sequence[str] = (),
 ) -> TrackedRun:
     """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
 
@@ -139,6 +142,7 @@ def open_run(
         parameters: logged as parameters, with secrets masked.
         tags: tags in addition to :func:`origin_tags` of this process, which they override.
         data_sets: context → (name, digest, source URI) of the run's inputs.
+        columns: columns for the list of the experiment's runs (`jobs.engine.run_view`).
 
     Raises:
         ConnectionError: if MLflow returns an error.
@@ -147,15 +151,17 @@ def open_run(
     with _naming_refusals(uri, name):
         client = _open_client(uri)
         experiment_id = _find_or_create_experiment(client, uri, experiment)
+        with survive_outage("the view of the list of runs"):  # such as a login that may not change the experiment
+            add_columns(client, experiment_id, columns)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
         if existing := client.search_runs([experiment_id], filter_string=same, max_results=1):
             _reopen(client, existing[0], tags.get(JOB_TAG, ""))
-            return TrackedRun(uri=uri, run_id=existing[0].info.run_id)
+            return TrackedRun(uri=uri, run_id=existing[0].info.run_id, experiment_id=experiment_id)
         run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
         client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
         client.log_inputs(run_id, [_describe_input(context, *data) for context, data in data_sets.items()])
-        return TrackedRun(uri=uri, run_id=run_id)
+        return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
 
 
 def _open_client(uri: str) -> MlflowClient:
@@ -196,14 +202,6 @@ def _naming_refusals(uri: str, name: str) -> Iterator[None]:
         yield
     except MlflowException as error:
         raise ConnectionError(f"MLflow at {masked(uri)} refuses the run {name!r}: {masked(str(error))}") from None
-
-
-def where_to_browse(uri: str) -> str:
-    """Return the address to open, or the command to run, for viewing the runs in MLflow; passwords are masked."""
-    uri = masked(uri)
-    if uri.startswith(("http://", "https://")):
-        return uri
-    return f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
 
 
 def metric_name(key: str) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
+from jobs.engine.run_view import metric_column
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolve_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, finish_run, metric_name, open_run, resolve_uri, survive_outage
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
 from jobs.scoring.stages import ScoringFailedError
@@ -144,13 +145,12 @@ def _track(
             parameters=parameters,
             tags=tags,
             data_sets={},
+            columns=[metric_column(metric_name(name)) for column in columns for name in column.metrics],
         )
 
     parent = start(config.name, identity, flatten(config), {})
     for column in columns:
         child = start(column.title, [*identity, column.title], column.parameters, {"mlflow.parentRunId": parent.run_id})
-        # MLflow does not allow @ in the names of metrics.
-        metrics = {name.replace("@", "_at_"): value for name, value in column.metrics.items()}
-        finish_run(child, status="FINISHED", artifacts=None, metrics=metrics)
+        finish_run(child, status="FINISHED", artifacts=None, metrics=column.metrics)
     note = (artifacts / "results.md").read_text(encoding="utf-8")
     finish_run(parent, status=status, artifacts=artifacts, metrics={}, note=note)

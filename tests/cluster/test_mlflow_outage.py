@@ -92,7 +92,7 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
     assert server.statuses() == ["FINISHED"]
 
     found = server.metrics()
-    counts = Counter((key, step) for key, step, _ in found if key.startswith(("train/", "validation/", "final/")))
+    counts = Counter((key, step) for key, step, _ in found if key.startswith(("train/", "validation/", "verdict/")))
     assert set(counts.values()) == {1}
     steps = {key: sorted(step for name, step in counts if name == key) for key, _ in counts}
     assert steps["train/loss"] == steps["train/batch_digest"] == list(range(1, NUM_STEPS + 1))
@@ -101,7 +101,8 @@ def test_a_server_that_is_killed_in_mid_run_gets_all_of_it_once(
         if (name := f"validation/{key}") in steps:
             assert steps[name] == list(range(VALIDATE_EVERY, NUM_STEPS + 1, VALIDATE_EVERY)), name
             assert (name, NUM_STEPS, pytest.approx(value, rel=1e-12)) in found
-            assert (f"final/{key}", 0, pytest.approx(value, rel=1e-12)) in found
+    for key, value in outcome["rivals"].items():
+        assert (f"verdict/{key}", 0, pytest.approx(value, rel=1e-12)) in found
 
 
 def test_a_server_that_hangs_does_not_hold_the_end_of_a_run(server: Server) -> None:

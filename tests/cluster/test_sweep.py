@@ -10,12 +10,15 @@ import signal
 import sqlite3
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import ray
 from killing import kill_workers_after_checkpoints, last_checkpoint
 from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow_support import columns_of
 from support import readme_lines, run_until, training_worker_pids, wait_for
 from sweep_support import TINY
 
@@ -23,6 +26,7 @@ from jobs.engine.command_line import parse_preset
 from jobs.studies.sweeps.launch import run_sweep
 from jobs.studies.sweeps.plan import make_sweep
 from jobs.studies.sweeps.presets import PRESETS
+from jobs.studies.sweeps.report import Row
 
 pytestmark = pytest.mark.cluster
 
@@ -49,6 +53,24 @@ def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_p
     assert f"the same command goes on from what is in {tmp_path / 'rho'}" in said
     assert runs() == ["KILLED", "KILLED"]
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
+
+
+def check_list_of_runs(client: MlflowClient, parent: Run, runs: Sequence[Run], rows: Sequence[Row]) -> None:
+    """Check that MLflow's list begins with what decides: of the trials, and the sweep's best loss, ρ, rate and child run."""
+    best = min((row for row in rows if row.is_in_band), key=lambda row: row.loss)
+    assert parent.data.tags["best_run"] == best.name
+    assert {name: value for name, value in parent.data.metrics.items() if name.startswith("best_")} == {
+        "best_cross_entropy_tau": best.loss, "best_tau_mean": best.tau_mean, "best_rho": best.point["temperature.rho"],
+        "best_learning_rate_base": best.point["optimizer.learning_rate_base"],
+    }  # fmt: skip
+    (child,) = (run for run in runs if run.info.run_name == best.name)
+    logged = {f"metrics.`{name}`" for run in (parent, child) for name in run.data.metrics}
+    assert columns_of(client, "language-models") == [
+        "metrics.`validation/cross_entropy_tau`", "metrics.`validation/tau_mean`", "metrics.`validation/regret`",
+        "metrics.`verdict/beats_both_constants`", "metrics.`best_cross_entropy_tau`", "metrics.`best_tau_mean`",
+        "metrics.`best_rho`", "metrics.`best_learning_rate_base`", "tags.`best_run`",
+    ]  # fmt: skip
+    assert set(columns_of(client, "language-models")) <= logged | {"tags.`best_run`"}
 
 
 def test_a_band_search_is_watched_reported_and_found_again(
@@ -95,6 +117,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
         assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
         assert run.data.tags["ray_job_id"] == ray.get_runtime_context().get_job_id()
     assert "| trial" in parent.data.tags["mlflow.note.content"]
+    check_list_of_runs(client, parent, runs, results.rows)
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",
     }  # fmt: skip

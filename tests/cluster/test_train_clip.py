@@ -18,6 +18,7 @@ import torch
 from clip_training_support import NUM_PAIRS, tiny_clip_config
 from killing import kill_workers, last_checkpoint
 from mlflow import MlflowClient
+from mlflow_support import columns_of
 from PIL import Image
 from ray.train import TrainingFailedError
 from sample_state_support import sample_states
@@ -80,12 +81,14 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any], tolerance: f
 def test_the_run_left_everything_a_person_needs(reference: dict[str, Any], images: Path) -> None:
     report = {path.name for path in (Path(reference["directory"]) / "report").iterdir()}
     assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
-    run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
+    client = MlflowClient(reference["tracking_uri"])
+    run = client.get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
     rivals = reference["rivals"]
     assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
     assert run.data.params["temperature.loss"] == "tempnet"
+    assert {f"metrics.`{name}`" for name in run.data.metrics} >= set(columns_of(client, "contrastive"))
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}
     for key in ("train/tau_mean", "train/tau_q95", "train/log_u_mean", "train/dual_gradient_mean",
                 "train/pairs_per_second", "train/learning_rate/tempnet"):  # fmt: skip

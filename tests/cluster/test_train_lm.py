@@ -52,7 +52,7 @@ def test_the_run_learned_and_left_everything_a_person_needs(reference: dict[str,
     assert run.info.status == "FINISHED"
     assert run.data.params["temperature.target_entropy"] == "3.0"
     assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
-    assert run.data.metrics["final/rivals/robust/mean_shift_loss"] == rivals["robust/mean_shift_loss"]
+    assert run.data.metrics["verdict/robust/mean_shift_loss"] == rivals["robust/mean_shift_loss"]
     assert reference["temperature_verdict"] in (report / "summary.txt").read_text()
     assert float(run.data.params["resolved.rho"]) == pytest.approx(math.log(512) - 3.0)
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"train", "validation"}

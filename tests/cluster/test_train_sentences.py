@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mlflow import MlflowClient
+from mlflow_support import columns_of
 from ray.train import TrainingFailedError
 from sample_state_support import sample_states
 from sentence_support import NUM_STEPS, history, tiny_sentences
@@ -60,11 +61,13 @@ def assert_same(outcome: dict[str, Any], reference: dict[str, Any]) -> None:
 def test_the_run_left_everything_a_person_needs(reference: dict[str, Any]) -> None:
     report = {path.name for path in (Path(reference["directory"]) / "report").iterdir()}
     assert report == {"summary.txt", "outcome.json", "configuration.json", "histogram.png", "curves.png"}
-    run = MlflowClient(reference["tracking_uri"]).get_run(reference["mlflow_run_id"])
+    client = MlflowClient(reference["tracking_uri"])
+    run = client.get_run(reference["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.tags["temperature.verdict"] == reference["temperature_verdict"]
     rivals = reference["rivals"]
     assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
+    assert {f"metrics.`{name}`" for name in run.data.metrics} >= set(columns_of(client, "sentences"))
     assert int(run.data.params["num_documents"]) == reference["num_documents_train"] > 100
     assert reference["num_documents_too_short"]["train"] == 360 - reference["num_documents_train"] > 0
     for key in ("train/mlm_loss", "train/tau_mean_anchor", "train/log_u_mean", "train/share_crowded",

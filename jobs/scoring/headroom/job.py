@@ -17,6 +17,7 @@ import torch
 from jobs.engine.cluster import start_ray
 from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
+from jobs.engine.run_view import metric_column
 from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Measurement, Question
@@ -60,6 +61,7 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
         if uri:
             with survive_outage("the headroom test"):
                 digest = record_digest(record)
+                logged = {name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)}
                 tracked = open_run(
                     uri=uri,
                     experiment=config.tracking.experiment,
@@ -68,8 +70,8 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
                     parameters=flatten(config),
                     tags={},
                     data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
+                    columns=[metric_column(name) for name in logged if name.endswith(("/tau", "/gain_mnat"))],
                 )
-                logged = {name: value for pair in zip(questions, found, strict=True) for name, value in metrics(*pair)}
                 finish_run(tracked, status="FINISHED", artifacts=directory, metrics=logged, note=said)
     if measurement.warning:
         print(f"\n{measurement.warning}")

@@ -16,6 +16,7 @@ from jobs.engine.export import open_export
 from jobs.engine.identity import differences, flatten
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
+from jobs.engine.run_view import metric_column
 from jobs.engine.tags import run_tags
 from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.scoring.reward.checkpoint import load_checkpoint, save_checkpoint
@@ -71,6 +72,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
             logger.close()
         outcome |= {"directory": directory, "export": f"{directory}/export", "num_too_long": plan.num_too_long}
         outcome |= {"tracking_uri": masked(uri), "mlflow_run_id": tracked.run_id if tracked else None}
+        outcome |= {"mlflow_experiment_id": tracked.experiment_id if tracked else None}
         export(trainer, outcome["export"])
         write_json(f"{directory}/{OUTCOME_FILE}", outcome | {"history": trainer.history})
         if tracked:
@@ -171,6 +173,7 @@ def _open(plan: RewardPlan, uri: str) -> TrackedRun:
         parameters=flatten(config),
         tags=run_tags(config, config.tracking),
         data_sets={"training": ("prompts", compute_digest(plan.record["questions_digest"]), config.prompts)},
+        columns=list(map(metric_column, ("reward", "distinct", "kl", "tau_mean"))),
     )
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory, find_directory
+from jobs.engine.recording import run_columns
+from jobs.engine.run_view import metric_column, tag_column
 from jobs.engine.tracking import TrackedRun
 from jobs.studies.sweeps.generations import make_generations
 from jobs.studies.sweeps.objective import TITLE, loss_of
 from jobs.studies.sweeps.plan import Sweep
-from jobs.studies.sweeps.report import Row, as_markdown, as_page, make_row
+from jobs.studies.sweeps.report import Row, as_markdown, as_page, best_values, choose, make_row
 from jobs.studies.sweeps.round_record import RoundRecord
 from jobs.studies.sweeps.rounds import make_rounds, tau_mean
 from jobs.studies.trials.command import Results
@@ -22,6 +24,9 @@ from jobs.studies.trials.prepare import prepare_once
 from jobs.studies.trials.run import find_room, run_trials
 from jobs.studies.trials.side_by_side import run_side_by_side
 from jobs.studies.trials.trial import Outcomes
+
+BEST_RUN_TAG = "best_run"
+"""Tag of the sweep's MLflow run: name of the chosen trial, which is one of its child runs."""
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -45,6 +50,11 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         uri=sweep.first.tracking_uri,
         num_trials=config.sweep.max_num_trials,
         data_sets=data_sets,
+        columns=[
+            *run_columns(sweep.first.deciding_scores),
+            *map(metric_column, best_values(config.sweep.values, None)),
+            tag_column(BEST_RUN_TAG),
+        ],
     )
     record = RoundRecord(config.run.directory)
     rounds = (make_generations if config.sweep.is_population else make_rounds)(sweep, record)
@@ -78,6 +88,7 @@ def _publish(sweep: Sweep, parent: TrackedRun | None, record: RoundRecord, outco
         make_row(name, point, outcomes.finished.get(name), failed.get(name, ""), band)
         for name, point in record.points.items()
     ]
+    best, _ = choose(rows, band)
     num_combinations = math.prod(map(len, config.sweep.values.values()))
     return publish(
         config.run,
@@ -93,7 +104,9 @@ def _publish(sweep: Sweep, parent: TrackedRun | None, record: RoundRecord, outco
             "num_in_band": sum(row.is_in_band for row in rows),
             "num_failed": len(failed),
             "num_steps": sum(row.num_steps for row in rows),
+            **best_values(config.sweep.values, best),
         },
+        tags={BEST_RUN_TAG: best.name} if best else None,
         failed=failed,
     )
 

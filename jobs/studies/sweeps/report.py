@@ -6,14 +6,14 @@ import base64
 import html
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 
 from jobs.engine.tables import markdown_table
-from jobs.studies.sweeps.objective import TITLE, loss_of
+from jobs.studies.sweeps.objective import LOSS, TITLE, loss_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -90,6 +90,18 @@ def choose(rows: Sequence[Row], band: tuple[float, float]) -> tuple[Row | None, 
         return None, "no trial ended with a temperature"
     nearest = min(with_tau, key=lambda row: max(band[0] - row.tau_mean, row.tau_mean - band[1]))
     return nearest, "no trial lies in the band; this is the nearest"
+
+
+def best_values(axes: Iterable[str], best: Row | None) -> dict[str, float]:
+    """Returns the metrics by which MLflow shows the chosen trial at its sweep: loss, mean τ, and the value of every axis.
+
+    Args:
+        axes: the fields that the sweep varies.
+        best: from :func:`choose`; None: all values are NaN.
+    """
+    named = {f"best_{name.rpartition('.')[2]}": best.point[name] if best else math.nan for name in axes}
+    loss, tau = (best.loss, best.tau_mean) if best else (math.nan, math.nan)
+    return {f"best_{LOSS}": loss, "best_tau_mean": tau, **named}
 
 
 def as_markdown(rows: Sequence[Row], band: tuple[float, float], num_grid_steps: int) -> str:

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.launch import Named
-from jobs.engine.tracking import where_to_browse
+from jobs.engine.run_view import where_to_browse
 
 Config = TypeVar("Config", bound=Named)
 Row = TypeVar("Row")
@@ -25,6 +25,8 @@ class Results(Generic[Row]):
     directory: str
     tracking_uri: str
     """URI of the MLflow store; empty if nothing was tracked."""
+    experiment_id: str
+    """MLflow's ID of the experiment; empty if nothing was tracked."""
 
 
 class Work(Protocol):
@@ -74,5 +76,5 @@ def run_command(
         print(f"  FAILED    {name}: {reason}")
     if results.tracking_uri:
         print("\nTo look around, type:")
-        print(f"  {where_to_browse(results.tracking_uri)}")
+        print(where_to_browse(results.tracking_uri, results.experiment_id))
     return FAILED if results.failed else 0

@@ -28,6 +28,7 @@ def open_parent(
     uri: str,
     num_trials: int,
     data_sets: Mapping[str, tuple[str, str, str]],
+    columns: Sequence[str] = (),
 ) -> TrackedRun | None:
     """Open the MLflow parent run of the trials, or find it again if they are continued; returns None if `uri` is empty.
 
@@ -38,6 +39,7 @@ def open_parent(
         uri: URI of the MLflow store.
         num_trials: number of trials, logged as a parameter.
         data_sets: context → (name, digest, source URI).
+        columns: columns for the list of the experiment's runs (`jobs.engine.run_view`).
     """
     if not uri:
         return None
@@ -49,6 +51,7 @@ def open_parent(
         parameters={**flatten(config), "num_trials": num_trials},
         tags=run_tags(config, tracking),
         data_sets=data_sets,
+        columns=columns,
     )
 
 
@@ -61,6 +64,7 @@ def publish(
     content: Mapping[str, Any],
     files: Mapping[str, str | bytes] | None = None,
     metrics: Mapping[str, float],
+    tags: Mapping[str, str] | None = None,
     failed: Mapping[str, str],
 ) -> Results[Row]:
     """Publish results in the run's directory and in MLflow, and return what to show to the user.
@@ -76,6 +80,7 @@ def publish(
         content: content of `results.json`, to which the failed trials are added.
         files: name → content of further files.
         metrics: metrics of the parent run.
+        tags: tags of the parent run.
         failed: name of a failed trial → its error.
     """
     contents: dict[str, str | bytes] = {
@@ -96,9 +101,14 @@ def publish(
         if parent is not None:
             with survive_outage("the results"):
                 status = "FAILED" if failed else "FINISHED"
-                finish_run(parent, status=status, artifacts=local, metrics=metrics, note=table)
+                finish_run(parent, status=status, artifacts=local, metrics=metrics, tags=tags, note=table)
     return Results(
-        rows=rows, table=table, failed=failed, directory=run.directory, tracking_uri=parent.uri if parent else ""
+        rows=rows,
+        table=table,
+        failed=failed,
+        directory=run.directory,
+        tracking_uri=parent.uri if parent else "",
+        experiment_id=parent.experiment_id if parent else "",
     )
 
 

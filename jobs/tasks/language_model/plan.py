@@ -108,6 +108,7 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     memory: Memory
     """Memory of a worker at its peak."""
 
+    deciding_scores = ("cross_entropy_tau", "tau_mean", "regret")
     summary_table = staticmethod(report.summary_table)
 
     @property

@@ -20,7 +20,8 @@ from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten, with_fields
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
+from jobs.engine.run_view import where_to_browse
+from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials
@@ -123,7 +124,9 @@ def test_a_server_that_is_not_there(
         fail(f"of {uri}")
     if uri.startswith("http"):
         assert resolve_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
-    shown = f"{refused.value}{caplog.text}{capsys.readouterr().err}{TrackingSection(uri=uri)!r}{where_to_browse(uri)}"
+    shown = (
+        f"{refused.value}{caplog.text}{capsys.readouterr().err}{TrackingSection(uri=uri)!r}{where_to_browse(uri, '1')}"
+    )
     assert SECRET not in shown
     with pytest.raises(ValueError, match="white space"):
         resolve_uri(TrackingSection(uri=f"{uri} "), "/runs")

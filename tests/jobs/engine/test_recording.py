@@ -33,7 +33,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(tmp_path: Path, mo
     now = int(time.time() * 1000)
     unsent = [["train/loss", 1.0 / step, now, step] for step in range(1, 2001)]
     outcome: dict[str, Any] = {
-        "tracking_uri": tracked.uri, "mlflow_run_id": tracked.run_id, "validation": {"x": 0.5}, "num_steps": 2000,
+        "tracking_uri": tracked.uri, "mlflow_run_id": tracked.run_id, "rivals": {"x": 0.5}, "num_steps": 2000,
     }  # fmt: skip
     keep_end(config, unsent, note="**fine**")
     with monkeypatch.context() as away:
@@ -48,7 +48,7 @@ def test_what_an_outage_kept_back_is_sent_by_the_same_command(tmp_path: Path, mo
         record_end(config, outcome, record_models)
         run = client.get_run(tracked.run_id)
         assert run.info.status == "FINISHED"
-        assert run.data.metrics["final/x"] == 0.5
+        assert run.data.metrics["verdict/x"] == 0.5
         assert run.data.tags["mlflow.note.content"] == "**fine**"
         assert [file.path for file in client.list_artifacts(tracked.run_id)] == ["summary.txt"]
         assert metric_history(tracked, "train/loss") == {step: 1.0 / step for step in range(1, 2001)}

@@ -131,6 +131,6 @@ def test_mlflow_has_the_figures_and_the_verdict_as_a_tag(tmp_path: Path) -> None
     record_end(config, outcome)
     run = MlflowClient(tracked.uri).get_run(tracked.run_id)
     assert run.data.tags["temperature.verdict"] == NEITHER
-    assert run.data.metrics["final/beats_both_constants"] == 0.0
+    assert run.data.metrics["verdict/beats_both_constants"] == 0.0
     gain = outcome["rivals"]["robust/mean_shift_gain"]
-    assert run.data.metrics["final/rivals/robust/mean_shift_gain"] == pytest.approx(gain)
+    assert run.data.metrics["verdict/robust/mean_shift_gain"] == pytest.approx(gain)

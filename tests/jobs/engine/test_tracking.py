@@ -29,7 +29,6 @@ from jobs.engine.tracking import (
     open_run,
     resolve_uri,
     survive_outage,
-    where_to_browse,
 )
 from jobs.studies.sweeps import presets as sweeps
 from jobs.tasks.presets import classifiers, clip, language_models, sentences
@@ -55,7 +54,7 @@ def open_for(uri: str, directory: str, **tags: str) -> TrackedRun:
 def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: Path) -> None:
     first = open_for(uri, "/runs/a")
     (tmp_path / "file.txt").write_text("x")
-    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"final/x": 1.0}, note="**y**")
+    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"verdict/x": 1.0}, note="**y**")
     assert open_for(uri, "/runs/a") == first
     assert open_for(uri, "/runs/b") != first
     run = MlflowClient(uri).get_run(first.run_id)
@@ -194,11 +193,6 @@ def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch)
         default_uri("s3://bucket")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert default_uri("s3://bucket") == "http://server:5000"
-
-
-def test_a_person_is_told_what_to_open_or_to_type() -> None:
-    assert where_to_browse("http://mlflow:5000") == "http://mlflow:5000"
-    assert where_to_browse("sqlite:////runs/mlflow.db").endswith("--backend-store-uri sqlite:////runs/mlflow.db")
 
 
 ALL_PRESETS = [*language_models.PRESETS.items(), *clip.PRESETS.items(), *classifiers.PRESETS.items(),

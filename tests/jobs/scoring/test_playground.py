@@ -27,7 +27,7 @@ from jobs.scoring.playground.server import make_server
 from jobs.scoring.playground.streams import Playground
 from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
-from tests.jobs.scoring.browser_support import CHROMIUM, open_page
+from tests.jobs.browser_support import CHROMIUM, open_page
 
 ROOT = Path(__file__).parents[3]
 QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
