@@ -7,6 +7,7 @@ S3 server behind a proxy, its metrics to an MLflow server (`fault_site.py`). A f
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from fault_site import DisturbedRun, Ending, History, Site
 from pyarrow.fs import FileSelector
 from support import wait_for
+
+from jobs.engine.checkpoint_files import list_name
 
 # The last line of a traceback, or an error of the object store in its own words.
 _BARE = re.compile(r"$|(\w+\.)*\w*(Error|Exception|Died|Interrupt)\b(:|$)|(error: )?(\w+Error: )?When .*AWS Error")
@@ -107,24 +110,44 @@ def let_a_clock_jump(run: DisturbedRun) -> None:
     run.site.clock.shift(0.0)
 
 
-def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
-    """The driver is killed, and a byte of the newest checkpoint changes.
+def find_whole_checkpoints(run: DisturbedRun) -> list[str]:
+    """Return the paths of the checkpoints to which every worker has added its list of files, oldest first."""
+    store = run.site.store.filesystem
+    found = store.get_file_info(FileSelector(f"bucket/runs/{run.name}", recursive=True, allow_not_found=True))
+    lists = {file.path for file in found if file.path.endswith(".json")}
+    whole = []
+    for first in sorted(path for path in lists if path.endswith(f"/{list_name(0)}")):
+        checkpoint = first.removesuffix(f"/{list_name(0)}")
+        with store.open_input_stream(first) as source:
+            num_workers = json.loads(source.read())["world_size"]
+        if lists.issuperset(f"{checkpoint}/{list_name(rank)}" for rank in range(num_workers)):
+            whole.append(checkpoint)
+    return whole
 
-    If there is no other checkpoint, the next start says so, and the checkpoint comes back.
+
+def damage_the_newest_checkpoint(run: DisturbedRun) -> None:
+    """The driver is killed, and a byte of the newest whole checkpoint changes.
+
+    If there is no other one, the next start says so, and the checkpoint comes back. Damage to an upload that was not
+    finished would mean nothing: the run does without it. Therefore the driver lives until there is a whole checkpoint, and
+    nothing is changed before its workers, which train on for a while, are gone.
     """
+    wait_for(lambda: bool(find_whole_checkpoints(run)), seconds=120)
     run.job.process.kill()
     run.job.end()
+    nodes, workers = (run.site.cluster.head, run.site.cluster.node), "ray::RayTrainWorker"
+    wait_for(lambda: not any(node.processes(workers) for node in nodes), seconds=120)
+    whole = find_whole_checkpoints(run)
     store = run.site.store.filesystem
-    files = store.get_file_info(FileSelector(f"bucket/runs/{run.name}", recursive=True))
-    states = [file.path for file in files if file.path.endswith("_states.pt")]
-    newest = max(states, key=lambda path: path.split("checkpoint-")[1])
+    files = store.get_file_info(FileSelector(whole[-1], recursive=True))
+    newest = next(file.path for file in files if file.path.endswith("_states.pt"))
     with store.open_input_stream(newest) as source:
         content = source.read()
     damaged = bytearray(content)
     damaged[len(damaged) // 2] ^= 1
     with store.open_output_stream(newest) as target:
         target.write(bytes(damaged))
-    if len({path.split("checkpoint-")[1].split("/")[0] for path in states}) == 1:
+    if len(whole) == 1:
         run.start_again()
         run.job.end()
         with store.open_output_stream(newest) as target:
