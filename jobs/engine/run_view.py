@@ -21,7 +21,7 @@ _VIEW_TAG = f"mlflow.sharedViewState.{_KEY}"
 _NOTE_TAG = "mlflow.note.content"
 _QUERY = f"viewStateShareKey={_KEY}&workflowType=machine_learning"
 _WIDTH = 190  # pixels, in which `validation/cross_entropy_tau` fits
-# What MLflow logs and the project's sections, in the order of the charts. A section that is not listed comes last.
+# Prefixes of metric names, in the order in which their charts are shown; all others come behind them.
 _CHART_SECTIONS = ("validation", "train", "train/learning_rate")
 
 
