@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
+from jobs.engine.garbage import collect_seldom
 from jobs.engine.hints import with_hint
 from jobs.engine.identity import flat_fields
 from jobs.engine.locked import LOCKED_VARIABLE, check_locked
@@ -112,6 +113,7 @@ def refusals_on_one_line() -> Iterator[None]:
 
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a job on the arguments of this process and exit with its status."""
+    collect_seldom()
     if os.environ.get(LOCKED_VARIABLE):
         try:
             check_locked()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
+from jobs.engine.garbage import collect_seldom
+
 if TYPE_CHECKING:  # Ray's controller unpickles these functions, and does not need what they import
     from ray.train import Checkpoint
 
@@ -34,6 +36,7 @@ def run_worker(settings: dict[str, Any]) -> dict[str, Any]:
         On rank 0, the outcome of the run; on every rank, `{"fatal": message}` if the run must not be restarted, or
         `{"damaged": {checkpoint: message}}` if it must continue from an older checkpoint.
     """
+    collect_seldom()
     import ray.train
 
     from jobs.engine.checkpoint import DamagedCheckpointError

@@ -74,7 +74,7 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
     head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     environment |= {"RAY_ADDRESS": f"127.0.0.1:{port}"}
     try:
-        wait_for_ports(head, port, dashboard_port, timeout=120)
+        wait_for_ports(head, port, dashboard_port)
         yield environment | {"DASHBOARD": f"http://127.0.0.1:{dashboard_port}", "HEAD_PID": str(head.pid)}
     finally:
         ray.shutdown()

@@ -44,9 +44,9 @@ class Server:
             self._process = subprocess.Popen(
                 command, env=os.environ | WITHOUT_BACKGROUND_JOBS, stdout=log, stderr=log, start_new_session=True
             )
-        wait_for_ports(self._process, self.port, timeout=120)
         # The workers of the server take a while to load after the port is open.
-        wait_for(self._answers, seconds=120)
+        wait_for_ports(self._process, self.port)
+        wait_for(self._answers)
 
     def _answers(self) -> bool:
         try:

@@ -112,7 +112,7 @@ class TwoNodes:
         self.head = Node(
             "--head", f"--port={self._port}", "--include-dashboard=false", num_cpus=2, environment=self.environment
         )
-        wait_for_ports(self.head.process, self._port, timeout=120)
+        wait_for_ports(self.head.process, self._port)
         self.environment["RAY_ADDRESS"] = f"127.0.0.1:{self._port}"
         time.sleep(5)
         self.start_node()

@@ -22,6 +22,7 @@ from pyarrow import fs
 _KEY, _REGION = "testing", "us-east-1"
 # With these, the library of AWS looks for keys neither in files nor at a server of its own.
 _KEYS = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY, "AWS_DEFAULT_REGION": _REGION}
+_SECONDS_TO_START = 400  # MLflow needs two minutes on a slow machine with other programs
 
 WITHOUT_BACKGROUND_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 """Environment of an MLflow server that does not start its eight processes for jobs of its own."""
@@ -93,7 +94,7 @@ def run_server(arguments: list[str], port: int, log: Path) -> Iterator[None]:
     with log.open("ab") as file:
         process = subprocess.Popen([sys.executable, *arguments], env=os.environ | _KEYS, stdout=file, stderr=file)
     try:
-        wait_for_ports(process, port, timeout=120)
+        wait_for_ports(process, port)
         yield
     finally:
         process.kill()
@@ -108,13 +109,13 @@ def free_port() -> int:
         return port
 
 
-def wait_for_ports(process: subprocess.Popen[bytes], *ports: int, timeout: float) -> None:
-    """Wait until the process listens on all ports; fail if it ends or after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+def wait_for_ports(process: subprocess.Popen[bytes], *ports: int) -> None:
+    """Wait until the process listens on all ports; fail if it ends or after `_SECONDS_TO_START`."""
+    deadline = time.monotonic() + _SECONDS_TO_START
     for port in ports:
         while True:
             assert process.poll() is None, f"it ended with {process.returncode}"
-            assert time.monotonic() < deadline, f"nothing listens on port {port} after {timeout:g} s"
+            assert time.monotonic() < deadline, f"nothing listens on port {port} after {_SECONDS_TO_START} s"
             with socket.socket() as client:
                 if client.connect_ex(("127.0.0.1", port)) == 0:
                     break

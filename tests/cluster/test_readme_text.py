@@ -204,7 +204,7 @@ def mlflow_server(command: list[str], port: int, directory: Path, environment: d
             command, cwd=directory, env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            wait_for_ports(server, port, timeout=120)
+            wait_for_ports(server, port)
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
                 assert answer.read() == b"OK"
             yield f"http://127.0.0.1:{port}"

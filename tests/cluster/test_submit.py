@@ -106,7 +106,7 @@ def test_a_job_whose_head_is_lost_is_submitted_again_when_there_is_a_head(tmp_pa
 
     head = start()
     try:
-        wait_for_ports(head.process, port, timeout=120)
+        wait_for_ports(head.process, port)
         reached = environment | {"DASHBOARD": f"http://127.0.0.1:{port}"}
         job = submit(reached, directory, place, "outlive")
         wait_for(lambda: (place / "start-0").exists(), seconds=300)

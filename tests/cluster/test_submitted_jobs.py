@@ -40,7 +40,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         command, cwd=directory, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        wait_for_ports(process, port, timeout=120)
+        wait_for_ports(process, port)
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Test that commands answer `--help` and refuse arguments before they load what takes seconds."""
+"""Test that commands and workers start without loading what takes seconds and is not needed there."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ for name in {sorted(commands)}:
 """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [line for line in shown.splitlines() if " " in line] == []
+
+
+def test_workers_do_not_load_what_reports_need() -> None:
+    tasks = sorted(path.parent.name for path in (ROOT / "jobs/tasks").glob("*/task.py"))
+    assert len(tasks) >= 4
+    code = f"""
+import importlib, sys
+import jobs.engine.loop
+for task in {tasks}:
+    importlib.import_module(f"jobs.tasks.{{task}}.create")
+    importlib.import_module(f"jobs.tasks.{{task}}.task")
+print("loaded", *sorted({{"matplotlib", "jobs.engine.launch"}} & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "loaded"

@@ -9,19 +9,13 @@ from typing import Any
 
 from jobs.engine.description import describe_plan, results
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, Task
+from jobs.engine.task import PreparedTask
 from jobs.tasks.base import BasePlan, count_parameters
 from jobs.tasks.classifier.config import ClassifierConfig
+from jobs.tasks.classifier.create import create_task
 from jobs.tasks.classifier.data import read_fold
 from jobs.tasks.classifier.models import build_model
 from pipelines.text.tokenization import load_tokenizer
-
-
-def create_task(config: ClassifierConfig, rank: int, world_size: int) -> Task:
-    """Create the task on a worker."""
-    from jobs.tasks.classifier.task import ClassifierTask
-
-    return ClassifierTask(config.with_num_workers(world_size), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,84 +13,30 @@ from typing import Any
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
 from jobs.engine.memory import Memory, check_fits
-from jobs.engine.task import Membership, PreparedTask, Task, data_set
+from jobs.engine.task import Membership, PreparedTask, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.language_model import report
 from jobs.tasks.language_model.base import check_eight_bits, refer_to_base
 from jobs.tasks.language_model.calibration import CALIBRATION_FILE, describe_calibration, read_or_calibrate
 from jobs.tasks.language_model.config import LanguageModelConfig, with_rho
+from jobs.tasks.language_model.create import create_group_task, create_task
 from jobs.tasks.language_model.data import blocks_layout
 from jobs.tasks.language_model.features import features_to_read
 from jobs.tasks.language_model.memory import estimate_memory
 from jobs.tasks.language_model.models import base_shapes, check_teacher, check_tokenizer, resolve_rho, state_size
 from jobs.tasks.language_model.training_text import warn_of_known_text
-from jobs.tasks.text.data import describe_data, find, prepare_split, prepare_training_text, refer_to
+from jobs.tasks.text.data import describe_data, prepare_split, prepare_training_text, refer_to
 from pipelines.archives import Archive, list_archives
 from pipelines.local_copy import local_copy
 from pipelines.stream import READ_CPUS
-from pipelines.text.features import Features
-from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
-from tempnet.base_model import BASE_FILE, BaseReference
+from tempnet.base_model import BASE_FILE
 from tempnet.dro import check_rho
 from tempnet.network import TempNet
 
 logger = logging.getLogger(__name__)
-
-
-def create_task(
-    config: LanguageModelConfig,
-    train: str | GrowingManifest,
-    validation: str,
-    base: BaseReference | None,
-    features: tuple[str, str] | None,
-    rank: int,
-    world_size: int,
-) -> Task:
-    """Create the task on a worker.
-
-    Args:
-        config: configuration of the run.
-        train: directory of the prepared training data, or what is known of them while they still grow.
-        validation: directory of the prepared validation data.
-        base: reference to the frozen base model; None if the base is trained.
-        features: directories of the stored hidden states of both data sets; None if the base computes them.
-        rank: rank of this worker.
-        world_size: number of workers.
-    """
-    from jobs.tasks.language_model.task import LanguageModelTask
-
-    config = config.with_num_workers(world_size)
-    return LanguageModelTask(config, *load_data(train, validation, base, features), rank, world_size)
-
-
-def create_group_task(
-    data: tuple[Any, ...],
-    names: Sequence[str],
-    configs: Sequence[LanguageModelConfig],
-    group: LanguageModelConfig,
-    rank: int,
-    world_size: int,
-) -> Task:
-    """Create the task of several runs on a worker; `data` holds the arguments of :func:`load_data`."""
-    from jobs.tasks.language_model.side_by_side import SideBySideTask
-
-    group = group.with_num_workers(world_size)
-    return SideBySideTask(group, *load_data(*data), rank, world_size, names=names, configs=configs)
-
-
-def load_data(
-    train: str | GrowingManifest, validation: str, base: BaseReference | None, features: tuple[str, str] | None
-) -> tuple[Manifest | GrowingManifest, Manifest, BaseReference | None, tuple[Features, Features] | None]:
-    """Return the data of a task on a worker; the arguments are those of :func:`create_task`."""
-    train_data, validation_data = find(train), Manifest.load(validation)
-    stored = None
-    if features is not None:
-        assert isinstance(train_data, Manifest)  # the configuration refuses the other case
-        stored = Features.load(features[0], train_data), Features.load(features[1], validation_data)
-    return train_data, validation_data, base, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

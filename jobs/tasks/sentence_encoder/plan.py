@@ -7,37 +7,20 @@ from functools import partial
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.task import PreparedTask, Task, data_set
+from jobs.engine.task import PreparedTask, data_set
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
 from jobs.tasks.sentence_encoder import report
 from jobs.tasks.sentence_encoder.config import SentenceConfig
+from jobs.tasks.sentence_encoder.create import create_task
 from jobs.tasks.sentence_encoder.data import describe_documents, prepare_documents
 from jobs.tasks.sentence_encoder.models import build_encoder, build_tempnet
-from jobs.tasks.text.data import find, refer_to
+from jobs.tasks.text.data import refer_to
 from pipelines.archives import list_archives
 from pipelines.stream import READ_CPUS
 from pipelines.text.growing import GrowingManifest
 from pipelines.text.manifest import Manifest
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig, check_negatives
-
-
-def create_task(
-    config: SentenceConfig, train: str | GrowingManifest, validation: str, rank: int, world_size: int
-) -> Task:
-    """Create the task on a worker.
-
-    Args:
-        config: configuration of the run.
-        train: directory of the prepared training documents, or what is known of them while they still grow.
-        validation: directory of the prepared validation documents.
-        rank: rank of this worker.
-        world_size: number of workers.
-    """
-    from jobs.tasks.sentence_encoder.task import SentenceTask
-
-    config = config.with_num_workers(world_size)
-    return SentenceTask(config, find(train), Manifest.load(validation), rank, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
