@@ -67,6 +67,7 @@ def export_worker(settings: dict[str, Any]) -> dict[str, Any]:
     Returns:
         An empty dictionary, or `{"fatal": message}` if the checkpoint cannot be used.
     """
+    collect_seldom()
     from jobs.engine.checkpoint import DamagedCheckpointError
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.loop import TrainingLoop

@@ -44,8 +44,8 @@ class Server:
             self._process = subprocess.Popen(
                 command, env=os.environ | WITHOUT_BACKGROUND_JOBS, stdout=log, stderr=log, start_new_session=True
             )
-        # The workers of the server take a while to load after the port is open.
         wait_for_ports(self._process, self.port)
+        # The workers of the server take a while to load after the port is open.
         wait_for(self._answers)
 
     def _answers(self) -> bool:

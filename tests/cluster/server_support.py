@@ -22,7 +22,7 @@ from pyarrow import fs
 _KEY, _REGION = "testing", "us-east-1"
 # With these, the library of AWS looks for keys neither in files nor at a server of its own.
 _KEYS = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _KEY, "AWS_DEFAULT_REGION": _REGION}
-_SECONDS_TO_START = 400  # MLflow needs two minutes on a slow machine with other programs
+_SECONDS_TO_START = 400  # MLflow took more than two minutes on a slow machine, beside other programs
 
 WITHOUT_BACKGROUND_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 """Environment of an MLflow server that does not start its eight processes for jobs of its own."""
