@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlflow_support import Server
-from node_support import Job, TwoNodes, two_nodes
+from node_support import RAY, Job, TwoNodes, two_nodes
 from s3_support import ObjectStore, run_object_store
 from support import LANGUAGE_MODEL_OPTIONS
 
@@ -76,8 +76,13 @@ class Site:
 
 
 @contextmanager
-def run_site(corpus: Path, directory: Path, *, num_steps: int, seconds_of_trouble: float) -> Iterator[Site]:
-    """Run two nodes, a store and a server, with all their files in an empty directory."""
+def run_site(
+    corpus: Path, directory: Path, *, num_steps: int, seconds_of_trouble: float, program: Sequence[str] = RAY
+) -> Iterator[Site]:
+    """Run two nodes, a store and a server, with all their files in an empty directory.
+
+    `program` is what starts a node, `RAY` or `RAY_WITH_FORKS`.
+    """
     (directory / "mlflow").mkdir(parents=True)
     clock, server = Clock(directory / "clock"), Server(directory / "mlflow")
     server.start()
@@ -90,7 +95,7 @@ def run_site(corpus: Path, directory: Path, *, num_steps: int, seconds_of_troubl
                 # Ray waits so long for a control service that is lost. With its default of a minute the run would be over.
                 "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
             }
-            with two_nodes(environment, clock.environment) as cluster:
+            with two_nodes(environment, clock.environment, program) as cluster:
                 yield Site(
                     directory=directory, corpus=corpus, cluster=cluster, clock=clock, store=store, server=server,
                     num_steps=num_steps, seconds_of_trouble=seconds_of_trouble,

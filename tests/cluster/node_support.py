@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,12 @@ from jobs.engine.ray_token import ensure_token
 
 BIN = Path(sys.executable).parent
 
+RAY = [str(BIN / "ray")]
+"""The command `ray`."""
+
+RAY_WITH_FORKS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))]
+"""The same, for nodes of tests: what starts workers there saves their imports (`fork_worker.py`)."""
+
 
 class Node:
     """A Ray node on this machine with a session directory of its own.
@@ -30,11 +36,14 @@ class Node:
         options: options of `ray start` that say whether it is a head.
         num_cpus: number of its logical CPUs.
         environment: environment variables of its processes.
+        program: what starts a node, `RAY` or `RAY_WITH_FORKS`.
     """
 
-    def __init__(self, *options: str, num_cpus: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, *options: str, num_cpus: int, environment: Mapping[str, str], program: Sequence[str] = RAY
+    ) -> None:
         command = [
-            str(BIN / "ray"), "start", *options, "--block", f"--num-cpus={num_cpus}", "--disable-usage-stats",
+            *program, "start", *options, "--block", f"--num-cpus={num_cpus}", "--disable-usage-stats",
             f"--temp-dir={tempfile.mkdtemp(prefix='ray-')}",
         ]  # fmt: skip
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -74,7 +83,7 @@ def count_nodes() -> int:
 def second_node(cluster: dict[str, str]) -> Iterator[Node]:
     """Start a second node with as many CPUs as the head has, which is gone after the block."""
     num_before = count_nodes()
-    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster)
+    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster, program=RAY_WITH_FORKS)
     try:
         wait_for(lambda: count_nodes() > num_before, seconds=60)
         yield node
@@ -89,9 +98,13 @@ class TwoNodes:
     Args:
         environment: environment variables beside those of this process.
         node_environment: environment variables that only the other node has.
+        program: what starts a node, `RAY` or `RAY_WITH_FORKS`.
     """
 
-    def __init__(self, environment: Mapping[str, str], node_environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], node_environment: Mapping[str, str], program: Sequence[str] = RAY
+    ) -> None:
+        self._program = program
         self._port = free_port()
         self.environment = {
             **os.environ,
@@ -110,8 +123,9 @@ class TwoNodes:
         """Start both nodes."""
         self.environment.pop("RAY_ADDRESS", None)
         self.head = Node(
-            "--head", f"--port={self._port}", "--include-dashboard=false", num_cpus=2, environment=self.environment
-        )
+            "--head", f"--port={self._port}", "--include-dashboard=false", num_cpus=2, environment=self.environment,
+            program=self._program,
+        )  # fmt: skip
         wait_for_ports(self.head.process, self._port)
         self.environment["RAY_ADDRESS"] = f"127.0.0.1:{self._port}"
         time.sleep(5)
@@ -120,7 +134,7 @@ class TwoNodes:
     def start_node(self) -> None:
         """Start the other node; it is there some seconds later."""
         address, environment = self.environment["RAY_ADDRESS"], self.environment | self._node_environment
-        self.node = Node(f"--address={address}", num_cpus=2, environment=environment)
+        self.node = Node(f"--address={address}", num_cpus=2, environment=environment, program=self._program)
 
     def kill_workers(self) -> int:
         """Send SIGKILL to all training workers, and return their number."""
@@ -133,9 +147,11 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(environment: Mapping[str, str], node_environment: Mapping[str, str]) -> Iterator[TwoNodes]:
+def two_nodes(
+    environment: Mapping[str, str], node_environment: Mapping[str, str], program: Sequence[str] = RAY
+) -> Iterator[TwoNodes]:
     """Run a cluster of two nodes (`TwoNodes`)."""
-    cluster = TwoNodes(environment, node_environment)
+    cluster = TwoNodes(environment, node_environment, program)
     try:
         yield cluster
     finally:
