@@ -4,7 +4,7 @@ A worker of a test lives for seconds, before which it would import PyTorch, Tran
 worker process of a raylet becomes its *fork server*: it imports them once, and forks itself for every worker, the first one
 included. A fork is what Ray would have started otherwise: it runs Ray's `default_worker.py` with the arguments, environment
 variables, directory and standard streams that the raylet gave it, and imports Ray and this project's modules itself. It
-shares with the other forks Python's hash seed and the addresses of libraries. Workers that need another interpreter or
+shares with the other forks Python's hash seed and the addresses of libraries. Workers that need another interpreter, path or
 directory, those of submitted jobs among them, are started as Ray does it, and so are all workers of a Ray that a job starts
 by itself.
 
@@ -59,7 +59,8 @@ def _request(arguments: list[str]) -> dict[str, Any] | None:
     variables = context.pop("env_vars", {})
     executable = context.pop("py_executable", None) or sys.executable
     is_worker = Path(arguments[0]).name == "default_worker.py"  # and not one of Ray's servers
-    if not is_worker or executable != sys.executable or any(context.values()):
+    is_of_python = any(name.startswith("PYTHON") for name in variables)  # what Python reads when it starts
+    if not is_worker or is_of_python or executable != sys.executable or any(context.values()):
         return None
     of_setup = ("--serialized-runtime-env-context=", "--language=")
     return {

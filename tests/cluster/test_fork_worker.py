@@ -67,7 +67,11 @@ def test_a_fork_belongs_to_the_job_that_asks_for_it(cluster: dict[str, str]) -> 
     assert len(jobs) == 2
 
 
-def test_a_worker_with_an_interpreter_of_its_own_is_a_new_process(cluster: dict[str, str]) -> None:
-    interpreter = {"py_executable": f"{sys.executable} -u"}
-    witness = Witness.options(num_cpus=0, runtime_env=interpreter).remote()
+@pytest.mark.parametrize(
+    "environment", [{"py_executable": f"{sys.executable} -u"}, {"env_vars": {"PYTHONPATH": "elsewhere"}}]
+)
+def test_a_worker_that_needs_another_python_is_a_new_process(
+    cluster: dict[str, str], environment: dict[str, Any]
+) -> None:
+    witness = Witness.options(num_cpus=0, runtime_env=environment).remote()
     assert not ray.get(witness.look.remote())["has torch"]

@@ -222,7 +222,7 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
         data_cpus=0.0,
         describe=lambda outcome: f"{outcome['num_steps']}",
     )
-    assert outcomes.finished.keys() == {"once", "fine"}
+    assert outcomes.finished.keys() == {"once", "fine"}, "\n".join(outcomes.failed.values())
     assert outcomes.finished["once"]["resumed_from_step"] in (4, 8, 12)
     assert outcomes.finished["fine"]["resumed_from_step"] == 0
     assert outcomes.failed.keys() == {"always", "killed"}
