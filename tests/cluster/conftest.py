@@ -14,7 +14,7 @@ import pytest
 import ray
 from clip_training_support import write_tiny_images
 from corpus_support import write_corpus
-from node_support import RAY_WITH_FORKS
+from node_support import RAY_OF_TESTS
 from readme_support import recipe, run_line
 from server_support import S3Server, free_port, wait_for_ports
 from support import (
@@ -36,7 +36,7 @@ from pipelines.text.tokenization import train_wordpiece
 def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
 
-    Its workers are forks (`fork_worker.py`), and can use the object store of :func:`s3_server`.
+    Its workers are forks with TEMPNET_TESTS_FORK=1 (`fork_worker.py`), and can use the object store of :func:`s3_server`.
 
     RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
     """
@@ -60,7 +60,7 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
         "TEMPNET_MODELS": str(tmp_path_factory.mktemp("copies")),
     }
     command = [
-        *RAY_WITH_FORKS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
+        *RAY_OF_TESTS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
         # The log monitor reads all logs ten times a second for drivers that show them; the drivers here do not.
         "--include-log-monitor=false",

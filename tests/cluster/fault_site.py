@@ -81,7 +81,7 @@ def run_site(
 ) -> Iterator[Site]:
     """Run two nodes, a store and a server, with all their files in an empty directory.
 
-    `program` is what starts a node, `RAY` or `RAY_WITH_FORKS`.
+    `program` is what starts a node, `RAY` or `RAY_OF_TESTS`.
     """
     (directory / "mlflow").mkdir(parents=True)
     clock, server = Clock(directory / "clock"), Server(directory / "mlflow")

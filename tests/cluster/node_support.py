@@ -25,8 +25,11 @@ BIN = Path(sys.executable).parent
 RAY = [str(BIN / "ray")]
 """The command `ray`."""
 
-RAY_WITH_FORKS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))]
-"""The same, for nodes of tests: what starts workers there saves their imports (`fork_worker.py`)."""
+WITH_FORKS = os.environ.get("TEMPNET_TESTS_FORK") == "1"
+"""Whether nodes of tests fork their workers (`fork_worker.py`), which is tried out: docs/log.md, 2026-11-28."""
+
+RAY_OF_TESTS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))] if WITH_FORKS else RAY
+"""What starts the nodes of tests; benchmarks start theirs by `RAY`."""
 
 
 class Node:
@@ -36,7 +39,7 @@ class Node:
         options: options of `ray start` that say whether it is a head.
         num_cpus: number of its logical CPUs.
         environment: environment variables of its processes.
-        program: what starts a node, `RAY` or `RAY_WITH_FORKS`.
+        program: what starts a node, `RAY` or `RAY_OF_TESTS`.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ def count_nodes() -> int:
 def second_node(cluster: dict[str, str]) -> Iterator[Node]:
     """Start a second node with as many CPUs as the head has, which is gone after the block."""
     num_before = count_nodes()
-    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster, program=RAY_WITH_FORKS)
+    node = Node(f"--address={cluster['RAY_ADDRESS']}", num_cpus=4, environment=cluster, program=RAY_OF_TESTS)
     try:
         wait_for(lambda: count_nodes() > num_before, seconds=60)
         yield node
@@ -98,7 +101,7 @@ class TwoNodes:
     Args:
         environment: environment variables beside those of this process.
         node_environment: environment variables that only the other node has.
-        program: what starts a node, `RAY` or `RAY_WITH_FORKS`.
+        program: what starts a node, `RAY` or `RAY_OF_TESTS`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fault_site import Ending, Site, run_site
 from fault_support import FAULTS, MESSAGES, Reference, draw, find_unexplained, run_schedule
-from node_support import RAY_WITH_FORKS
+from node_support import RAY_OF_TESTS
 
 pytestmark = pytest.mark.cluster
 
@@ -51,9 +51,7 @@ def test_words_that_a_person_understands_are_told_from_those_of_ray_and_the_stor
 
 @pytest.mark.long
 def test_a_run_comes_through_schedules_of_three_faults(corpus: Path, tmp_path: Path) -> None:
-    with run_site(
-        corpus, tmp_path / "site", num_steps=NUM_STEPS, seconds_of_trouble=5.0, program=RAY_WITH_FORKS
-    ) as site:
+    with run_site(corpus, tmp_path / "site", num_steps=NUM_STEPS, seconds_of_trouble=5.0, program=RAY_OF_TESTS) as site:
         reference = Reference.train(site)
         for seed in SEEDS:
             schedule = draw(seed, NUM_STEPS)
@@ -66,7 +64,7 @@ def short_site(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Run what all short runs share."""
     place = tmp_path_factory.mktemp("single-faults")
     with run_site(
-        corpus, place / "site", num_steps=NUM_STEPS_SHORT, seconds_of_trouble=3.0, program=RAY_WITH_FORKS
+        corpus, place / "site", num_steps=NUM_STEPS_SHORT, seconds_of_trouble=3.0, program=RAY_OF_TESTS
     ) as site:
         yield site
 
