@@ -5,10 +5,9 @@ worker process of a raylet becomes its *fork server*: it imports them once, and 
 included. A fork is what Ray would have started otherwise: it runs Ray's `default_worker.py` with the arguments, environment
 variables, directory and standard streams that the raylet gave it, and imports Ray and this project's modules itself. It
 shares with the other forks Python's hash seed and the addresses of libraries. Workers that need another interpreter, path or
-directory, those of submitted jobs among them, are started as Ray does it, and so are all workers of a Ray that a job starts
-by itself.
+directory are started as Ray does it, and so are all workers of a Ray that a job starts by itself.
 
-`ray_with_forks.py` starts nodes that work like this.
+`ray_with_forks.py` starts nodes that work like this. Tests use it if TEMPNET_TESTS_FORK is 1 (`node_support.py`).
 """
 
 from __future__ import annotations
