@@ -36,7 +36,7 @@ from pipelines.text.tokenization import train_wordpiece
 def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Run `ray start --head` with `RAY_AUTH_MODE=token`, and yield its environment variables.
 
-    Its workers are forks with TEMPNET_TESTS_FORK=1 (`fork_worker.py`), and can use the object store of :func:`s3_server`.
+    Its workers are forks (`fork_worker.py`), and can use the object store of :func:`s3_server`.
 
     RAY_ADDRESS is added to them, and so are DASHBOARD, the dashboard's address, and HEAD_PID, the head's process ID.
     """

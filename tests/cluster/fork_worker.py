@@ -7,7 +7,7 @@ variables, directory and standard streams that the raylet gave it, and imports R
 shares with the other forks Python's hash seed and the addresses of libraries. Workers that need another interpreter, path or
 directory are started as Ray does it, and so are all workers of a Ray that a job starts by itself.
 
-`ray_with_forks.py` starts nodes that work like this. Tests use it if TEMPNET_TESTS_FORK is 1 (`node_support.py`).
+`ray_with_forks.py` starts nodes that work like this; benchmarks start theirs as a user does.
 """
 
 from __future__ import annotations

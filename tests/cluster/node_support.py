@@ -25,11 +25,8 @@ BIN = Path(sys.executable).parent
 RAY = [str(BIN / "ray")]
 """The command `ray`."""
 
-WITH_FORKS = os.environ.get("TEMPNET_TESTS_FORK") == "1"
-"""Whether nodes of tests fork their workers (`fork_worker.py`), which is tried out: docs/log.md, 2026-11-28."""
-
-RAY_OF_TESTS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))] if WITH_FORKS else RAY
-"""What starts the nodes of tests; benchmarks start theirs by `RAY`."""
+RAY_OF_TESTS = [sys.executable, str(Path(__file__).with_name("ray_with_forks.py"))]
+"""What starts the nodes of tests, whose workers are forks; benchmarks start theirs by `RAY`."""
 
 
 class Node:

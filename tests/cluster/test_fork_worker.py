@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import ray
-from node_support import WITH_FORKS
 
 from jobs.engine.cluster import start_ray
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(not WITH_FORKS, reason="workers are forks with TEMPNET_TESTS_FORK=1 only"),
-]
+pytestmark = pytest.mark.cluster
 
 
 @ray.remote
