@@ -7,7 +7,6 @@ directly because MLflow's fluent API would open a new run on every restart.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.masking import masked
 from jobs.engine.run_view import add_columns
 from jobs.engine.tags import JOB_TAG, origin_tags
+from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_data_sets, open_client
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 # By default MLflow prints the address of every run that ends, including a password in it.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
-_SQLITE = "sqlite:///"
 _RUN_TAG = "tempnet.run_directory"
 
 
@@ -84,7 +83,7 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
     if any(map(str.isspace, uri)):
         raise ValueError("tracking.uri holds white space: write a space as %20")
     if not uri.startswith(("http://", "https://")):
-        if not uri.startswith((_SQLITE, "file:", "databricks", *_DATABASES)):
+        if not uri.startswith((SQLITE, "file:", "databricks", *_DATABASES)):
             raise ValueError(
                 f"tracking.uri = {shown!r} is no address of MLflow: give http://HOST:PORT of a server, or sqlite:///PATH"
             )
@@ -149,8 +148,8 @@ def open_run(
     """
     tags = {**origin_tags(), **tags}
     with _naming_refusals(uri, name):
-        client = _open_client(uri)
-        experiment_id = _find_or_create_experiment(client, uri, experiment)
+        client = open_client(uri)
+        experiment_id = find_or_create_experiment(client, uri, experiment)
         with survive_outage("the view of the list of runs"):  # such as a login that may not change the experiment
             add_columns(client, experiment_id, columns)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
@@ -160,23 +159,8 @@ def open_run(
             return TrackedRun(uri=uri, run_id=existing[0].info.run_id, experiment_id=experiment_id)
         run_id = client.create_run(experiment_id, run_name=name, tags={_RUN_TAG: directory, **tags}).info.run_id
         client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
-        client.log_inputs(run_id, [_describe_input(context, *data) for context, data in data_sets.items()])
+        log_data_sets(client, run_id, data_sets)
         return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
-
-
-def _open_client(uri: str) -> MlflowClient:
-    """Return a client of a server or of a file of SQLite, whose directory is created if needed."""
-    if uri.startswith(_SQLITE):
-        Path(uri.removeprefix(_SQLITE)).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(uri)
-
-
-def _find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server."""
-    if existing := client.get_experiment_by_name(name):
-        return str(existing.experiment_id)
-    location = (Path(uri.removeprefix(_SQLITE)).parent / "mlartifacts").as_uri() if uri.startswith(_SQLITE) else None
-    return str(client.create_experiment(name, artifact_location=location))
 
 
 def _reopen(client: MlflowClient, run: Run, job: str) -> None:
@@ -185,14 +169,6 @@ def _reopen(client: MlflowClient, run: Run, job: str) -> None:
     known = run.data.tags.get(JOB_TAG, "")
     if job and job not in known.split(", "):
         client.set_tag(run.info.run_id, JOB_TAG, f"{known}, {job}" if known else job)
-
-
-def _describe_input(context: str, name: str, digest: str, source: str) -> DatasetInput:
-    place = json.dumps({"uri": masked(source)})
-    return DatasetInput(
-        dataset=Dataset(name=name, digest=digest, source_type="uri", source=place),
-        tags=[InputTag("mlflow.data.context", context)],
-    )
 
 
 @contextmanager

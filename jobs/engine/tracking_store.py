@@ -1,0 +1,81 @@
+"""What runs that start at the same moment do in one MLflow store: make its tables, their experiment and their data sets.
+
+MLflow looks whether each of these exists and then makes it, so that of two processes that do so together one fails, and
+would lose a training run for it. Here the second one waits, or finds what the first one has made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.exceptions import MlflowException
+
+from jobs.engine.masking import masked
+from pipelines.file_locks import open_locked
+
+SQLITE = "sqlite:///"
+_NUM_ATTEMPTS = 5
+
+
+def open_client(uri: str) -> MlflowClient:
+    """Return a client of a server or of a file of SQLite, which is made if it does not exist.
+
+    Raises:
+        MlflowException: if the store cannot be opened.
+    """
+    if not uri.startswith(SQLITE):
+        return MlflowClient(uri)
+    file = Path(uri.removeprefix(SQLITE))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The client makes the tables, in many steps of which none may be made twice.
+    lock = open_locked(file.with_name(f"{file.name}.lock"), os.O_CREAT, waits=True)
+    assert lock is not None  # nothing removes it
+    with lock:
+        return MlflowClient(uri)
+
+
+def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server.
+
+    Raises:
+        MlflowException: if the store refuses it.
+    """
+    location = (Path(uri.removeprefix(SQLITE)).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
+    existing = client.get_experiment_by_name(name)
+    if existing is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=location))
+        except MlflowException:
+            existing = client.get_experiment_by_name(name)  # another process may have made it
+            if existing is None:
+                raise
+    return str(existing.experiment_id)
+
+
+def log_data_sets(client: MlflowClient, run_id: str, data_sets: Mapping[str, tuple[str, str, str]]) -> None:
+    """Log the inputs of a run: context → (name, digest, source URI).
+
+    Raises:
+        MlflowException: if the store refuses them.
+    """
+    inputs = [_describe_input(context, *data) for context, data in data_sets.items()]
+    for attempt in range(1, _NUM_ATTEMPTS + 1):
+        try:
+            client.log_inputs(run_id, inputs)
+            return
+        except MlflowException:  # another process may have made one of the data sets, and the next attempt will find it
+            if attempt == _NUM_ATTEMPTS:
+                raise
+
+
+def _describe_input(context: str, name: str, digest: str, source: str) -> DatasetInput:
+    place = json.dumps({"uri": masked(source)})
+    return DatasetInput(
+        dataset=Dataset(name=name, digest=digest, source_type="uri", source=place),
+        tags=[InputTag("mlflow.data.context", context)],
+    )
