@@ -49,14 +49,26 @@ def test_words_that_a_person_understands_are_told_from_those_of_ray_and_the_stor
     assert MESSAGES.keys() <= FAULTS.keys()
 
 
+@pytest.fixture(scope="module")
+def long_site(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Run what all long runs share."""
+    place = tmp_path_factory.mktemp("three-faults")
+    with run_site(corpus, place / "site", num_steps=NUM_STEPS, seconds_of_trouble=5.0, program=RAY_OF_TESTS) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def long_reference(long_site: Site) -> Reference:
+    """Train the long run that nothing happens to."""
+    return Reference.train(long_site)
+
+
 @pytest.mark.long
-def test_a_run_comes_through_schedules_of_three_faults(corpus: Path, tmp_path: Path) -> None:
-    with run_site(corpus, tmp_path / "site", num_steps=NUM_STEPS, seconds_of_trouble=5.0, program=RAY_OF_TESTS) as site:
-        reference = Reference.train(site)
-        for seed in SEEDS:
-            schedule = draw(seed, NUM_STEPS)
-            report = run_schedule(schedule, site, reference, f"seed-{seed}")
-            assert report.is_good, (schedule, report)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_comes_through_a_schedule_of_three_faults(long_site: Site, long_reference: Reference, seed: int) -> None:
+    schedule = draw(seed, NUM_STEPS)
+    report = run_schedule(schedule, long_site, long_reference, f"seed-{seed}")
+    assert report.is_good, (schedule, report)
 
 
 @pytest.fixture(scope="module")
