@@ -180,7 +180,7 @@ class Job:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip()))
 
-    def wait(self, pattern: str, after: float = 0.0, seconds: float = 300) -> float:
+    def wait(self, pattern: str, after: float = 0.0, seconds: float = 600) -> float:
         """Return the time of the first line after a time that matches a regular expression at its start.
 
         Raises:
@@ -201,7 +201,7 @@ class Job:
         """Return when workers that were started after a time show their first step."""
         return self.wait(r"step +\d+/", self.wait("continuing after step", after))
 
-    def wait_for_step(self, step: int, seconds: float = 300) -> bool:
+    def wait_for_step(self, step: int, seconds: float = 600) -> bool:
         """Wait until a step is shown, and return True; False if the job ends before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -214,7 +214,7 @@ class Job:
             time.sleep(0.05)
         raise TimeoutError(f"step {step} was not reached in:\n{self.tail()}")
 
-    def end(self, seconds: float = 300) -> int:
+    def end(self, seconds: float = 600) -> int:
         """Wait for the end of the job and return its exit status."""
         status = self.process.wait(timeout=seconds)
         self._reader.join(timeout=10)
