@@ -49,26 +49,31 @@ def test_words_that_a_person_understands_are_told_from_those_of_ray_and_the_stor
     assert MESSAGES.keys() <= FAULTS.keys()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def long_site(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Run what all long runs share."""
+    """Run what all long runs share, and end it before the short runs begin."""
     place = tmp_path_factory.mktemp("three-faults")
     with run_site(corpus, place / "site", num_steps=NUM_STEPS, seconds_of_trouble=5.0, program=RAY_OF_TESTS) as site:
         yield site
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def long_reference(long_site: Site) -> Reference:
     """Train the long run that nothing happens to."""
     return Reference.train(long_site)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_comes_through_a_schedule_of_three_faults(long_site: Site, long_reference: Reference, seed: int) -> None:
-    schedule = draw(seed, NUM_STEPS)
-    report = run_schedule(schedule, long_site, long_reference, f"seed-{seed}")
-    assert report.is_good, (schedule, report)
+class TestSchedulesOfThreeFaults:
+    """Long runs."""
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_a_run_comes_through_a_schedule_of_three_faults(
+        self, long_site: Site, long_reference: Reference, seed: int
+    ) -> None:
+        schedule = draw(seed, NUM_STEPS)
+        report = run_schedule(schedule, long_site, long_reference, f"seed-{seed}")
+        assert report.is_good, (schedule, report)
 
 
 @pytest.fixture(scope="module")
