@@ -84,13 +84,16 @@ def run_until(
 
 
 def training_worker_pids(cluster: dict[str, str]) -> list[int]:
-    """Return the process IDs of Ray Train's workers under this test's own head; other heads may run beside it."""
-    found = []
+    """Return the process IDs of Ray Train's workers under this test's own head, oldest first; others may run beside it.
+
+    psutil's own order is that of the process IDs, which begin again at small numbers once the largest has been given.
+    """
+    found: list[tuple[float, int]] = []
     for process in psutil.Process(int(cluster["HEAD_PID"])).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # A process may end while this loop looks at it.
             if "".join(process.cmdline()[:1]).startswith("ray::RayTrainWorker"):
-                found.append(process.pid)
-    return found
+                found.append((process.create_time(), process.pid))
+    return [pid for _, pid in sorted(found)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 400) -> None:
