@@ -1,30 +1,47 @@
-"""A subclass of Ray Train's placement group cleaner that queries the cluster it runs in.
+"""A subclass of Ray Train's placement group cleaner that asks the control service of its own cluster.
 
 Ray Train starts a detached actor for every run, the cleaner, which asks Ray's state API once a second whether the run's
-controller is alive, and frees the run's reserved resources if it is not. The original does not specify which cluster it
-asks. If several Ray clusters run on one machine, it asks the one started last, which does not know the controller, so a
-healthy run is ended as soon as somebody starts another Ray cluster on the machine.
+controller is alive, and frees the run's reserved resources if it is not. The state API is part of the dashboard: without a
+dashboard the original asks in vain for ever, so that every lost run leaves a process. It also does not specify which cluster
+it asks. If several Ray clusters run on one machine, it asks the one started last, which does not know the controller, so a
+healthy run is ended as soon as somebody starts another Ray cluster on the machine. The control service, to which the
+cleaner's process is connected anyway, knows every actor of its cluster and no other.
 
 This module does not import torch: the cleaner has its own process, whose startup time the import would double.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
-import ray
+from ray._private import state
 from ray.train.v2._internal.callbacks import placement_group_callback
-from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
+from ray.train.v2._internal.execution.controller import placement_group_cleaner
+from ray.util.state.exception import RayStateApiException
 
 
-class OwnClusterCleaner(PlacementGroupCleaner):
-    """Runs in its own process, where it sets $RAY_ADDRESS, by which Ray's state API finds the cluster."""
+def is_actor_alive(actor_id: str, timeout: int) -> bool:
+    """Return whether this process's cluster has an actor that is not dead; in the place of Ray Train's function.
+
+    Raises:
+        RayStateApiException: if the control service does not answer, after which the cleaner asks again.
+    """
+    try:
+        actor = state.actors(actor_id)
+    except Exception as error:  # Ray raises no more specific exception
+        raise RayStateApiException(f"the control service does not answer: {error}") from error
+    return bool(actor) and actor["State"] != "DEAD"
+
+
+class OwnClusterCleaner(placement_group_cleaner.PlacementGroupCleaner):
+    """Runs in its own process, in which it replaces Ray Train's question to the state API."""
 
     def __init__(self, **settings: Any) -> None:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        placement_group_cleaner.is_actor_alive = is_actor_alive
         super().__init__(**settings)
+        # A controller that is ended before it has called `start_monitoring` would leave a cleaner that watches nobody.
+        self.start_monitoring()
 
 
 class OwnClusterCleanerCallback(placement_group_callback.PlacementGroupCleanerCallback):
