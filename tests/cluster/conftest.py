@@ -48,10 +48,9 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
         "PATH": f"{BIN}:{os.environ['PATH']}",
         # Without this, a head that is told to end would wait half a minute for other nodes to take over its work.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        # `jobs.engine.cluster` explains the next three variables.
+        # `jobs.engine.cluster` explains the next two variables.
         "RAY_num_workers_soft_limit": "4",
         "RAY_DATA_USAGE_DISABLED": "1",
-        "REPORTER_UPDATE_INTERVAL_MS": "60000",
         # What a test has read from an object store must not be there for the next run of the tests.
         "TEMPNET_CACHE": str(tmp_path_factory.mktemp("cache")),
         # Jobs run in other directories, but must import the code of this one.
@@ -62,8 +61,6 @@ def ray_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> I
     command = [
         *RAY_OF_TESTS, "start", "--head", "--block", "--num-cpus=4", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", "--disable-usage-stats",
-        # The log monitor reads all logs ten times a second for drivers that show them; the drivers here do not.
-        "--include-log-monitor=false",
         # If two Rays on a machine used the default port, no job could be submitted to the second one.
         f"--dashboard-agent-listen-port={agent_port}",
         # Ray notes here which head was started last, and gives its address to submitted jobs, whatever their RAY_ADDRESS
