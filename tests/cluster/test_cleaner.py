@@ -65,8 +65,8 @@ def lose_a_run() -> None:
     assert run.has_cleaner()
     assert run.has_resources()
     ray.kill(run.controller)
-    wait_for(lambda: not run.has_resources(), seconds=30)
-    wait_for(lambda: not run.has_cleaner(), seconds=30)
+    wait_for(lambda: not run.has_resources())
+    wait_for(lambda: not run.has_cleaner())
 
 
 def test_it_frees_what_a_lost_run_had_reserved_and_ends() -> None:
@@ -84,7 +84,7 @@ def test_it_ends_with_its_run_and_frees_nothing() -> None:
     run = Run()
     with suppress(ray.exceptions.RayActorError):  # the actor may end before the answer of its last call
         ray.get(run.cleaner.stop.remote(), timeout=30)
-    wait_for(lambda: not run.has_cleaner(), seconds=30)
+    wait_for(lambda: not run.has_cleaner())
     assert run.has_resources()
     ray.util.remove_placement_group(run.reserved)
 

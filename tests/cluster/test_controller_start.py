@@ -89,7 +89,7 @@ def test_a_controller_that_does_not_answer_is_replaced(
                 os.kill(pid, signal.SIGKILL)
     replaced = "has not answered for 2 s; starting another one"
     assert capfd.readouterr().out.count(replaced) == min(num_silent, controller_start.NUM_STARTS - 1)
-    wait_for(lambda: not count_cleaners(), seconds=60)
+    wait_for(lambda: not count_cleaners())
 
 
 def count_cleaners() -> int:
