@@ -13,6 +13,7 @@ directory are started as Ray does it, and so are all workers of a Ray that a job
 from __future__ import annotations
 
 import array
+import atexit
 import gc
 import importlib.util
 import json
@@ -33,14 +34,20 @@ from typing import Any
 _MODULES = (
     "boto3",
     "deepspeed",
+    "fsspec",
+    "jsonschema",
+    "matplotlib.figure",
     "mlflow",
     "pandas",
     "PIL.Image",
     "pyarrow.dataset",
     "pyarrow.parquet",
+    "pydantic",
     "scipy.stats",
     "transformers.generation",
     "transformers.modeling_utils",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tyro",
 )
 _STREAMS = (0, 1, 2)
 _NUM_WAITING = 128
@@ -109,6 +116,13 @@ def _work(request: dict[str, Any], streams: list[int]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def _leave() -> None:
+    """End this process without the end of Python, which would visit, and so copy, all that a fork shares with the server."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
 def _reap(*_: object) -> None:
     """Let workers that have ended disappear."""
     with suppress(ChildProcessError):
@@ -118,6 +132,7 @@ def _reap(*_: object) -> None:
 
 def _serve(listener: socket.socket, request: dict[str, Any]) -> None:
     """Fork a worker for a first request, and for every other one until the raylet ends."""
+    atexit.register(_leave)  # The first is called last, after what the modules below and Ray do when Python ends.
     # A script's directory comes first on the path. In workers it is that of Ray's script, not that of the tests.
     sys.path[0] = str(Path(request["arguments"][0]).parent)
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))

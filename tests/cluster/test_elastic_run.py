@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 NUM_STEPS = 400
 SMALLEST_TAU = 0.1
-SECTIONS: dict[str, dict[str, Any]] = {
-    "run": {"num_steps": NUM_STEPS, "log_every": 20, "checkpoint_every": 5, "max_restarts": 3},
-    "validation": {"every": 200},
-}
 # Another number of workers adds up gradients in another order. Training with high learning rates or low temperatures
 # multiplies such rounding errors, also between two runs with a fixed number of workers; with these it does not.
 GENTLE: dict[str, dict[str, Any]] = {
@@ -40,32 +35,41 @@ GENTLE: dict[str, dict[str, Any]] = {
 }
 TAU_RANGE = {"tau_min": SMALLEST_TAU, "tau_max": 0.5}
 
-MakePlan = Callable[[str, dict[str, Any]], Plan]
+MakePlan = Callable[[str, int, dict[str, Any]], Plan]
+"""`make(name, checkpoint_every, workers)`."""
 
 
-def language_model(stage: int, fixture: Callable[[str], Path], storage: Path) -> MakePlan:
-    def make(name: str, workers: dict[str, Any]) -> Plan:
-        workers = {"zero_stage": stage} | workers
-        return plan_language_model(tiny_config(fixture("corpus"), storage, name, **SECTIONS, workers=workers))
+def sections(checkpoint_every: int, workers: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the configurations of all tasks have in common."""
+    run = {"num_steps": NUM_STEPS, "log_every": 20, "checkpoint_every": checkpoint_every, "max_restarts": 3}
+    return {"run": run, "validation": {"every": 200}, "workers": workers}
+
+
+def language_model(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
+    def make(name: str, checkpoint_every: int, workers: dict[str, Any]) -> Plan:
+        return plan_language_model(tiny_config(fixture("corpus"), storage, name, **sections(checkpoint_every, workers)))
 
     return make
 
 
 def images_with_captions(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
     tower = write_smooth_tower(storage.parent / "smooth")
+    temperature = {"loss": "isogclr", "target_tau": None, "tau": 0.2, "tau_step": 1e-3, **TAU_RANGE}
+    own = GENTLE | {"model": {"image_path": tower}, "temperature": temperature}
 
-    def make(name: str, workers: dict[str, Any]) -> Plan:
-        temperature = {"loss": "isogclr", "target_tau": None, "tau": 0.2, "tau_step": 1e-3, **TAU_RANGE}
-        sections = SECTIONS | GENTLE | {"model": {"image_path": tower}, "temperature": temperature, "workers": workers}
-        return plan_clip(tiny_clip_config(fixture("images"), storage, name, **sections))
+    def make(name: str, checkpoint_every: int, workers: dict[str, Any]) -> Plan:
+        changes = sections(checkpoint_every, workers) | own
+        return plan_clip(tiny_clip_config(fixture("images"), storage, name, **changes))
 
     return make
 
 
 def sentences(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
-    def make(name: str, workers: dict[str, Any]) -> Plan:
-        sections = SECTIONS | GENTLE | {"temperature": TAU_RANGE, "workers": workers}
-        return plan_sentences(tiny_sentences(fixture("corpus"), fixture("wordpiece"), storage, name, **sections))
+    own = GENTLE | {"temperature": TAU_RANGE}
+
+    def make(name: str, checkpoint_every: int, workers: dict[str, Any]) -> Plan:
+        changes = sections(checkpoint_every, workers) | own
+        return plan_sentences(tiny_sentences(fixture("corpus"), fixture("wordpiece"), storage, name, **changes))
 
     return make
 
@@ -107,12 +111,18 @@ def assert_same_training(outcome: dict[str, Any], undisturbed: dict[str, Any], c
         torch.testing.assert_close(states[name], values, rtol=0, atol=1e-5 / SMALLEST_TAU, msg=name)
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[object, dict[str, Any]]:
+    """Task → outcome of its run with one worker to which nothing happens, for the tasks that have been trained so far."""
+    return {}
+
+
 @pytest.mark.parametrize(
-    ("task", "columns"),
+    ("task", "workers", "columns"),
     [
-        *(pytest.param(partial(language_model, stage), set(), id=f"language-model-zero-{stage}") for stage in range(4)),
-        pytest.param(images_with_captions, {"log_u", "tau", "momentum"}, id="images"),
-        pytest.param(sentences, {"log_u"}, id="sentences"),
+        *(pytest.param(language_model, {"zero_stage": stage}, set(), id=f"zero-{stage}") for stage in range(4)),
+        pytest.param(images_with_captions, {}, {"log_u", "tau", "momentum"}, id="images"),
+        pytest.param(sentences, {}, {"log_u"}, id="sentences"),
     ],
 )
 def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
@@ -120,18 +130,21 @@ def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    undisturbed: dict[object, dict[str, Any]],
     task: Callable[[Callable[[str], Path], Path], MakePlan],
+    workers: dict[str, Any],
     columns: set[str],
 ) -> None:
-    """One worker and its readers fill a node."""
+    """One worker and its readers fill a node. Every stage of ZeRO must train as the preset's does on one worker."""
     make_plan = task(request.getfixturevalue, tmp_path / "runs")
-    undisturbed = train(make_plan("undisturbed", {"num_workers": 1}))
+    if task not in undisturbed:
+        undisturbed[task] = train(make_plan("undisturbed", NUM_STEPS, {"num_workers": 1}))
     capsys.readouterr()
     outcome = train_through_loss_and_gain_of_a_node(
-        make_plan("elastic", {"num_workers": "1:2", "cpus_per_worker": 3.0}), cluster
+        make_plan("elastic", 5, workers | {"num_workers": "1:2", "cpus_per_worker": 3.0}), cluster
     )
     said = capsys.readouterr().out
     assert "the cluster has room for 1 of 2 workers: the run goes on with 1" in said
     assert "the cluster has room for 2 workers: the run grows from 1, from step " in said
     assert outcome["world_size"] == 2
-    assert_same_training(outcome, undisturbed, columns)
+    assert_same_training(outcome, undisturbed[task], columns)
