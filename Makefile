@@ -35,8 +35,10 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-encoders test-faults test-text test-fast test-quantised types
 
+# Of a commit without changes it keeps which tests have passed: typed again after it was ended, it runs the others alone.
 test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
-	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster"
+	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster" \
+		RECORD="$$(test -z "$$(git status --porcelain 2>&1)" && echo .test-all/$$(git rev-parse HEAD))"
 
 CLUSTER := cluster and not long
 FAST := not cluster and not long
@@ -46,7 +48,8 @@ ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_senten
 	predict_pair_temperatures pair_headroom extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
 FAULTS := tests/cluster/test_faults.py
 QUANTISED := tests/cluster/test_eight_bits.py
-PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
+PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 \
+	$(if $(RECORD),-p tests.resume --resume $(RECORD)/$@)
 
 test-fast: setup  ## Unit and property tests only (a few minutes)
 	$(PYTEST) -m "$(FAST)"

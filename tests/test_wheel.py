@@ -46,6 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         "make",
         "--dry-run",
+        "--no-print-directory",
         "--old-file=.venv/.ready",
         f"--file={ROOT}/Makefile",
         f"BIN={Path(sys.executable).parent}",

@@ -4,7 +4,8 @@ A worker of a test lives for seconds, before which it would import PyTorch, Tran
 worker process of a raylet becomes its *fork server*: it imports them once, and forks itself for every worker, the first one
 included. A fork is what Ray would have started otherwise: it runs Ray's `default_worker.py` with the arguments, environment
 variables, directory and standard streams that the raylet gave it, and imports Ray and this project's modules itself. It
-shares with the other forks Python's hash seed and the addresses of libraries. Workers that need another interpreter, path or
+shares with the other forks Python's hash seed and the addresses of libraries, and it ends without the end of Python, always
+with status 0, once all exit functions have been called. Workers that need another interpreter, path or
 directory are started as Ray does it, and so are all workers of a Ray that a job starts by itself.
 
 `ray_with_forks.py` starts nodes that work like this; benchmarks start theirs as a user does.
