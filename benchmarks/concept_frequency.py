@@ -27,12 +27,14 @@ import tyro
 from safetensors.torch import load_file
 from torch import Tensor
 
+from jobs.engine.checkpoint_files import count_writers
 from jobs.tasks.presets.clip import SAMPLE_IMAGES
 from pipelines.images.archives import list_image_archives
 from pipelines.images.labels import read_numbers
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
 from pipelines.text.tokenization import load_tokenizer
+from tempnet.contrastive.state import state_file_names
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 from tempnet.oracle import optimal_temperature
 from tempnet.statistics import spearman
@@ -143,7 +145,7 @@ def main(arguments: Arguments) -> None:
             add(f"{name}, images", rho, networks[0](own_image))
             add(f"{name}, captions", rho, networks[1](own_text))
     for name, rho, path in parse_runs(arguments.states, "iSogCLR"):
-        parts = [load_file(file)["tau"] for file in sorted(path.glob("samples-*.safetensors"))]
+        parts = [load_file(path / file)["tau"] for file in state_file_names(count_writers(str(path)))]
         tau = torch.empty(2, manifest.num_pairs)
         for rank, part in enumerate(parts):
             tau[:, rank :: len(parts)] = part

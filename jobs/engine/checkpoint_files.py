@@ -48,6 +48,20 @@ def write_file_list(directory: Path, *, rank: int, world_size: int, group: str) 
     (directory / list_name(rank)).write_text(json.dumps(content, indent=1))
 
 
+def count_writers(uri: str) -> int:
+    """Return how many workers wrote the whole checkpoint at a path or URI.
+
+    Its directory may hold more parts: those that a group of another size had written when it was killed at the same step.
+
+    Raises:
+        FileNotFoundError: if the first worker's list of files is missing.
+    """
+    listed = read_json(f"{uri}/{list_name(0)}")
+    if listed is None:
+        raise FileNotFoundError(f"{uri} holds no {list_name(0)}, the list of files of a checkpoint's first worker")
+    return int(listed["world_size"])
+
+
 def find_damage(uri: str) -> str:
     """Describe why the checkpoint at a path or URI is not whole, judged by file names and sizes; empty if it is whole."""
     filesystem, path = resolve(uri)

@@ -140,13 +140,18 @@ class SampleState:
         return is_owned, ids[is_owned] // self.world.size
 
 
+def state_file_names(num_writers: int) -> list[str]:
+    """Return the names of the files in which ranks save their parts of a state, in the order of the ranks."""
+    return [_FILE.format(rank=rank, size=num_writers) for rank in range(num_writers)]
+
+
 def _files(directory: Path, num_writers: int) -> list[Path]:
     """Return the files of all ranks that saved, in the order of the ranks.
 
     Raises:
         FileNotFoundError: if a file is missing.
     """
-    paths = [directory / _FILE.format(rank=rank, size=num_writers) for rank in range(num_writers)]
+    paths = [directory / name for name in state_file_names(num_writers)]
     if missing := [path.name for path in paths if not path.exists()]:
         raise FileNotFoundError(
             f"{directory} does not hold the per-sample state of {num_writers} ranks: {_names(missing)} missing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ def sample_states(outcome: dict[str, Any], step: int) -> dict[str, Tensor]:
     A task without such a state has no columns.
     """
     directory = Path(outcome["directory"]) / f"checkpoint-{step:08d}"
-    parts = [load_file(file) for file in sorted(directory.glob("samples-*.safetensors"))]
+    # Another number of workers may have been killed while it saved the same step, and have left some of its files.
+    num_writers = json.loads((directory / "files-00000.json").read_text())["world_size"]
+    parts = [load_file(file) for file in sorted(directory.glob(f"samples-*-of-{num_writers:05d}.safetensors"))]
+    assert len(parts) in (0, num_writers)
     columns = {}
     for name in parts[0] if parts else ():
         whole = torch.full((2, sum(part[name].shape[1] for part in parts)), torch.nan)

@@ -33,7 +33,7 @@ from jobs.studies.reproduction.noisy_captions import _read_stored
 from jobs.tasks.presets.clip import PRESETS as CLIP_PRESETS
 from pipelines.local_copy import local_copy
 from pipelines.sentences.senteval import present_tasks, read_task
-from pipelines.storage import read_bytes, write_bytes
+from pipelines.storage import read_bytes, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest, train_wordpiece
 from tempnet.loading import load_tempnet
 
@@ -189,14 +189,17 @@ def test_sentence_encoders_and_their_data_are_read(s3_server: S3Server, bucket: 
 
 
 def test_a_runs_stored_temperatures_are_read_from_its_last_checkpoint(bucket: str, tmp_path: Path) -> None:
-    """Two ranks own every second of five pairs; an older checkpoint holds other values."""
+    """Two ranks own every second of five pairs; an older checkpoint, and a part that three had begun, hold other values."""
     tau = np.arange(10.0).reshape(2, 5)
     for directory in (str(tmp_path), f"s3://{bucket}/run"):
         for step, values in ((1, 0 * tau), (2, tau)):
             (tmp_path / f"checkpoint-{step:08d}").mkdir(exist_ok=True)
             for rank in range(2):
                 content = safetensors.numpy.save({"tau": np.ascontiguousarray(values[:, rank::2])})
-                write_bytes(f"{directory}/checkpoint-{step:08d}/samples-{rank:05d}.safetensors", content)
+                write_bytes(f"{directory}/checkpoint-{step:08d}/samples-{rank:05d}-of-00002.safetensors", content)
+            write_json(f"{directory}/checkpoint-{step:08d}/files-00000.json", {"world_size": 2})
+        content = safetensors.numpy.save({"tau": np.zeros((2, 1))})
+        write_bytes(f"{directory}/checkpoint-00000002/samples-00002-of-00003.safetensors", content)
         np.testing.assert_array_equal(_read_stored(directory, 5), tau)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pyarrow.fs import FileSelector
 
+from jobs.engine.checkpoint_files import count_writers
 from jobs.studies.reproduction.scoring import FinishedRun, Place
 from pipelines.local_copy import local_copy
 from pipelines.storage import read_bytes, resolve
@@ -82,10 +82,12 @@ def _read_stored(directory: str, num_pairs: int) -> Any:
     import numpy as np
     from safetensors.numpy import load
 
+    from tempnet.contrastive.state import state_file_names
+
     checkpoints = sorted(path for path in _names(directory) if path.startswith("checkpoint-"))
     last = f"{directory}/{checkpoints[-1]}" if checkpoints else directory
-    files = sorted(name for name in _names(last) if re.fullmatch(r"samples-.*\.safetensors", name))
-    if not files:
+    files = state_file_names(count_writers(last))
+    if not set(files) <= set(_names(last)):
         raise FileNotFoundError(f"{directory} holds no checkpoint with the temperatures of its samples")
     tau = np.empty((2, num_pairs))
     for rank, file in enumerate(files):
