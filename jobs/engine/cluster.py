@@ -111,6 +111,7 @@ def _start_local_ray() -> None:
     os.environ.setdefault(
         "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
     )
+    _listen_on_loopback()
     ensure_token()
     others = set(psutil.Process().children())
     for attempt in range(1, _NUM_STARTS + 1):
@@ -130,6 +131,17 @@ def _start_local_ray() -> None:
                     f"Ray did not start within 30 s, {_NUM_STARTS} times: the machine is too busy; try again when it is "
                     "less so"
                 ) from error
+
+
+def _listen_on_loopback() -> None:
+    """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
+
+    Ray does so where it starts no clusters, by default on Windows and macOS, and an address given to `ray.init` does not
+    change it. The processes that it starts read the variable; this one has read it already, when it imported Ray.
+    """
+    name = ray._private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    os.environ.setdefault(name, "0")
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = ray._private.ray_constants.env_bool(name, False)
 
 
 def check_placement(field: str, resources: Mapping[str, float]) -> None:

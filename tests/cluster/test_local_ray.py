@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import stat
 import subprocess
@@ -23,16 +24,51 @@ print(os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()))
 print(ray._private.worker._global_node.get_session_dir_path())
 """
 
+LISTEN = """
+from contextlib import suppress
 
-def test_it_is_private_and_its_workers_have_the_priority_of_the_job() -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_worker_niceness")
-    }
+import psutil
+import ray
+from jobs.engine.cluster import start_ray
+
+start_ray()
+ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
+job = psutil.Process()
+for process in [job, *job.children(recursive=True)]:
+    with suppress(psutil.NoSuchProcess):  # an idle worker may end meanwhile
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print(process.name(), connection.laddr.ip)
+"""
+
+
+def run(script: str, **variables: str) -> list[list[str]]:
+    """Run a script with a Ray of its own and return the words of each line that it prints."""
+    unset = ("RAY_ADDRESS", "RAY_worker_niceness", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | variables
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    job, worker, session = done.stdout.split()
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_it_is_private_and_its_workers_have_the_priority_of_the_job() -> None:
+    (job, worker), (session,) = run(SCRIPT)
     assert worker == job
     token = Path.home() / ".ray" / "auth_token"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (Path(session), token)] == [0o700, 0o600]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, of IPv4, IPv6 or IPv4 within IPv6, is of this machine only."""
+    parsed = ipaddress.ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
+    listening = run(LISTEN)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert [line for line in listening if not is_loopback(line[1])] == []
+    told = run(LISTEN, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")
+    assert not all(is_loopback(address) for name, address in told if name in ("gcs_server", "raylet"))

@@ -171,6 +171,8 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
             raise Exception("The current node timed out during startup. This could happen because …")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Otherwise this process, and what later tests start, would be told that Ray starts no clusters.
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     if num_failures < 3:
