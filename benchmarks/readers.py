@@ -31,6 +31,7 @@ import tyro
 
 from benchmarks.image_pipeline import generate, prepare
 from benchmarks.text_preparation import seconds_of_children
+from jobs.engine.cluster import listen_on_loopback
 from pipelines.images.pairs import PairSource
 from pipelines.plan import StreamPlan
 from pipelines.stream import RankStream, Source
@@ -214,6 +215,7 @@ def main(arguments: Arguments) -> None:
     """Measure both forms in turn, and print."""
     print(f"{platform.machine()}, {os.cpu_count()} cores, ray {ray.__version__}, {arguments.ranks} ranks", flush=True)
     os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
+    listen_on_loopback()
     ray.init(
         address="local", num_cpus=2 * arguments.ranks, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR,

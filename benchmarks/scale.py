@@ -34,6 +34,7 @@ import ray
 import tyro
 from PIL import Image
 
+from jobs.engine.cluster import listen_on_loopback
 from pipelines.images.archives import list_image_archives
 from pipelines.images.assembly import assemble
 from pipelines.images.index import index_archive, index_name
@@ -199,6 +200,7 @@ def read_first(kind: str, directory: str, epoch: float, num_readers: int) -> tup
     """Read the first batch after a number of epochs; return the seconds from the manifest on, and the number of tasks."""
     if num_readers:
         os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
+        listen_on_loopback()
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     started = time.perf_counter()
     source, plan, batch_size = open_data(kind, directory)

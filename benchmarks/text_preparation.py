@@ -36,6 +36,7 @@ import tyro
 import zstandard
 from tokenizers import Tokenizer
 
+from jobs.engine.cluster import listen_on_loopback
 from pipelines.archives import list_archives
 from pipelines.text.packing import PackingConfig
 from pipelines.text.prepare import PrepareConfig, PreparedTarget, prepare_text
@@ -163,6 +164,7 @@ def time_readers(num_readers: int, source: Path, arguments: Arguments, root: Pat
         The seconds without Ray's start, the seconds of computing time of all processes of Ray, and the result's digest.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # as `jobs.engine.cluster` sets it
+    listen_on_loopback()
     ray.init(
         address="local", num_cpus=num_readers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
     )

@@ -111,7 +111,7 @@ def _start_local_ray() -> None:
     os.environ.setdefault(
         "RAY_worker_maximum_startup_concurrency", str(max(_MIN_STARTUP_CONCURRENCY, os.cpu_count() or 1))
     )
-    _listen_on_loopback()
+    listen_on_loopback()
     ensure_token()
     others = set(psutil.Process().children())
     for attempt in range(1, _NUM_STARTS + 1):
@@ -133,7 +133,7 @@ def _start_local_ray() -> None:
                 ) from error
 
 
-def _listen_on_loopback() -> None:
+def listen_on_loopback() -> None:
     """Have Ray listen on loopback, of IPv6 too, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 asks for all addresses.
 
     Ray does so where it starts no clusters, by default on Windows and macOS, and an address given to `ray.init` does not

@@ -17,6 +17,7 @@ from jobs.engine.controller_start import NUM_STARTS, SilentControllerError, wait
 from jobs.engine.elasticity import ElasticPolicy
 from jobs.engine.failures import RestartPolicy
 from jobs.engine.job import WorkerJob
+from jobs.engine.rendezvous import Rendezvous
 from jobs.engine.start import start_checkpoint
 from jobs.engine.worker import pack_job, run_worker
 from pipelines.storage import resolve
@@ -97,6 +98,7 @@ def make_trainer(config: TrainingConfig, job: WorkerJob, *, data_cpus: float) ->
     trainer = Trainer(
         run_worker,  # type: ignore[arg-type]
         train_loop_config=pack_job(job, checkpoint=start_checkpoint(config.run)),
+        torch_config=Rendezvous(),
         scaling_config=scaling_config,
         run_config=RunConfig(  # type: ignore[call-arg]
             name=config.run.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import stat
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from listening_support import is_loopback
 from support import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -25,20 +25,18 @@ print(ray._private.worker._global_node.get_session_dir_path())
 """
 
 LISTEN = """
-from contextlib import suppress
+import os
+import sys
 
-import psutil
+sys.path.insert(0, "tests/cluster")
 import ray
 from jobs.engine.cluster import start_ray
+from listening_support import listening
 
 start_ray()
 ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
-job = psutil.Process()
-for process in [job, *job.children(recursive=True)]:
-    with suppress(psutil.NoSuchProcess):  # an idle worker may end meanwhile
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                print(process.name(), connection.laddr.ip)
+for _, name, address in listening(os.getpid()):
+    print(name, address)
 """
 
 
@@ -58,12 +56,6 @@ def test_it_is_private_and_its_workers_have_the_priority_of_the_job() -> None:
     assert worker == job
     token = Path.home() / ".ray" / "auth_token"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (Path(session), token)] == [0o700, 0o600]
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address, of IPv4, IPv6 or IPv4 within IPv6, is of this machine only."""
-    parsed = ipaddress.ip_address(address)
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from language_model_support import Make, assert_same_losses, has_checkpoint, models_of, options_of, submitted, train
+from listening_support import is_loopback, listening
 from mlflow import MlflowClient
 from readme_support import lines_like, run_line
 from support import BIN, LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of, run_until, training_worker_pids, wait_for
@@ -74,10 +75,14 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
         try:
             wait_for(lambda: has_checkpoint(run) or job.poll() is not None)
             assert job.poll() is None, (tmp_path / "first.log").read_text()
+            listeners = listening(job.pid)
         finally:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     assert not (run / "outcome.json").exists()
+    # The job had a Ray of its own, which listens on loopback, and so does the store at which its two workers meet.
+    assert len({pid for pid, name, _ in listeners if name.startswith("ray::RayTrainWo")}) == 2
+    assert [listener for listener in listeners if not is_loopback(listener[2])] == []
     config = tiny("killed-job", workers={"num_workers": num_workers})
     submit, arguments = submitted(config)
     assert submit.startswith("ray job submit ")
