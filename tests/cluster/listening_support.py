@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 from contextlib import suppress
 
 import psutil
 
 
-def listening(pid: int) -> list[tuple[int, str, str]]:
-    """Return process ID, name and address of every listening socket of a process and of its descendants."""
+def family_of(pid: int) -> list[psutil.Process]:
+    """Return a process and all its descendants."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def send(number: signal.Signals, processes: list[psutil.Process]) -> None:
+    """Send a signal to every process that has not ended meanwhile, as an idle worker of Ray may have."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[int, str, str]]:
+    """Return process ID, name and address of every listening socket of some processes."""
     found = []
-    job = psutil.Process(pid)
-    for process in [job, *job.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):  # an idle worker may end meanwhile
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     found.append((process.pid, process.name(), connection.laddr.ip))

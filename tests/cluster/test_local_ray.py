@@ -31,11 +31,11 @@ import sys
 sys.path.insert(0, "tests/cluster")
 import ray
 from jobs.engine.cluster import start_ray
-from listening_support import listening
+from listening_support import family_of, listening
 
 start_ray()
 ray.get(ray.remote(num_cpus=0)(lambda: None).remote())
-for _, name, address in listening(os.getpid()):
+for _, name, address in listening(family_of(os.getpid())):
     print(name, address)
 """
 

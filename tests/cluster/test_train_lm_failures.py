@@ -13,9 +13,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from language_model_support import Make, assert_same_losses, has_checkpoint, models_of, options_of, submitted, train
-from listening_support import is_loopback, listening
+from listening_support import family_of, is_loopback, listening, send
 from mlflow import MlflowClient
 from readme_support import lines_like, run_line
 from support import BIN, LANGUAGE_MODEL_OPTIONS, ROOT, outcome_of, run_until, training_worker_pids, wait_for
@@ -63,6 +64,7 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
     config = tiny("killed-job")
     run = Path(config.run.directory)
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
+    processes: list[psutil.Process] = []
     with (tmp_path / "first.log").open("w") as log:
         job = subprocess.Popen(
             [sys.executable, *submitted(config)[1]],
@@ -75,8 +77,12 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
         try:
             wait_for(lambda: has_checkpoint(run) or job.poll() is not None)
             assert job.poll() is None, (tmp_path / "first.log").read_text()
-            listeners = listening(job.pid)
+            processes = family_of(job.pid)
+            # On a busy machine the rest of this short run would end before all sockets have been read.
+            send(signal.SIGSTOP, processes)
+            listeners = listening(processes)
         finally:
+            send(signal.SIGKILL, processes)
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     assert not (run / "outcome.json").exists()
@@ -114,7 +120,8 @@ def test_a_killed_job_goes_on_through_ray_job_submit(
 @pytest.mark.long
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_says_how_to_go_on(ray_head: dict[str, str], tiny: Make, by: signal.Signals) -> None:
-    config = tiny("interrupted")
+    # The signal must come before the end, whatever else the machine has to do.
+    config = tiny("interrupted", run={"num_steps": 1000})
     environment = {name: value for name, value in ray_head.items() if name != "RAY_ADDRESS"}
     arguments = ["gpt2-scratch", *options_of(config)]
     status, said = run_until(
