@@ -15,8 +15,9 @@ from hypothesis import settings
 from store_support import bucket, s3_server  # noqa: F401 - fixtures of all tests
 
 # No test has a time limit per example, because a busy machine may be slow and no test measures speed.
-settings.register_profile("tempnet", deadline=None)
-settings.load_profile("tempnet")
+settings.register_profile("gate", deadline=None, max_examples=20)
+settings.register_profile("nightly", deadline=None, max_examples=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 # A shell lets the processes of its background ignore Ctrl-C; tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["RAY_AUTH_MODE"] = "token"

@@ -3,7 +3,7 @@
 A checkpoint directory holds DeepSpeed's shards (both networks, both optimizers, schedules), what the task adds to them
 (per-sample state), `state.json` with the step and the counters of the run, and a list of files from every worker
 (`jobs.engine.checkpoint_files`), which is used to detect damage. The random number generators need no saved state
-because they are reseeded at every step. Ray Train merges the directories of all ranks on upload. Only tensors, plain
+because they are reseeded at every step. Every rank writes a directory; together they are the checkpoint. Only tensors, plain
 containers and DeepSpeed's own records are ever unpickled from a checkpoint.
 """
 
@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -29,17 +27,16 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from ray.train import Checkpoint, CheckpointUploadMode
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.engine.checkpoint_files import find_changed_file, write_file_list
+from jobs.engine.checkpoint_files import find_changed_file
 from jobs.engine.config import TrainingConfig
-from jobs.engine.failures import DiskFullError, naming_full_disk, naming_refused_write
+from jobs.engine.failures import naming_full_disk
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.reshard import load_moments, load_partitions
-from jobs.engine.resumption import checkpoint_name
 from jobs.engine.schedules import keeping_settings
+from jobs.engine.worker_context import WorkerContext
 
 # Pickle this enum by value, as Python 3.11.7 does. Python 3.11.2 (Debian 12) pickles enum members as a call of getattr,
 # which `weights_only=True` rightly refuses.
@@ -107,20 +104,13 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine,
-    state: RunState,
-    save_more: Callable[[Path], None],
-    *,
-    rank: int,
-    metrics: dict[str, float],
+    engine: DeepSpeedEngine, state: RunState, save_more: Callable[[Path], None], context: WorkerContext
 ) -> None:
-    """Write this rank's part of a checkpoint and report it to Ray Train, which uploads it in the background.
-
-    All ranks must call this.
+    """Write this rank's part of a checkpoint and report it (`WorkerContext.report`); all ranks must call this.
 
     Args:
         save_more: writes the task's own state into the given directory.
-        metrics: reported to Ray Train with the checkpoint.
+        context: this worker's place among the workers.
 
     Raises:
         DiskFullError: if there is no room for the local copy.
@@ -131,19 +121,12 @@ def save_checkpoint(
         with naming_full_disk(directory):
             engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
             save_more(directory)
-            if rank == 0:
+            if context.rank == 0:
                 (directory / _STATE_FILE).write_text(json.dumps(asdict(state)))
-    except DiskFullError:
+    except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    ray.train.report(
-        metrics,
-        checkpoint=Checkpoint.from_directory(str(directory)),
-        checkpoint_dir_name=checkpoint_name(state.step),
-        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-        checkpoint_upload_fn=partial(_upload, rank=rank, world_size=state.world_size),
-        delete_local_checkpoint_after_upload=True,
-    )
+    context.report({"step": state.step}, directory, step=state.step)
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
@@ -154,22 +137,6 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     """
     parameters = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in parameters if not parameter.requires_grad)
-
-
-def _upload(checkpoint: Checkpoint, name: str, *, rank: int, world_size: int) -> Checkpoint:
-    """List this rank's files and copy them into the run's directory; Ray Train calls this in the background."""
-    storage = ray.train.get_context().get_storage()
-    # Workers share a placement group exactly if they were started together.
-    group = ray.get_runtime_context().get_placement_group_id() or ""
-    try:
-        with naming_full_disk(checkpoint.path):
-            write_file_list(Path(checkpoint.path), rank=rank, world_size=world_size, group=group)
-        place = storage.build_checkpoint_path_from_name(name)
-        with naming_full_disk(place), naming_refused_write(storage.storage_filesystem, place):
-            return storage.persist_current_checkpoint(checkpoint, name)
-    except DiskFullError:
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
-        raise
 
 
 def check_checkpoint(directory: Path, *, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from tqdm import tqdm
 
 from jobs.engine.progress import ProgressNotes
+from jobs.engine.worker_context import Terminal
 from pipelines.actor_start import on_this_node, wait_until_started
 
 _SECONDS_BETWEEN_POLLS = 0.5
@@ -103,7 +104,7 @@ class Progress:
 
     def __init__(
         self,
-        mailbox: ActorHandle | None,
+        terminal: Terminal | None,
         *,
         num_steps: int,
         first_step: int,
@@ -111,7 +112,7 @@ class Progress:
         with_lines: bool,
         directory: str,
     ) -> None:
-        self._mailbox = mailbox
+        self._terminal = terminal
         self._num_steps = num_steps
         self._first_step = first_step
         self._started = time.monotonic()
@@ -125,11 +126,11 @@ class Progress:
         """Show the progress after `step` steps; `tau_mean` is None if it is not known."""
         seconds_per_step = (time.monotonic() - self._started) / (step - self._first_step)
         self._notes.note(step, loss=loss, tau_mean=tau_mean, seconds_per_step=seconds_per_step)
-        if self._mailbox is None:
+        if self._terminal is None:
             return
         tau = "" if tau_mean is None else f"  mean τ {tau_mean:.4g}"
         text = f"loss {loss:.4f}{tau}  {units_per_second:,.0f} {self._unit}/s"
-        self._mailbox.show.remote(step, text)
+        self._terminal.show(step, text)
         if self._with_lines:
             left = seconds_per_step * (self._num_steps - step)
             width = len(str(self._num_steps))
@@ -140,11 +141,11 @@ class Progress:
         self._notes.close()
 
     def say(self, line: str) -> None:
-        """Print one line on the driver's terminal, or in the worker's log if there is no mailbox."""
-        if self._mailbox is None:
+        """Print one line on the driver's terminal, or in the worker's log if there is none."""
+        if self._terminal is None:
             print(line, flush=True)  # goes to the worker's log
         else:
-            self._mailbox.say.remote(line)
+            self._terminal.say(line)
 
 
 def clock(seconds: float) -> str:

@@ -13,13 +13,8 @@ PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200":
 
 
 def worker_device(workers: WorkersSection) -> torch.device:
-    """Return the device of a worker: the CPU, or the GPU that Ray Train has given to it."""
-    if not workers.use_gpu:
-        return torch.device("cpu")
-    import ray.train.torch
-
-    device: torch.device = ray.train.torch.get_device()
-    return device
+    """Return the device of a worker: the CPU, or PyTorch's current GPU, which is the one that Ray Train has given to it."""
+    return torch.device("cuda", torch.cuda.current_device()) if workers.use_gpu else torch.device("cpu")
 
 
 def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSection) -> float:

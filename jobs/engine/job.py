@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from jobs.engine.task import CreateTask
 from jobs.engine.tracking import TrackedRun
 from jobs.engine.watch import Watch
+from jobs.engine.worker_context import WorkerContext
 
 if TYPE_CHECKING:  # the driver does not need DeepSpeed
     from jobs.engine.loop import TrainingLoop
@@ -37,11 +38,11 @@ class WorkerJob:
     shares_cores: bool = False
     """Whether other runs train at the same time on the same machine."""
 
-    def make_loop(self, directory: Path | None) -> TrainingLoop:
+    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
         """Return the training loop of a worker, which continues from the checkpoint in a local directory, if any."""
         from jobs.engine.loop import TrainingLoop
 
-        return TrainingLoop(self, directory)
+        return TrainingLoop(self, context, directory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,8 @@ class MembersJob(WorkerJob):
     tracked_members: Mapping[str, TrackedRun] = field(default_factory=dict)
     """Name of a member → its MLflow run."""
 
-    def make_loop(self, directory: Path | None) -> TrainingLoop:
+    def make_loop(self, context: WorkerContext, directory: Path | None) -> TrainingLoop:
         """Return the loop of a worker that trains all members."""
         from jobs.engine.side_by_side import SideBySideLoop
 
-        return SideBySideLoop(self, directory)
+        return SideBySideLoop(self, context, directory)

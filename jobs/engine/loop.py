@@ -1,6 +1,7 @@
-"""The training loop that every Ray Train worker runs: restore, read data, step, log, validate, save, export.
+"""The training loop that every worker runs: restore, read data, step, log, validate, save, export.
 
-The loop does not depend on what is trained; that is defined by the task. In every step it makes one all-reduce of four
+The loop does not depend on what is trained; that is defined by the task. Nor does it depend on Ray: `WorkerContext` says
+which worker this is, and takes over its checkpoints. In every step it makes one all-reduce of four
 integers on the host (number of units, digest of the batch, requests to save and to stop). Losses stay on the device; they
 are read and checked every `run.log_every` steps, and before anything is validated or saved.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray.train
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
@@ -33,6 +33,7 @@ from jobs.engine.store_retries import StoreRetries
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
+from jobs.engine.worker_context import WorkerContext
 from pipelines.stream import Batch
 
 _DIGEST_MODULUS = 1 << 48
@@ -43,14 +44,17 @@ class TrainingLoop:
 
     Args:
         job: what to train.
+        context: this worker's place among the workers.
         directory: local copy of the checkpoint to continue from, which is not needed after the construction; None: the
             run starts from the beginning.
         reads_data: whether to begin to read the training data; not for an export.
     """
 
-    def __init__(self, job: WorkerJob, directory: Path | None, *, reads_data: bool = True) -> None:
-        context = ray.train.get_context()
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+    def __init__(
+        self, job: WorkerJob, context: WorkerContext, directory: Path | None, *, reads_data: bool = True
+    ) -> None:
+        self.context = context
+        self.rank, self.world_size = context.rank, context.world_size
         self.task: Task = job.create_task(self.rank, self.world_size)
         self.config = config = self.task.config
         # Counters are reduced on the host (gloo), so that no step waits for the device.
@@ -66,7 +70,7 @@ class TrainingLoop:
         self.best_rating = state.best_rating
         self.validations = [Validation(step=step, scores=scores) for step, scores in state.validations]
         self.watch, self.reason_to_stop = job.watch, ""
-        self.stop_requests = StopRequests(job.mailbox, rank=self.rank)
+        self.stop_requests = StopRequests(context)
         self.must_save = self.must_stop = False
         # Reading data starts before the model is built, so that the first step does not wait for data.
         size = config.optimizer.batch_size
@@ -83,7 +87,7 @@ class TrainingLoop:
         self.system_metrics: SystemMetrics | None = None
         if self.is_first:
             self.progress = Progress(
-                job.mailbox,
+                context.terminal,
                 num_steps=config.run.num_steps,
                 first_step=self.step,
                 unit=self.task.unit,
@@ -168,7 +172,7 @@ class TrainingLoop:
             return 0
         own = num_threads_per_worker(
             workers,
-            num_local_workers=ray.train.get_context().get_local_world_size(),
+            num_local_workers=self.context.local_world_size,
             shares_cores=shares_cores,
             # With another number of workers, the batch is divided and summed differently in any case.
             num_kept=state.num_threads if state.world_size == self.world_size else 0,
@@ -295,4 +299,4 @@ class TrainingLoop:
             order_version=self.task.stream.plan.order_version,
             store_retries=self.retries.totals,
         )
-        save_checkpoint(self.engine, state, self._save_more, rank=self.rank, metrics={"step": self.step})
+        save_checkpoint(self.engine, state, self._save_more, self.context)

@@ -23,6 +23,7 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.networks_engine import NetworksEngine
 from jobs.engine.pace import Pace
 from jobs.engine.task import Statistics
+from jobs.engine.worker_context import WorkerContext
 
 _FILE = "members.json"
 
@@ -57,8 +58,8 @@ class SideBySideLoop(TrainingLoop):
 
     members: MemberTask
 
-    def __init__(self, job: MembersJob, directory: Path | None) -> None:
-        super().__init__(job, directory)
+    def __init__(self, job: MembersJob, context: WorkerContext, directory: Path | None) -> None:
+        super().__init__(job, context, directory)
         self.histories: dict[str, list[dict[str, Any]]] = {name: [] for name in self.members.names}
         self.failed: dict[str, str] = {}
         self.loggers: dict[str, MetricLogger] = {}

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-from ray.train.v2._internal.execution.context import get_train_context
+from jobs.engine.worker_context import Terminal, WorkerContext
 
 _SECONDS_BETWEEN_QUESTIONS = 0.5
 
@@ -24,23 +22,21 @@ _SECONDS_BETWEEN_QUESTIONS = 0.5
 class StopRequests:
     """The requests that a worker knows of.
 
-    Args:
-        mailbox: the driver's mailbox, in which it and Ray Train's controller leave requests; None: there is none.
-        rank: rank of the worker; only the first one asks the driver.
+    Only the first worker asks the terminal, in which the driver and Ray Train's controller leave requests.
     """
 
-    def __init__(self, mailbox: ActorHandle | None, *, rank: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, context: WorkerContext) -> None:
+        self._is_preempted = context.is_preempted
         self._is_saving, self._is_stopping = threading.Event(), threading.Event()
         self._closed = threading.Event()
         self._is_answered = False
-        if rank == 0 and mailbox is not None:
-            threading.Thread(target=self._ask_driver, name="stop requests", daemon=True).start()
+        if context.rank == 0 and context.terminal is not None:
+            threading.Thread(target=self._ask, args=(context.terminal,), name="stop requests", daemon=True).start()
 
     def read(self) -> tuple[bool, bool, bool]:
         """Return whether a node of this run is about to be taken away, whether to save, and whether the run is to stop."""
-        is_preempted = get_train_context().preemption_context.preemption_info is not None
-        return is_preempted and not self._is_answered, self._is_saving.is_set(), self._is_stopping.is_set()
+        is_preempted = not self._is_answered and self._is_preempted()
+        return is_preempted, self._is_saving.is_set(), self._is_stopping.is_set()
 
     def answer(self, num_requests: Iterable[Any]) -> tuple[bool, bool]:
         """Return whether to save and whether to stop, which is the same on all workers.
@@ -57,23 +53,21 @@ class StopRequests:
         return is_preempted or is_saving or is_stopping, is_stopping
 
     def close(self) -> None:
-        """Stop asking the driver."""
+        """Stop asking."""
         self._closed.set()
 
-    def _ask_driver(self) -> None:
-        mailbox: Any = self._mailbox
+    def _ask(self, terminal: Terminal) -> None:
         num_saves: int | None = None  # requests from before this worker was started were answered by its predecessor
         while not self._closed.wait(_SECONDS_BETWEEN_QUESTIONS):
-            try:
-                must_stop, asked = ray.get(mailbox.requests.remote(), timeout=30)
-                if num_saves is not None and asked > num_saves:
-                    self._is_saving.set()
-                num_saves = asked
-                if must_stop:
-                    self._is_stopping.set()
-                    return
-            except ray.exceptions.RayError:
-                continue  # the driver may be gone, and then this worker will be soon
+            if (answer := terminal.requests()) is None:
+                continue
+            must_stop, asked = answer
+            if num_saves is not None and asked > num_saves:
+                self._is_saving.set()
+            num_saves = asked
+            if must_stop:
+                self._is_stopping.set()
+                return
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs.engine.stopping import StopRequests, stopping_softly
+from jobs.engine.worker_context import WorkerContext
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,7 +75,7 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 
 def test_all_workers_answer_alike() -> None:
-    requests = StopRequests(None, rank=1)
+    requests = StopRequests(WorkerContext(rank=1, world_size=2, local_world_size=2, report=lambda *_, **__: None))
     assert requests.answer([0, 0, 0]) == (False, False)
     assert requests.answer([1, 0, 0]) == (True, False)
     assert requests.answer([0, 1, 0]) == (True, False)

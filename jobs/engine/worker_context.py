@@ -1,0 +1,64 @@
+"""What the training loop knows of the processes around it: its rank, where its checkpoints go, and who asks it to stop.
+
+The loop itself knows neither Ray nor a driver. `jobs.engine.ray_worker` makes the context of a worker of Ray Train, and
+`jobs.engine.local_worker` that of a process which was started without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+class Terminal(Protocol):
+    """The terminal of the person who started the run, as a worker reaches it."""
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        ...
+
+    def show(self, step: int, text: str) -> None:
+        """Show the progress after `step` steps, such as a bar; a text without bar goes through :meth:`say`."""
+        ...
+
+    def requests(self) -> tuple[bool, int] | None:
+        """Return whether the run is to stop, and how often it was asked to save; None if nobody can be asked now."""
+        ...
+
+
+class Report(Protocol):
+    """Takes over this rank's part of a checkpoint; all ranks call it for the same step."""
+
+    def __call__(self, metrics: Mapping[str, float], directory: Path, *, step: int) -> None:
+        """Store the directory, which is deleted afterwards, as a part of the checkpoint of a step.
+
+        Args:
+            metrics: reported with the checkpoint.
+            directory: local directory that this rank has written.
+            step: number of steps that the run has made.
+        """
+        ...
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """The place of one worker among all workers of a run. PyTorch's default process group must exist."""
+
+    rank: int
+    """Rank of this worker, from 0."""
+    world_size: int
+    """Number of workers."""
+    local_world_size: int
+    """Number of workers on this machine."""
+    report: Report
+    """Takes over the checkpoints."""
+    terminal: Terminal | None = None
+    """The terminal of the person who started the run; None: there is none."""
+    is_preempted: Callable[[], bool] = _never
+    """Returns whether a machine of this run is about to be taken away."""

@@ -1,0 +1,305 @@
+"""The training loop, proved once for all tasks: on the task of docs/extend.md, in one and in two processes without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import load_file
+
+from jobs.engine.checkpoint_files import find_damage
+from jobs.engine.watch import Validation
+from tests.local_training import Call, history, processes, train_plan
+
+ROOT = Path(__file__).parents[3]
+NUM_STEPS = 12
+
+
+def write_task(directory: Path) -> Path:
+    """Write the Python files of docs/extend.md and labelled lines into a directory, and return it."""
+    page = (ROOT / "docs" / "extend.md").read_text()
+    for name, text in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", page, re.DOTALL):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    random = np.random.default_rng(0)
+    letters = {"prose": "etaoin shrdlu ", "code": "(){}=_.:01 selfreturn"}
+    lines = [f"{kind}\t{''.join(random.choice(list(letters[kind]), 40))}x" for _ in range(150) for kind in letters]
+    (directory / "lines.tsv").write_text("\n".join(lines))
+    return directory
+
+
+def make_plan(directory: str, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    """Return the plan of a run of `lines-small` with other values in some sections."""
+    from line_classifier.config import PRESETS
+    from line_classifier.plan import make_plan
+
+    config = PRESETS["lines-small"]()
+    given = {
+        "run": {"name": name, "storage": f"{directory}/runs", "num_steps": NUM_STEPS, "checkpoint_every": 4, "log_every": 2},
+        "data": {"file": f"{directory}/lines.tsv"},
+        # With a smaller epsilon, Adam would make full-sized steps of gradients that are only rounding errors.
+        "optimizer": {"epsilon": 1e-4, "warmup_share": 0.25},
+        "workers": {"num_threads": 1},
+        "validation": {"every": 6},
+        "tracking": {"enabled": False},
+    }  # fmt: skip
+    for section, values in given.items():
+        changed = replace(getattr(config, section), **values | sections.get(section, {}))
+        config = replace(config, **{section: changed})
+    return make_plan(config)
+
+
+class Site:
+    """A directory with the task and its data, in which one or two processes train it."""
+
+    def __init__(self, directory: Path, calls: dict[int, Call]) -> None:
+        self.directory, self.calls = directory, calls
+
+    def train(self, name: str, num_processes: int = 1, *, settings: Any = None, **sections: dict[str, Any]) -> Any:
+        """Train a run to its end, or to the end that it comes to, and return the outcome of rank 0."""
+        make = partial(make_plan, str(self.directory), name, sections)
+        return self.calls[num_processes](train_plan, make, f"{self.directory}/{name}", settings or {})[0]
+
+    def history(self, name: str) -> dict[int, tuple[float, int]]:
+        """Return step → (loss, digest of the batch) of a run."""
+        return history(self.directory / name)
+
+    def run(self, name: str) -> Path:
+        """Return the directory of a run."""
+        return self.directory / "runs" / name
+
+    def weights(self, name: str) -> dict[str, np.ndarray]:
+        """Return the exported weights of a run."""
+        return load_file(self.run(name) / "export" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with pytest.MonkeyPatch.context() as patch:
+        directory = write_task(tmp_path_factory.mktemp("site"))
+        patch.syspath_prepend(directory)
+        with processes(1) as alone, processes(2) as together:
+            yield Site(directory, {1: alone, 2: together})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(site: Site) -> dict[str, Any]:
+    outcome: dict[str, Any] = site.train("undisturbed")
+    return outcome
+
+
+def assert_same(site: Site, name: str, *, tolerance: float) -> None:
+    """Assert that a run has had the batches of the undisturbed one in every step, and its losses and weights."""
+    steps, expected = site.history(name), site.history("undisturbed")
+    assert sorted(steps) == sorted(expected) == list(range(1, NUM_STEPS + 1))
+    for step, (loss, digest) in expected.items():
+        assert steps[step][1] == digest, step
+        assert steps[step][0] == pytest.approx(loss, abs=tolerance), step
+    for key, weight in site.weights("undisturbed").items():
+        np.testing.assert_allclose(site.weights(name)[key], weight, rtol=0, atol=10 * tolerance, err_msg=key)
+
+
+def test_a_run_is_the_plain_loop_of_pytorch(site: Site, undisturbed: dict[str, Any]) -> None:
+    """The batches of the plan's order, AdamW without decay of biases, clipped gradients, warm-up and cosine decay."""
+    from line_classifier.data import build_model, read_lines
+
+    from pipelines.plan import StreamPlan
+    from pipelines.stream import RankStream
+
+    config = make_plan(str(site.directory), "plain", {}).config
+    _, lines, held_out = read_lines(config)
+    model = build_model(config, 2)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
+    plan = StreamPlan(shard_sizes=(len(lines.labels),), seed=0)
+    stream = RankStream(source=lines, plan=plan, batch_size=64, rank=0, world_size=1, num_readers=0)
+    steps = site.history("undisturbed")
+    for step, batch in enumerate(stream.batches(0, NUM_STEPS * 64), start=1):
+        # 3 steps of warm-up, then half a cosine.
+        share = step / 3 if step <= 3 else 0.5 * (1 + np.cos(np.pi * (step - 4) / (NUM_STEPS - 3)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * share
+        loss = F.cross_entropy(model(torch.from_numpy(batch["features"])), torch.from_numpy(batch["labels"]))
+        assert steps[step][0] == pytest.approx(loss.item(), abs=1e-5), step
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    rows = np.arange(len(held_out.labels))
+    batch = held_out.read(np.zeros_like(rows), rows, 0)
+    chosen = model(torch.from_numpy(batch["features"])).argmax(-1).numpy()
+    assert undisturbed["validation"]["accuracy"] == pytest.approx((chosen == batch["labels"]).mean())
+    assert [found["step"] for found in undisturbed["validations"]] == [6, NUM_STEPS]
+    assert undisturbed["num_lines"] == 64 * NUM_STEPS
+    assert (undisturbed["resumed_from_step"], undisturbed["stopped"]) == (0, "")
+    checkpoints = sorted(path.name for path in site.run("undisturbed").glob("checkpoint-*"))
+    assert [name for name in checkpoints if name[11:].isdigit()] == ["checkpoint-00000008", "checkpoint-00000012"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_processes_train_what_one_does_under_every_stage_of_zero(
+    site: Site, undisturbed: dict[str, Any], stage: int
+) -> None:
+    outcome = site.train(f"zero-{stage}", 2, workers={"zero_stage": stage, "num_workers": 2})
+    assert outcome["world_size"] == 2
+    assert_same(site, f"zero-{stage}", tolerance=1e-6)
+    assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-5)
+
+
+@dataclass
+class Asking:
+    """A terminal through which a run is asked to save or to stop after some lines of progress."""
+
+    after_step: int
+    must_stop: bool
+    step: int = 0
+    num_answers: int = 0
+
+    def say(self, line: str) -> None:
+        """Ignore a line."""
+
+    def show(self, step: int, text: str) -> None:
+        """Note the step, and wait until the request is heard, which the loop asks for twice a second."""
+        self.step = step
+        if step == self.after_step:
+            time.sleep(1.2)
+
+    def requests(self) -> tuple[bool, int] | None:
+        is_due = self.step >= self.after_step
+        self.num_answers += is_due
+        return (is_due and self.must_stop, int(self.num_answers > 1))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("num_after", [1, 2])
+def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes(
+    site: Site, undisturbed: dict[str, Any], stage: int, num_after: int
+) -> None:
+    name = f"interrupted-{stage}-{num_after}"
+    sections = {"workers": {"zero_stage": stage, "num_workers": "1:2"}, "run": {"checkpoint_every": 100}}
+    result = site.train(name, 2, settings={"terminal": Asking(after_step=6, must_stop=True)}, **sections)
+    step = result["interrupted"]
+    assert 6 < step < NUM_STEPS
+    outcome = site.train(name, num_after, **sections)
+    assert (outcome["resumed_from_step"], outcome["world_size"]) == (step, num_after)
+    assert len(outcome["validations"]) == 2
+    assert_same(site, name, tolerance=1e-6)
+
+
+def test_a_request_to_save_is_answered_once_and_the_run_goes_on(site: Site, undisturbed: dict[str, Any]) -> None:
+    outcome = site.train(
+        "saved", 2, settings={"terminal": Asking(after_step=4, must_stop=False)}, run={"checkpoint_every": 100},
+        workers={"num_workers": 2},
+    )  # fmt: skip
+    assert outcome["num_steps"] == NUM_STEPS
+    steps = sorted(int(path.name[11:]) for path in site.run("saved").glob("checkpoint-*") if path.is_dir())
+    assert len(steps) == 2
+    assert 4 < steps[0] < steps[1] == NUM_STEPS
+
+
+def test_a_process_that_is_killed_costs_the_steps_since_the_last_checkpoint(
+    site: Site, undisturbed: dict[str, Any]
+) -> None:
+    sections = {"run": {"checkpoint_every": 2}, "workers": {"num_workers": 2, "zero_stage": 2}}
+    make = partial(make_plan, str(site.directory), "killed", sections)
+    with processes(2) as call, pytest.raises((EOFError, AssertionError, ConnectionResetError)):
+        call(kill_itself, make, f"{site.directory}/killed", 7)
+    outcome = site.train("killed", 2, **sections)
+    assert outcome["resumed_from_step"] == 6
+    assert_same(site, "killed", tolerance=1e-6)
+
+
+@dataclass
+class Killing(Asking):
+    """A terminal that kills its process at a step, like a machine that is lost."""
+
+    def show(self, step: int, text: str) -> None:
+        """Kill this process."""
+        if step >= self.after_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_itself(rank: int, world_size: int, make: Callable[[], Any], file: str, step: int) -> Any:
+    """Train until the first process is killed."""
+    return train_plan(rank, world_size, make, file, {"terminal": Killing(after_step=step, must_stop=False)})
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(site: Site, undisturbed: dict[str, Any]) -> None:
+    name, sections = "damaged", {"workers": {"num_workers": 2}}
+    first = site.train(name, 2, **sections)
+    newest = site.run(name) / f"checkpoint-{NUM_STEPS:08d}"
+    damaged = next(newest.glob("deepspeed/*rank_1_*"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1  # Sizes and names are right: only a reader of the whole file sees it.
+    damaged.write_bytes(content)
+    assert find_damage(str(newest)) == ""
+    again = site.train(name, 2, **sections)
+    assert again["resumed_from_step"] == 8
+    assert again["validation"] == first["validation"]
+    assert_same(site, name, tolerance=1e-6)
+    # If none is whole, nothing is begun anew in silence.
+    for checkpoint in site.run(name).glob("checkpoint-*/state.json"):
+        checkpoint.unlink()
+    with pytest.raises(AssertionError, match=r"no checkpoint in .* is whole"):
+        site.train(name, 2, **sections)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) -> None:
+    result = site.train(
+        "explodes", optimizer={"learning_rate_base": 1e30, "warmup_share": 0.0}, run={"checkpoint_every": 1}
+    )
+    (step,) = map(int, re.findall(r"the loss of step (\d+) is (?:nan|inf)", result["fatal"]))
+    assert result["fatal"].count("etaoin") + result["fatal"].count("b'") + result["fatal"].count("'") > 64
+    saved = sorted(int(path.name[11:]) for path in site.run("explodes").glob("checkpoint-*") if path.is_dir())
+    assert saved[-1] == step - 1
+    assert find_damage(str(site.run("explodes") / f"checkpoint-{step - 1:08d}")) == ""
+
+
+@dataclass(frozen=True)
+class StopAt:
+    """Ends a run at the first validation of a step."""
+
+    step: int
+
+    def reason_to_stop(self, validations: Sequence[Validation]) -> str:
+        return f"seen {len(validations)}" if validations[-1].step >= self.step else ""
+
+
+def test_a_watch_ends_a_run_which_is_then_finished(site: Site, undisturbed: dict[str, Any]) -> None:
+    settings = {"watch": StopAt(6)}
+    outcome = site.train("watched", 2, settings=settings, workers={"num_workers": 2})
+    assert (outcome["num_steps"], outcome["stopped"]) == (6, "seen 1")
+    assert [found["step"] for found in outcome["validations"]] == [6, 6]
+    again = site.train("watched", 2, settings=settings, workers={"num_workers": 2})
+    assert (again["num_steps"], again["stopped"], again["resumed_from_step"]) == (6, "seen 1", 6)
+
+
+def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
+    site: Site, undisturbed: dict[str, Any]
+) -> None:
+    outcome = site.train("started", run={"start_from": "undisturbed@8"}, optimizer={"learning_rate_base": 1e-30})
+    assert outcome["resumed_from_step"] == 8
+    steps, expected = site.history("started"), site.history("undisturbed")
+    assert sorted(steps) == [9, 10, 11, 12]
+    assert steps[9] == pytest.approx(expected[9], abs=1e-6)
+    assert steps[12][0] != pytest.approx(expected[12][0], abs=1e-6)
+    assert {step: digest for step, (_, digest) in steps.items()} == {step: expected[step][1] for step in steps}
+
+
+def test_the_state_names_what_a_restart_needs(site: Site, undisturbed: dict[str, Any]) -> None:
+    state = json.loads((site.run("undisturbed") / f"checkpoint-{NUM_STEPS:08d}" / "state.json").read_text())
+    assert (state["step"], state["world_size"], state["num_units"]) == (NUM_STEPS, 1, 64 * NUM_STEPS)

@@ -1,0 +1,128 @@
+"""Train without Ray for tests: in processes that are started once, connected by gloo, and called with functions.
+
+with processes(2) as call:
+    first, second = call(function, *arguments)  # function(rank, num_processes, *arguments) in both processes
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Call = Callable[..., list[Any]]
+
+
+def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> None:
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+    }
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_processes)
+    while (message := pipe.recv()) is not None:
+        function, arguments = message
+        try:
+            pipe.send((function(rank, num_processes, *arguments), ""))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def processes(num_processes: int) -> Iterator[Call]:
+    """Start processes connected by gloo; yield `call(function, *arguments)`, which returns their results in order."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        pipes, started = [], []
+        for rank in range(num_processes):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_processes, f"{directory}/rendezvous", there))
+            process.start()
+            there.close()
+            pipes.append(here)
+            started.append(process)
+
+        def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            for pipe in pipes:
+                pipe.send((function, arguments))
+            answers = [pipe.recv() for pipe in pipes]  # EOFError if a process has died
+            for _, error in answers:
+                assert not error, error
+            return [result for result, _ in answers]
+
+        try:
+            yield call
+        finally:
+            for pipe, process in zip(pipes, started, strict=True):
+                with suppress(OSError):  # the process may have been killed
+                    pipe.send(None)
+                process.join(timeout=10)
+                process.kill()
+
+
+def recording(create_task: Callable[[int, int], Any], file: str, rank: int, world_size: int) -> Any:
+    """Create a task that writes a line about every step into `<file>-<rank>`: its number, its loss, its batch's digest."""
+    task = create_task(rank, world_size)
+    train_step = task.train_step
+
+    def recorded(engine: Any, batch: dict[str, Any], *, step: int, **rest: Any) -> Any:
+        result = train_step(engine, batch, step=step, **rest)
+        with open(f"{file}-{rank}", "a") as lines:
+            lines.write(f"{json.dumps([step + 1, result.loss.double().tolist(), int(batch['digest'].sum())])}\n")
+        return result
+
+    task.train_step = recorded
+    return task
+
+
+def history(file: Path | str) -> dict[int, tuple[float, int]]:
+    """Return step → (loss, digest of the batch), summed over ranks; of a step that was made again, the last counts."""
+    steps: dict[int, tuple[float, int]] = {}
+    parts = [
+        {step: (loss, digest) for step, loss, digest in map(json.loads, path.read_text().splitlines())}
+        for path in sorted(Path(file).parent.glob(f"{Path(file).name}-*"))
+    ]
+    for step in sorted({step for part in parts for step in part}):
+        found = [part[step] for part in parts if step in part]
+        steps[step] = (sum(loss for loss, _ in found), sum(digest for _, digest in found) % (1 << 48))
+    return steps
+
+
+def train_plan(
+    rank: int, world_size: int, make: Callable[[], Any], file: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Prepare the plan that `make` returns and train it as `jobs.engine.local_worker.train_locally` does.
+
+    Args:
+        file: where the steps are recorded.
+        settings: `watch` of the job, `terminal` of the context.
+    """
+    from jobs.engine.job import WorkerJob
+    from jobs.engine.local_worker import train_locally
+
+    plan = make()
+    config = plan.config.with_num_workers(world_size)
+    prepared = plan.prepare()
+    Path(config.run.directory).mkdir(parents=True, exist_ok=True)
+    job = WorkerJob(
+        create_task=partial(recording, prepared.create_task, file),
+        tracked_run=None,
+        mailbox=None,
+        with_bar=False,
+        watch=settings.get("watch"),
+    )
+    return train_locally(job, config, rank=rank, world_size=world_size, terminal=settings.get("terminal"))
