@@ -47,7 +47,7 @@ RULES: dict[str, list[Edit]] = {
     "the band rule": [(stopping, "or math.isnan(tau):", "or True:")],
     "halving": [(stopping, "return len(reached) > 1 or num_better", "return True or num_better")],
 }
-"""Rule → edits that take it out. Rules that were taken out of the product for good are in docs/log.md."""
+"""Rule → edits that take it out. benchmarks/README.md names the rules that were taken out of the product for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Worlds for the benchmark of the band search: grids that docs/log.md records, and drawn ones like them.
+"""Worlds for the benchmark of the band search: two recorded grids, and drawn ones like them.
 
 A world says how a trial at a point would go: mean temperature and loss at every validation. It is a pure function of its
 seed and of the point, so that two searches in the same world meet the same trials.
@@ -83,7 +83,7 @@ class World:
 
 
 def recorded_language_models(num_worlds: int) -> list[World]:
-    """Returns the 4 × 4 grid of the log's 2026-11-21, with other noise in each world.
+    """Returns the 4 × 4 grid of `jobs.sweep gpt2-rho-lr-small` (seed 0), with other noise in each world.
 
     Its losses outside the band are not recorded; they are set by the line through the others, as loss follows τ there.
     """
@@ -116,7 +116,7 @@ def recorded_language_models(num_worlds: int) -> list[World]:
 
 
 def recorded_dual_encoders(num_worlds: int) -> list[World]:
-    """Returns CLIP's losses at rate 1e-3 over ρ, seeds 0 to 4 of the log's 2026-11-22, with other noise in each world.
+    """Returns CLIP's losses at rate 1e-3 over ρ, seeds 0 to 4 of `jobs.sweep clip-rho-lr-small`, with other noise.
 
     Mean τ over ρ is that of seed 2; 3e-4 and 3e-3 shift it by what was seen at ρ = 4 and 5.5, and 1e-2 by twice that.
     """
@@ -144,7 +144,7 @@ def draw(kind: str, num_worlds: int) -> list[World]:
     """Returns drawn worlds of a kind in which some point lies in the band.
 
     log τ̄ = a + b·x + q·x² + c·y + d·x·y + noise, with x the value minus that of the middle and y the log rate minus that
-    of the second rate. The loss is 5·(1 + k·log τ̄ + m·(y − y*)²) with relative noise. The log's own figures are b −.45
+    of the second rate. The loss is 5·(1 + k·log τ̄ + m·(y − y*)²) with relative noise. Recorded figures are b −.45
     to −.15 (language models) and .08 (CLIP), c −.09 to −.9, k .025 and 0.
 
     Args:

@@ -2,7 +2,7 @@
 
 A call of an actor's method is sent when the caller knows that the actor is alive. With the first call the caller asks
 Ray for the actor's state and subscribes to its changes. Where the actor is still being created, the call depends on one
-message, the change from pending to alive, and such messages were seen to stay away for good (docs/log.md): the actor was
+message, the change from pending to alive, and such messages were seen to stay away for good: the actor was
 up and idle, and the caller waited for ever. A first call that is made when Ray's table has the actor as alive is sent by
 the answer to the question alone. An actor that is killed and created again by Ray is not covered.
 """

@@ -10,7 +10,7 @@ model's final cross-entropy. The controller therefore follows ρ₀ with a propo
 
 where τ̄ is the mean temperature and τ* the target. The remaining force κ·e drives the mean temperature towards the
 target, with damping. The integral I corrects the remaining error, which arises because Adam does not follow the
-average slope alone: it divides every parameter's gradient by its size (docs/log.md). T is large, so that I cannot
+average slope alone: it divides every parameter's gradient by its size (docs/results.md). T is large, so that I cannot
 make the mean temperature oscillate, which an integral term alone would.
 
 Instances still differ from the mean by their entropies H(p), and these differences are what a temperature network has

@@ -24,10 +24,7 @@ NAMING_FILES = ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("tour", "ext
 """Pages that name many files. If no file is found in one of them, the pattern is wrong."""
 
 
-# The log is left out, because it names files as they were at the time.
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES if name != "log.md")]
-)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES)])
 def test_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     found = re.findall(rf"`({_FILE})(?:::(\w+))?`", text)

@@ -16,7 +16,7 @@ from readme_support import README, RUN_BY, patterns_of, recipe, shell_lines
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "tests" / "cluster"
-HISTORY = {"log", "results"}
+HISTORY = {"results"}
 """Pages about the past, whose commands need not work any more."""
 FOLLOWED = {"extend"}
 """Pages whose own commands and Python files tests/cluster/test_extend_task.py runs."""

@@ -35,8 +35,8 @@ _SECONDS_TO_ANSWER = 20.0
 _MIN_STARTUP_CONCURRENCY = 6
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
-# kernel and gets it back as zeroed pages, which takes a quarter of the time of a small step (docs/log.md). A single
-# arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
+# kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
+# A single arena that keeps its memory avoids this. TORCHDYNAMO_DISABLE is set because nothing is compiled here, but DeepSpeed
 # imports its Muon optimizer in any case, which would load torch's compiler and delay every start by a second or more.
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",

@@ -1,7 +1,7 @@
 """The start of a run's controller: it gets its first call when it lives, and is replaced if it does not answer.
 
 Why the first call waits: see `pipelines.actor_start`. Twice a controller was up and idle while the driver, which had asked
-it to run, waited for ever (docs/log.md).
+it to run, waited for ever.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ keep their part of it and drop the rest. Every byte is read once, by one process
 
 No module is built within `deepspeed.zero.Init` as a context. It divides the parameters of every part as soon as the part is
 made, so that values which are written into them later are written into nothing: Transformers' initial weights, and those of
-a TempNet's layers, which changed the first losses (docs/log.md).
+a TempNet's layers (measured: a GPT-2's first loss was 44.1 instead of 6.2).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _PAPER_HOURS = {
 }
 
 # Rough core-seconds per step of the small presets, and of the start, validations and end of a run. They are taken from
-# the runs of docs/log.md that were made two at a time on two cores with busy neighbours.
+# runs that were made two at a time on two cores with busy neighbours.
 _SMALL_SECONDS = {LanguageModelConfig: 0.5, ClipConfig: 0.6, SentenceConfig: 0.45, ClassifierConfig: 0.25}
 _SMALL_START = 45.0
 

@@ -11,7 +11,7 @@ from jobs.studies.sweeps.search import Axes, Point, PointResult, Search
 from jobs.studies.sweeps.temperature_line import PRIOR_SLOPE, log_distance, next_value
 
 # Relative difference in loss below which two trials count as equally good. A search whose two best differed by .002 % chose
-# a loss .9 % higher without it (docs/log.md).
+# a loss .9 % higher without it (benchmarks/README.md).
 _TIE = 1e-3
 
 
@@ -141,7 +141,7 @@ class _BandSearch:
 
         It lies on the power law through that trial and the nearest of the whole trials that differ from it in that axis
         alone. If there is none, it is that trial's own. Without the power law 17 points fewer of the searches on the
-        log's grid come within .5 % of its best (benchmarks/README.md).
+        recorded grid of language models come within .5 % of its best (benchmarks/README.md).
         """
         (axis,) = [name for name, value in combination.items() if near.point[name] != value]
         others = [

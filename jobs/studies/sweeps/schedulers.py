@@ -30,7 +30,7 @@ def make_asha(num_steps: int) -> ASHAScheduler:
     """Returns ASHA with a single rung at half of the steps, where the trials with a loss above the median stop.
 
     The rung is where the band search has its own, because a higher learning rate that is best in the end may still be
-    behind at a quarter of the steps (docs/log.md).
+    behind at a quarter of the steps.
     """
     grace_period = math.ceil(GRACE_SHARE * num_steps)
     return ASHAScheduler(

@@ -22,12 +22,12 @@ Rank: TypeAlias = tuple[bool, float]
 """(whether the mean temperature is in the band, −loss); the higher the better."""
 
 # Share of the steps before which no trial is stopped. Until then the mean temperature of joint training says little: it
-# turns when the base model has learnt most of what it will learn (docs/log.md).
+# turns when the base model has learnt most of what it will learn.
 GRACE_SHARE = 0.5
 # Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`. Without that
 # 44 points fewer of the searches for a band near a bound reach it (benchmarks/README.md).
 _BOUND_SHARE = 0.01
-# log τ̄ may still move this far in half of the steps: over 78 whole trials it moved by −.22 to .20 (docs/log.md). With 0,
+# log τ̄ may still move this far in half of the steps: over 78 whole trials it moved by −.22 to .20. With 0,
 # 5 points fewer of the searches from far away reach the band (benchmarks/README.md).
 _SWING = 0.2
 # Successive halving: a share of 1/η of the trials goes on.
@@ -83,7 +83,7 @@ class Halving:
 
     Args:
         num_steps: steps of a whole trial. The only rung is at half of them, since a higher learning rate that is best
-            in the end may still be behind at a quarter (docs/log.md).
+            in the end may still be behind at a quarter (measured: 2e-2 on the papers' grid of ρ and learning rate).
         band: bounds of the mean temperature; trials in the band are better than all others.
     """
 

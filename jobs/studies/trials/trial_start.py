@@ -2,7 +2,7 @@
 
 Tune calls the actor of a trial as soon as it has asked Ray to create it, and so depends on Ray's message that the actor
 lives. Ray's stream of messages to a driver was seen to end for good in mid-job, after which Tune waited for ever for an
-actor that was up and idle (docs/log.md; `pipelines.actor_start` says what helps). Creating the actor waits until it lives
+actor that was up and idle (`pipelines.actor_start` says what helps). Creating the actor waits until it lives
 here: some seconds, in which the other trials go on, but what they report is taken afterwards.
 """
 

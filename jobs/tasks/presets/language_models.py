@@ -83,7 +83,7 @@ def frozen() -> LanguageModelConfig:
         run=replace(base.run, name="frozen", num_steps=1_000, checkpoint_every=200, log_every=20),
         data=DataSection(train="data/train", validation="data/validation", context_length=256),
         model=ModelSection(path="model"),
-        # With this shift the regret is half of that of a network that reads the raw logits (docs/log.md).
+        # With this shift the regret is about half of that of a network that reads the raw logits (docs/results.md).
         temperature=replace(base.temperature, rho=None, input_shift="mean"),
         optimizer=replace(
             base.optimizer, batch_size=16, learning_rate_tempnet=1e-2, weight_decay=0.01, warmup_share=0.05

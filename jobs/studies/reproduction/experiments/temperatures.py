@@ -31,7 +31,7 @@ from jobs.studies.reproduction.experiments.language_models import (
 )
 from jobs.studies.reproduction.scoring import Language
 
-# The values reach up to log V − 3.6 (log V = 7.62 for V = 2 048); for larger ρ, 300 steps are too few (docs/log.md).
+# The values reach up to log V − 3.6 (log V = 7.62 for V = 2 048); for larger ρ, 300 steps are too few (docs/results.md).
 _SMALL_RHO = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 _PAPER_RHO = (8.0, 9.0, 9.5, 10.0, 10.5, 11.0)
 
@@ -64,7 +64,7 @@ def _table_15(scale: Scale) -> tuple[Study, ...]:
             scoring=Language(tasks=ELEVEN_TASKS, lambada=""),
             notes=(
                 "At small scale the paper's six ρ stand beside six others, in order, and accuracies are not measured. "
-                "They were chosen after ρ = 4.5 had failed; at ρ = 4 the TempNet is a constant (docs/log.md).",
+                "They were chosen after ρ = 4.5 had failed; at ρ = 4 the TempNet is a constant (docs/results.md).",
             ),
         ),
     )
