@@ -1,15 +1,19 @@
-"""Run one Ray Data task per unit of data and record each finished one, so that an interrupted preparation goes on."""
+"""Run one Ray Data task per unit of data and record each finished one, so that an interrupted preparation goes on.
+
+Where Ray is not running, the units are prepared in this process, one after the other.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import ray
 import ray.data
 
 from pipelines.retries import RETRIES, RetryLog
@@ -49,15 +53,21 @@ def run_recorded_tasks(
         return {"number": row["number"], "entry": json.dumps(entry), "retries": RETRIES.take()}
 
     if rows:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run, resources=dict(resources or {}))
         retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
-        for row in dataset.iter_rows():
+        for row in _map_in_tasks(run, rows, resources or {}) if ray.is_initialized() else map(run, rows):
             RETRIES.receive(row["retries"])
             retry_log.add(row["retries"])
             done[row["number"]] = json.loads(row["entry"])
     return [entry or {} for entry in done]
+
+
+def _map_in_tasks(
+    run: Callable[[dict[str, Any]], dict[str, Any]], rows: Sequence[dict[str, Any]], resources: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.from_items(list(rows), override_num_blocks=len(rows)).map(run, resources=dict(resources))
+    yield from dataset.iter_rows()
 
 
 def read_records(names: Sequence[str], directory: str) -> list[dict[str, Any] | None]:

@@ -3,7 +3,7 @@
 Each Ray task reads this rank's items of one window, or of a few batches of a window, and yields several batches at a
 time. Ray Data reads ahead of the consumer within its memory budget and preserves the order. A run is resumed by
 passing its cursor (the next place) as `start`. Sources that hold their data in memory are read without Ray Data, in
-the same order. What readers count of repeated requests (`pipelines.retries`) travels beside the batches.
+the same order, and so are all others where Ray is not running. What readers count of repeated requests (`pipelines.retries`) travels beside the batches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import ray
 import ray.data
 from ray.data import DataContext
 
@@ -137,7 +138,7 @@ class RankStream:
         assert start % self.batch_size == 0
         assert stop % self.batch_size == 0
         segments = self.segments(start, stop)
-        if self.num_readers:
+        if self.num_readers and ray.is_initialized():
             yield from Patience.hold(self._stream(segments))
         else:
             for segment in segments:

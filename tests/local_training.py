@@ -105,19 +105,29 @@ def history(file: Path | str) -> dict[int, tuple[float, int]]:
 def train_plan(
     rank: int, world_size: int, make: Callable[[], Any], file: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Prepare the plan that `make` returns and train it as `jobs.engine.local_worker.train_locally` does.
+    """Prepare the plan that `make` returns and train it as `jobs.engine.local_worker.train_locally` does; write its report.
 
     Args:
         file: where the steps are recorded.
         settings: `watch` of the job, `terminal` of the context.
     """
+    import torch.distributed as dist
+
     from jobs.engine.job import WorkerJob
     from jobs.engine.local_worker import train_locally
+    from jobs.engine.outcome import finish
 
     plan = make()
     config = plan.config.with_num_workers(world_size)
-    prepared = plan.prepare()
-    Path(config.run.directory).mkdir(parents=True, exist_ok=True)
+    for turn in range(world_size):  # one process prepares the data, the others find them
+        try:
+            if turn == rank:
+                prepared = plan.prepare()
+        finally:
+            dist.barrier()
+    if rank == 0:
+        Path(config.run.directory).mkdir(parents=True, exist_ok=True)
+        prepared.write_records(config.run.directory)
     job = WorkerJob(
         create_task=partial(recording, prepared.create_task, file),
         tracked_run=None,
@@ -125,4 +135,5 @@ def train_plan(
         with_bar=False,
         watch=settings.get("watch"),
     )
-    return train_locally(job, config, rank=rank, world_size=world_size, terminal=settings.get("terminal"))
+    result = train_locally(job, config, rank=rank, world_size=world_size, terminal=settings.get("terminal"))
+    return finish(plan, prepared, None, result) if "num_steps" in result else result

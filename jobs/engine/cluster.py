@@ -154,6 +154,8 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
     Raises:
         ValueError: if no node has them; the message shows what is needed and what the nodes have.
     """
+    if not resources:
+        return
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
         needed = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())

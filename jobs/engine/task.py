@@ -236,7 +236,7 @@ class Plan(Protocol):
         ...
 
     def prepare(self) -> PreparedTask:
-        """Prepare the data, for which Ray must be running, and resolve the values that depend on them."""
+        """Prepare the data and resolve the values that depend on them."""
         ...
 
     def summary_table(self, outcome: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ class BasePlan(ABC, Generic[Config]):
 
     @abstractmethod
     def prepare(self) -> PreparedTask:
-        """Prepare the data, for which Ray must be running, and resolve the values that depend on them."""
+        """Prepare the data and resolve the values that depend on them."""
 
     @abstractmethod
     def summary_table(self, outcome: Mapping[str, Any]) -> str:

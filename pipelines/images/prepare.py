@@ -65,8 +65,6 @@ def prepare_images(
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Ray must be running.
-
     Args:
         config: which data to prepare, and how.
         root: path or URI of the directory of all prepared data.

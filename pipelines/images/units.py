@@ -48,13 +48,13 @@ _NUM_ROWS_AT_A_TIME = 4096
 
 
 def choose_part_bytes(archives: Sequence[ImageArchive]) -> int:
-    """Return the number of stored bytes that complete a part of a tar, for the cluster that Ray has now.
+    """Return the number of stored bytes that complete a part of a tar, for the cluster that Ray has now, if it is running.
 
     A tar is only divided if it is more than an eighth of the work of one CPU, because the bytes of a tar that is
     divided are read more than once. So the tars of a large data set stay whole on a small cluster.
     """
     num_bytes = sum(archive.num_bytes or 0 for archive in archives)  # Some filesystems do not report sizes.
-    num_cpus = max(1.0, ray.cluster_resources().get("CPU", 1.0))
+    num_cpus = max(1.0, ray.cluster_resources().get("CPU", 1.0)) if ray.is_initialized() else 1.0
     return max(PART_BYTES, round(num_bytes / (_NUM_UNITS_PER_CPU * num_cpus)))
 
 

@@ -61,8 +61,6 @@ def prepare_text(
 ) -> Manifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
-    Ray must be running.
-
     Args:
         config: which text to read, and the tokenizer.
         layout: how the tokens of documents become rows; it must have been made for the same tokenizer.

@@ -29,7 +29,7 @@ def preparation(config: ClipConfig, split: str) -> PrepareImagesConfig:
 def prepare_split(config: ClipConfig, split: str) -> ImageManifest:
     """Return the manifest of `train` or `validation`, preparing the data unless this was done before.
 
-    Ray must be running. The prepared data are kept in the directory of prepared data, which runs share.
+    The prepared data are kept in the directory of prepared data, which runs share.
     """
     started = time.monotonic()
     check_placement("data.reader_resources", config.data.resources)

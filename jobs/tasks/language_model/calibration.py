@@ -1,6 +1,6 @@
 """Calibrates ρ on a base model: finds the ρ that gives a wanted mean optimal temperature on a sample of prepared text.
 
-The calibration runs as a Ray task. The sample consists of blocks spread evenly over the data, which the model reads as
+The calibration runs as a Ray task, or in this process where Ray is not running. The sample consists of blocks spread evenly over the data, which the model reads as
 in training. The result is stored as `calibration.json` in the run's directory, so that a continued run keeps its ρ.
 """
 
@@ -37,7 +37,7 @@ _NUM_LOGITS_AT_A_TIME = 1 << 26
 
 
 def read_or_calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[str, Any]:
-    """Return the calibration of a run as plain values: read from the run's directory, or computed now, which needs Ray.
+    """Return the calibration of a run as plain values: read from the run's directory, or computed now.
 
     This writes no file: the run's directory does not exist before the run's name is claimed, and a run whose
     calibration fails must not claim it.
@@ -51,7 +51,7 @@ def read_or_calibrate(config: LanguageModelConfig, manifest: Manifest) -> dict[s
 def calibrate(
     config: LanguageModelConfig, manifest: Manifest, *, device_map: str | None = None, num_gpus: int = 1
 ) -> dict[str, Any]:
-    """Compute a calibration with Ray, without reading an earlier one; see :func:`read_or_calibrate`.
+    """Compute a calibration without reading an earlier one; see :func:`read_or_calibrate`.
 
     Args:
         config: configuration of the run.
@@ -59,6 +59,8 @@ def calibrate(
         device_map: "auto" to spread the base over the GPUs, else None.
         num_gpus: number of GPUs to reserve, if the configuration's workers use them.
     """
+    if not ray.is_initialized():
+        return dataclasses.asdict(_calibrate(config, manifest.directory, device_map))
     workers = config.workers
     task = ray.remote(num_cpus=workers.cpus_per_worker, num_gpus=num_gpus if workers.use_gpu else 0)(_calibrate)
     try:

@@ -24,7 +24,7 @@ VALIDATION_SEED = 0
 def prepare_documents(config: SentenceConfig) -> tuple[Manifest | GrowingManifest, Manifest]:
     """Return the manifests of the documents of `train` and `validation`, preparing them unless this was done before.
 
-    Ray must be running. The first one still grows if `data.prepare` says so and parts are missing.
+    The first one still grows if `data.prepare` says so and parts are missing.
 
     Raises:
         ValueError: if the documents are too short or too few. While they grow, the reading of them raises it.

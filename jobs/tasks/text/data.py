@@ -46,8 +46,6 @@ def prepare_split(
 ) -> Manifest:
     """Return the manifest of `train` or `validation`, preparing the text unless this was done before.
 
-    Ray must be running.
-
     Args:
         config: configuration of the run.
         layout: how documents become rows.
@@ -74,8 +72,6 @@ def prepare_training_text(
     config: TextConfig, layout: Layout, check_num_rows: CheckNumRows | None = None
 ) -> Manifest | GrowingManifest:
     """Return the manifest of the training text, which still grows if `data.prepare` says so and parts are missing.
-
-    Ray must be running.
 
     Args:
         config: configuration of the run.

@@ -1,0 +1,372 @@
+"""Each task trains without Ray: what one process does, two do, interrupted or not; its export is what was validated.
+
+What the loop does for every task alike is proved in tests/jobs/engine/test_loop.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clip_training_support import tiny_clip_config, write_smooth_tower, write_tiny_images
+from corpus_support import write_corpus
+from safetensors.torch import load_file
+from sample_state_support import sample_states
+from sentence_support import tiny_sentences
+from support import tiny_config
+
+from tests.local_training import Call, history, processes, train_plan
+
+NUM_STEPS = 12
+RUN = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "log_every": 2, "num_checkpoints_kept": 3}
+# Another number of processes adds up gradients in another order. High learning rates or low temperatures multiply such
+# rounding errors, also between two runs with the same number; with these it does not.
+GENTLE = {"learning_rate_base": 1e-4, "learning_rate_tempnet": 3e-4, "epsilon": 1e-4}
+TAU_RANGE = {"tau_min": 0.1, "tau_max": 0.5}
+SHARED: dict[str, dict[str, Any]] = {"run": RUN, "tracking": {"enabled": False}, "validation": {"every": 6}}
+
+
+def merged(*parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the sections of several changes; later ones have precedence."""
+    return {
+        name: {key: value for part in parts for key, value in part.get(name, {}).items()}
+        for part in parts
+        for name in part
+    }
+
+
+def language_model(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.tasks.language_model.plan import make_plan
+
+    own = {"validation": {"num_blocks": 16, "num_oracle_tokens": 256}}
+    return make_plan(tiny_config(home / "corpus", home / "runs", name, **merged(SHARED, own, sections)))
+
+
+def frozen(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.tasks.language_model.plan import make_plan
+
+    own = {
+        "model": {"path": str(home / "runs" / "lm-1" / "export"), "freeze": True},
+        "temperature": {"target_entropy": None, "calibrated_tau": 0.85, "num_calibration_tokens": 512},
+        "validation": {"num_blocks": 16, "num_oracle_tokens": 256},
+    }
+    return make_plan(tiny_config(home / "corpus", home / "runs", name, **merged(SHARED, own, sections)))
+
+
+def dual_encoder(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.tasks.dual_encoder.plan import make_plan
+
+    own = {"model": {"image_path": str(home / "smooth")}, "optimizer": GENTLE}
+    return make_plan(tiny_clip_config(home / "images", home / "runs", name, **merged(SHARED, own, sections)))
+
+
+def sentences(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.tasks.sentence_encoder.plan import make_plan
+
+    own = {"optimizer": GENTLE, "temperature": TAU_RANGE}
+    words = home / "wordpiece"
+    return make_plan(tiny_sentences(home / "corpus", words, home / "runs", name, **merged(SHARED, own, sections)))
+
+
+def classifier(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
+    from jobs.engine.worker_settings import WorkersSection
+    from jobs.tasks.classifier.plan import make_plan
+    from jobs.tasks.presets.classifiers import PRESETS
+
+    config = PRESETS["triple-entropy-small"]()
+    config = replace(
+        config,
+        data=replace(
+            config.data, directory="", tasks=(), num_examples=0,
+            file=str(home / "labelled.tsv"), tokenizer=str(home / "wordpiece"),
+        ),
+        model=replace(config.model, path="", hidden_size=16, num_layers=1, num_heads=2, dropout=0.0),
+        grid=replace(config.grid, seeds=(0,), num_folds=2, with_baseline=False, keep_models=True, num_centers=(3,)),
+        optimizer=replace(config.optimizer, batch_size=8, epsilon=1e-4),
+        workers=WorkersSection(precision="fp32", num_threads=1),
+        run=replace(config.run, storage=str(home / "runs")),
+    )  # fmt: skip
+    (cell, *_) = config.cells()
+    changes = merged(SHARED, {"run": {"name": name, "storage": str(home / "runs")}}, sections)
+    return make_plan(replace(cell, **{key: replace(getattr(cell, key), **values) for key, values in changes.items()}))
+
+
+@dataclass
+class StopAt:
+    """A terminal through which a run is asked to stop after a step."""
+
+    after_step: int
+    step: int = 0
+
+    def say(self, line: str) -> None:
+        """Ignore a line."""
+
+    def show(self, step: int, text: str) -> None:
+        """Note the step, and wait until the request is heard."""
+        self.step = step
+        if step == self.after_step:
+            time.sleep(1.2)
+
+    def requests(self) -> tuple[bool, int] | None:
+        return self.step >= self.after_step, 0
+
+
+class Site:
+    """A directory with small data of every task, in which one or two processes train."""
+
+    def __init__(self, home: Path, calls: dict[int, Call]) -> None:
+        self.home, self.calls = home, calls
+        self.outcomes: dict[str, Any] = {}
+
+    def train(
+        self, make: Callable[..., Any], name: str, num_processes: int = 1, *, stop: bool = False, **sections: Any
+    ) -> Any:
+        settings = {"terminal": StopAt(6)} if stop else {}
+        sections = merged(sections, {"workers": {"num_workers": num_processes}})
+        plan = partial(make, self.home, name, sections)
+        return self.calls[num_processes](train_plan, plan, f"{self.home}/{name}", settings)[0]
+
+    def alone(self, case: str) -> Any:
+        """Return the outcome of a case that one process has trained, which is done once."""
+        if case == "frozen":
+            self.alone("lm")  # the base
+        if case not in self.outcomes:
+            make, sections = CASES[case]
+            self.outcomes[case] = self.train(make, f"{case}-1", **sections)
+        return self.outcomes[case]
+
+    def assert_same(self, name: str, other: str, *, tolerance: float) -> None:
+        """Assert that two runs have had the same batches, and nearly the same losses and state of every sample."""
+        steps, expected = history(self.home / name), history(self.home / other)
+        assert sorted(steps) == sorted(expected) == list(range(1, NUM_STEPS + 1))
+        assert {step: digest for step, (_, digest) in steps.items()} == {
+            step: digest for step, (_, digest) in expected.items()
+        }
+        for step, (loss, _) in expected.items():
+            assert steps[step][0] == pytest.approx(loss, abs=tolerance), step
+        states, wanted = (sample_states({"directory": self.home / "runs" / run}, NUM_STEPS) for run in (name, other))
+        assert states.keys() == wanted.keys()
+        for key, values in wanted.items():
+            torch.testing.assert_close(states[key], values, rtol=0, atol=tolerance / TAU_RANGE["tau_min"], msg=key)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from pipelines.archives import list_archives
+    from pipelines.text.reading import Document, read_documents
+    from pipelines.text.tokenization import train_wordpiece
+
+    home = tmp_path_factory.mktemp("tasks")
+    write_corpus(home / "corpus")
+    write_tiny_images(home / "images")
+    write_smooth_tower(home / "smooth")
+    source = str(home / "corpus" / "train")
+    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
+    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(
+        home / "wordpiece"
+    )
+    lines = [f"{label}\t{word} abc {'def ' * (number % 4)}{number}" for number in range(20) for label, word in
+             (("neg", "bad"), ("pos", "good"))]  # fmt: skip
+    (home / "labelled.tsv").write_text("\n".join(lines))
+    with processes(1) as alone, processes(2) as together:
+        yield Site(home, {1: alone, 2: together})
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
+    "lm": (language_model, {"optimizer": {"micro_batch_size": 2}}),  # one process accumulates 4, two accumulate 2
+    "frozen": (frozen, {"workers": {"zero_stage": 3}}),
+    "clip-tempnet": (dual_encoder, {"temperature": {"loss": "tempnet", "target_tau": 0.2, "rho": 1.0, **TAU_RANGE}}),
+    "clip-isogclr": (
+        dual_encoder,
+        {"temperature": {"loss": "isogclr", "target_tau": None, "tau": 0.2, "tau_step": 1e-3, **TAU_RANGE}},
+    ),
+    "sentences": (sentences, {}),
+    "classifier": (classifier, {"workers": {"zero_stage": 1}}),
+}
+
+
+def is_comparable(score: str) -> bool:
+    """Return whether a score must be that of one process: not if it is of each rank's first tokens, or counts ranks."""
+    return not re.search("oracle|regret|recall|spearman", score)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_what_one_does_and_an_interrupted_run_goes_on(site: Site, case: str) -> None:
+    make, sections = CASES[case]
+    alone = site.alone(case)
+    together = site.train(make, f"{case}-2", 2, **sections)
+    site.assert_same(f"{case}-2", f"{case}-1", tolerance=1e-5)
+    assert together["validation"].keys() == alone["validation"].keys()
+    for key in filter(is_comparable, alone["validation"]):
+        assert together["validation"][key] == pytest.approx(
+            alone["validation"][key], rel=1e-3, abs=1e-5, nan_ok=True
+        ), key
+    stopped = site.train(make, f"{case}-3", 2, stop=True, **sections)
+    assert 6 < stopped["interrupted"] < NUM_STEPS
+    again = site.train(make, f"{case}-3", 1, **sections)
+    assert again["resumed_from_step"] == stopped["interrupted"]
+    site.assert_same(f"{case}-3", f"{case}-1", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
+    outcome = site.alone(case)
+    report = Path(outcome["directory"]) / "report"
+    pages = {"lm": {"tokens.html", "histogram.png"}, "frozen": {"tokens.html", "histogram.png"}, "classifier": set()}
+    assert {path.name for path in report.iterdir()} == {
+        "summary.txt",
+        "outcome.json",
+        "configuration.json",
+    } | pages.get(case, {"histogram.png"})
+    assert json.loads((report / "outcome.json").read_text())["validation"].keys() == outcome["validation"].keys()
+    if case in ("classifier", "clip-isogclr"):  # their temperatures are not a network's
+        return
+    rivals = outcome["rivals"]
+    assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
+    assert outcome["temperature_verdict"] in (report / "summary.txt").read_text()
+    if pages.get(case):
+        page = (report / "tokens.html").read_text()
+        assert page.count('title="τ ') % 64 == 0 < page.count('title="τ ')
+        assert "http" not in page  # The page is self-contained.
+
+
+def test_a_language_model_is_exported_for_transformers_and_scores_what_was_validated(site: Site) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipelines.text.blocks import read_range
+    from pipelines.text.manifest import Manifest
+    from tempnet import TempNet
+    from tempnet.models.packing import document_mask
+
+    outcome = site.alone("lm")
+    model = AutoModelForCausalLM.from_pretrained(outcome["export"]).eval()
+    network = TempNet.from_pretrained(Path(outcome["export"]) / "tempnet")
+    assert len(AutoTokenizer.from_pretrained(outcome["export"])) == network.config.input_size == 512
+    (prepared,) = (site.home / "corpus" / "prepared").glob("validation-64-*")
+    blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 16).items()}
+    with torch.no_grad():
+        mask = document_mask(blocks["position_ids"])
+        logits = model(blocks["input_ids"], position_ids=blocks["position_ids"], attention_mask=mask).logits[..., :512]
+        tau = network(logits)
+    valid = blocks["targets"] != -100
+    logits, tau, targets = logits[valid], tau[valid], blocks["targets"][valid]
+    scores = outcome["validation"]
+    assert torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(scores["cross_entropy"], abs=1e-5)
+    at_tau = torch.nn.functional.cross_entropy(logits / tau[:, None], targets).item()
+    assert at_tau == pytest.approx(scores["cross_entropy_tau"], abs=1e-5)
+    assert tau.mean().item() == pytest.approx(scores["tau_mean"], abs=1e-5)
+
+
+def test_a_frozen_base_is_named_not_copied_and_stays_as_it_was(site: Site) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from jobs.tasks.language_model.plan import LanguageModelPlan
+    from pipelines.storage import write_json
+    from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
+    from tempnet.loading import load_causal_lm, load_tempnet
+
+    outcome, base = site.alone("frozen"), site.alone("lm")["export"]
+    run = Path(outcome["directory"])
+    calibration = json.loads((run / "calibration.json").read_text())
+    assert calibration["tau_mean"] == pytest.approx(0.85, abs=1e-3)
+    assert outcome["rho"] == calibration["rho"] == load_tempnet(outcome["export"]).config.rho
+    (checkpoint,) = run.glob("checkpoint-*[0-9]")
+    named = BaseReference(path=base, digest=base_digest(base))
+    assert read_reference(checkpoint) == read_reference(outcome["export"]) == named
+    num_trained = sum(value.numel() for value in load_tempnet(outcome["export"]).parameters())
+    assert sum(file.stat().st_size for file in checkpoint.rglob("*")) < 24 * num_trained + 100_000
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    after = load_causal_lm(outcome["export"])[0].state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # A run that is continued keeps the ρ that it began with, and refuses another base.
+    plan: LanguageModelPlan = CASES["frozen"][0](site.home, "frozen-1", CASES["frozen"][1])
+    write_json(f"{run}/calibration.json", calibration | {"rho": 1.25})
+    assert plan.prepare().outcome["rho"] == 1.25
+    write_json(f"{run}/{BASE_FILE}", {"path": base, "digest": "another"})
+    with pytest.raises(ValueError, match=r"run\.name = 'frozen-1' cannot continue: the base model"):
+        plan.prepare()
+
+
+def test_of_dual_encoders_the_best_model_is_exported(site: Site) -> None:
+    from transformers import AutoModel
+
+    from pipelines.images.manifest import ImageManifest
+    from pipelines.images.pairs import PairSource
+    from pipelines.text.tokenization import load_tokenizer
+    from tempnet.contrastive.retrieval import cross_entropy, recall
+    from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
+
+    outcome = site.alone("clip-tempnet")
+    export = Path(outcome["export"])
+    encoder, networks = DualEncoder.from_pretrained(export), load_pair_tempnets(export)
+    AutoModel.from_pretrained(export / "image_encoder")  # Transformers loads it without this project.
+    (directory,) = (site.home / "images" / "prepared").glob("validation-*")
+    tokenizer = load_tokenizer(str(export / "text_encoder"), needs_eos=False)
+    source = PairSource(manifest=ImageManifest.load(str(directory)), tokenizer=tokenizer, image_size=32)
+    captions, image_of_text = source.captions()
+    share_cut = np.mean([len(row) > 30 for row in tokenizer(captions)["input_ids"]])
+    assert outcome["share_cut"]["validation"] == pytest.approx(share_cut)
+    tokens = source.encoder.encode(captions)
+    with torch.no_grad():
+        image = encoder.encode_images(torch.from_numpy(source.read_images(range(20))))
+        text = encoder.encode_texts(*(torch.from_numpy(tokens[name]) for name in ("input_ids", "attention_mask")))
+        tau = networks[0](image), networks[1](text)
+    owners = torch.from_numpy(image_of_text)
+    scores = [found["scores"] for found in outcome["validations"]]
+    best = max(scores, key=lambda found: found["mean_recall"])
+    assert recall(image, text, owners)["mean_recall"] == pytest.approx(best["mean_recall"], abs=1e-6)
+    assert outcome["best_rating"] == best["mean_recall"]
+    assert cross_entropy(image, text, owners, tau) == pytest.approx(best["cross_entropy_tau"], rel=1e-4)
+
+
+def test_a_sentence_encoder_is_exported_for_transformers(site: Site) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    from tempnet import TempNet
+    from tempnet.models.sentence_encoder import SentenceEncoder
+    from tempnet.network import PAIRED_DIRECTORY
+
+    export = Path(site.alone("sentences")["export"])
+    tokenizer, plain = AutoTokenizer.from_pretrained(export), AutoModel.from_pretrained(export)
+    tokens = tokenizer(["a short text", "one more"], padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = plain(tokens["input_ids"], attention_mask=tokens["attention_mask"])["last_hidden_state"]
+        mask = tokens["attention_mask"][..., None]
+        found = SentenceEncoder.from_pretrained(export)(tokens["input_ids"], tokens["attention_mask"])
+        torch.testing.assert_close(found, (hidden * mask).sum(1) / mask.sum(1))
+    assert TempNet.from_pretrained(export / PAIRED_DIRECTORY).config.input_size == 16
+
+
+def test_a_classifier_is_exported_for_transformers(site: Site) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    export = Path(site.alone("classifier")["export"])
+    model = AutoModelForSequenceClassification.from_pretrained(export)
+    assert model.config.id2label == {0: "neg", 1: "pos"}
+    assert AutoTokenizer.from_pretrained(export).encode("good film")
+    assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"batch_size": 128}}, r"optimizer\.batch_size = 128 is more than the 100 pairs"),
+        ({"temperature": {"rho": 4.6}}, r"temperature\.rho = 4\.6 is not below log\(N − 1\) = 4\.5951"),
+        ({"temperature": {"num_prototypes": 101}}, r"temperature\.num_prototypes = 101 is more than the 100"),
+    ],
+)
+def test_what_the_pairs_are_too_few_for_is_refused(
+    site: Site, sections: dict[str, dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dual_encoder(site.home, "large", sections).prepare()
