@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ def write_task(directory: Path) -> Path:
 
 def make_plan(directory: str, name: str, sections: dict[str, dict[str, Any]]) -> Any:
     """Return the plan of a run of `lines-small` with other values in some sections."""
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
     from line_classifier.config import PRESETS
     from line_classifier.plan import make_plan
 
@@ -86,12 +89,11 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
         directory = write_task(tmp_path_factory.mktemp("site"))
         patch.syspath_prepend(directory)
-        with processes(1) as alone, processes(2) as together:
-            yield Site(directory, {1: alone, 2: together})
+        yield Site(directory, {1: alone, 2: together})
 
 
 @pytest.fixture(scope="module")

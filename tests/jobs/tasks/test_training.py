@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from sample_state_support import sample_states
 from sentence_support import tiny_sentences
 from support import tiny_config
 
-from tests.local_training import Call, history, processes, train_plan
+from tests.local_training import Call, history, train_plan
 
 NUM_STEPS = 12
 RUN = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "log_every": 2, "num_checkpoints_kept": 3}
@@ -160,7 +160,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call) -> Site:
     from pipelines.archives import list_archives
     from pipelines.text.reading import Document, read_documents
     from pipelines.text.tokenization import train_wordpiece
@@ -177,8 +177,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     lines = [f"{label}\t{word} abc {'def ' * (number % 4)}{number}" for number in range(20) for label, word in
              (("neg", "bad"), ("pos", "good"))]  # fmt: skip
     (home / "labelled.tsv").write_text("\n".join(lines))
-    with processes(1) as alone, processes(2) as together:
-        yield Site(home, {1: alone, 2: together})
+    return Site(home, {1: alone, 2: together})
 
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {

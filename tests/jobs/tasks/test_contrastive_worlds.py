@@ -1,29 +1,30 @@
-"""Test every contrastive loss on Ray Train with DeepSpeed: two workers compute what one does from the same batches."""
+"""Every contrastive loss with towers and DeepSpeed: two processes compute what one does from the same batches.
+
+Gradients are compared by Adam's first moments: its steps alone would hide a gradient that is too large by a factor.
+"""
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from clip_training_support import NUM_PAIRS, tiny_clip_config, write_smooth_tower, write_tiny_images
-from contrastive_walk import NUM_STEPS, NUM_STEPS_BEFORE_ALL_ARE_VISITED, walk
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from torch import Tensor
 
-from jobs.engine.cluster import CPU_ENVIRONMENT, start_ray
 from jobs.tasks.base import resolve_paths
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.create import DataReference, create_task
 from jobs.tasks.dual_encoder.data import prepare_split
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
+from tests.local_training import Call
 
-pytestmark = pytest.mark.cluster
-
+NUM_STEPS = 8
+"""Number of steps. With 100 pairs in batches of 16, they are one epoch and a part of the second."""
+NUM_STEPS_BEFORE_ALL_ARE_VISITED = 4
 WORLD_SIZES = (1, 2)
 SMALLEST_TAU = 0.1
 COSINE_TOLERANCE = 5e-6
@@ -57,41 +58,60 @@ def configuration(loss: str, images: Path, num_workers: int) -> ClipConfig:
     )
 
 
+def walk(rank: int, world_size: int, tasks: dict[str, Any], target: Path) -> None:
+    """Train the task that every function of `tasks` (name → function) creates, with the project's engine.
+
+    For each task, rank 0 writes `<target>/<name>.pt`, which holds the losses (steps,), the weights, and Adam's first
+    moments, which are weighted sums of gradients.
+    """
+    from jobs.engine.checkpoint import SafeCheckpointEngine
+    from jobs.engine.deepspeed_engine import start_engine, whole_parameters
+    from jobs.engine.reshard import _parts, _whole_moments
+
+    for name, create in tasks.items():
+        directory = target / name
+        task = create(rank, world_size)
+        config = task.config
+        task.build(is_fresh=True)
+        engine = start_engine(task.module, task.parameter_groups(), config)
+        size = config.optimizer.batch_size
+        losses = []
+        for step, batch in enumerate(task.stream.batches(0, NUM_STEPS * size)):
+            result = task.train_step(engine, batch, step=step, num_units=size, with_statistics=False)
+            losses.append(task.module.loss.world.sum(result.loss.clone()))
+            if task.module.loss.state is not None and step + 1 in (NUM_STEPS_BEFORE_ALL_ARE_VISITED, NUM_STEPS):
+                (kept := directory / str(step + 1)).mkdir(parents=True, exist_ok=True)
+                task.module.loss.state.save(kept)
+        found = {"losses": torch.stack(losses)}
+        found |= {f"weight {key}": value for key, value in whole_parameters(task.module, config.workers.zero_stage)}
+        engine.checkpoint_engine = SafeCheckpointEngine()
+        engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
+        task.module.loss.world.barrier()
+        if rank == 0:
+            files = _parts(directory / "engine", world_size)
+            read = [engine.checkpoint_engine.load(str(file), map_location="cpu") for file in files]
+            moments, _ = _whole_moments([part["optimizer_state_dict"] for part in read])
+            found |= {f"gradients {key}": value["exp_avg"] for key, value in moments.items()}
+            torch.save(found, directory.with_suffix(".pt"))
+
+
 @pytest.fixture(scope="module")
-def walks(ray_head: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Train all losses in one worker group for each world size, and return world size → directory of the results."""
+def walks(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call) -> dict[int, Path]:
+    """Train all losses with each number of processes, and return number → directory of the results."""
     directory = tmp_path_factory.mktemp("worlds")
     images = write_tiny_images(directory / "images")
     write_smooth_tower(directory / "smooth")
     given_tau = SMALLEST_TAU + 0.4 * torch.rand(2, NUM_PAIRS, generator=torch.Generator().manual_seed(0)).numpy()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "PATH"):
-            patch.setenv(name, ray_head[name])
-        start_ray()
-        config = resolve_paths(configuration("sogclr", images, 1))
-        train, validation = prepare_split(config, "train").directory, prepare_split(config, "validation").directory
-        for size in WORLD_SIZES:
-            tasks = {}
-            for loss in LOSS_KINDS:
-                config = resolve_paths(configuration(loss, images, size))
-                given = given_tau if loss == "sogclr_given" else None
-                data = DataReference(train=train, validation=validation, given_tau=given, towers=None, embeddings=None)
-                tasks[loss] = partial(create_task, config, data)
-            environment = {
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(Path(__file__).parent),
-                "DS_ACCELERATOR": "cpu",
-            }
-            TorchTrainer(
-                walk,
-                train_loop_config={"tasks": tasks, "directory": str(directory / str(size))},
-                scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
-                run_config=RunConfig(
-                    name=f"walk-{size}",
-                    storage_path=str(directory / "ray"),
-                    worker_runtime_env={"env_vars": environment | CPU_ENVIRONMENT},
-                ),
-            ).fit()
+    config = resolve_paths(configuration("sogclr", images, 1))
+    train, validation = prepare_split(config, "train").directory, prepare_split(config, "validation").directory
+    for size in WORLD_SIZES:
+        tasks = {}
+        for loss in LOSS_KINDS:
+            config = resolve_paths(configuration(loss, images, size))
+            given = given_tau if loss == "sogclr_given" else None
+            data = DataReference(train=train, validation=validation, given_tau=given, towers=None, embeddings=None)
+            tasks[loss] = partial(create_task, config, data)
+        (alone if size == 1 else together)(walk, tasks, directory / str(size))
     return {size: directory / str(size) for size in WORLD_SIZES}
 
 
