@@ -112,10 +112,7 @@ def main(arguments: Arguments) -> None:
     encoder = DualEncoder.from_pretrained(arguments.base).config
     tokenizer = load_tokenizer(f"{arguments.base}/text_encoder", needs_eos=False)
     source = PairSource(
-        manifest=manifest,
-        tokenizer=tokenizer,
-        image_size=encoder.image_size,
-        num_text_tokens=encoder.num_text_tokens,
+        manifest=manifest, tokenizer=tokenizer, image_size=encoder.image_size, num_text_tokens=encoder.num_text_tokens
     )
     keys = [key for number in range(len(manifest.shards)) for key in read_index(manifest, number)["key"].to_pylist()]
     frequencies = dict(read_numbers(arguments.train, list_image_archives(arguments.train), "concept_frequency"))
@@ -156,25 +153,19 @@ def main(arguments: Arguments) -> None:
 
 
 def draw(path: Path, curves: Mapping[str, Mapping[float, float]], num_negatives: int) -> None:
-    """Draws a line per curve: the line style shows the kind of temperature, the colour the modality."""
+    """Draw a line per curve: the line style shows the kind of temperature, the colour the modality."""
     kinds = dict.fromkeys(name.split(", ")[0] for name in curves)
     strokes = dict(zip(kinds, itertools.cycle(("-", "--", "-.", ":")), strict=False))
     colours = {"images": "tab:blue", "captions": "tab:orange"}
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, values in curves.items():
         kind, modality = name.split(", ")
-        rhos = sorted(values)
-        heights = [values[rho] for rho in rhos]
+        rhos, heights = zip(*sorted(values.items()), strict=True)
         axes.plot(rhos, heights, marker="o", markersize=4, linestyle=strokes[kind], color=colours[modality], label=name)
     axes.axhline(0.0, color="black", linewidth=0.8)
     if num_negatives:
-        limit = math.log(num_negatives)
-        axes.axvline(limit, color="grey", linewidth=0.8, label=f"log({num_negatives} negatives)")
-    axes.set(
-        xlabel="ρ, nats",
-        ylabel="Spearman(τ, concept frequency)",
-        title="Which way temperatures order frequent and rare",
-    )
+        axes.axvline(math.log(num_negatives), color="grey", linewidth=0.8, label=f"log({num_negatives} negatives)")
+    axes.set(xlabel="ρ, nats", ylabel="Spearman(τ, concept frequency)")
     axes.legend(fontsize=8, ncols=2, loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)

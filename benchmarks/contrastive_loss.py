@@ -3,22 +3,17 @@
     .venv/bin/python -m benchmarks.contrastive_loss [--batch-size 512 8192] [--loss tempnet clip] [--num-rounds 5]
 
 The `dense` forms hold matrices of B × B and let autograd differentiate, as the public implementations do; they mask
-only the diagonal. The form `ours` is `tempnet.contrastive.losses`, masks and state included. Every round times each
-form once, in turn; ratios are medians over rounds. Memory is the growth of the peak resident size over that at the
-start of the step, with each form in its own process. Finally, it prints the size of the global losses' state on every
-rank.
+only the diagonal. The form `ours` is `tempnet.contrastive.losses`, masks and state included. NT-Xent, the loss of
+sentences (`tempnet.contrastive.unimodal`), stands beside pytorch-metric-learning. Memory is the growth of the peak
+resident size over that at the start of the step, with each form in its own process. Finally, it prints the size of the
+global losses' state on every rank.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +21,25 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.memory import measure_peak_growth
+from benchmarks.measure import (
+    RETURN_FREED_MEMORY,
+    in_new_process,
+    measure_peak_growth,
+    print_setting,
+    print_table,
+    ratios,
+    spread,
+    time_in_turn,
+)
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
 from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
 from tempnet.contrastive.world import World
 
 NAMES = ("clip", "cyclip", "sogclr", "isogclr", "tempnet", "temperature_free")
 GAMMA = 0.8
+NT_XENT_TAU, NUM_SENTENCE_FEATURES = 0.05, 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +55,8 @@ class Arguments:
     num_rounds: int = 5
     time: bool = True
     """Whether to measure time; off: memory only."""
-    memory_of: tuple[str, str] | None = None
-    """Internal: measure the memory of one loss and form in this process."""
+    library_pairs: tuple[int, ...] = (64, 128)
+    """Numbers of pairs of NT-Xent; pytorch-metric-learning holds a row for every pair, and takes many GB at 512."""
 
 
 class DenseLoss:
@@ -139,73 +145,73 @@ def make_step(name: str, form: str, arguments: Arguments, batch_size: int) -> Ca
     return run
 
 
-def measure_memory(name: str, form: str, arguments: Arguments, batch_size: int) -> float:
-    """Return the memory of one form in MiB, measured in its own process."""
-    command = [sys.executable, "-m", "benchmarks.contrastive_loss", "--memory-of", name, form]
-    command += ["--batch-size", str(batch_size)]
-    for field in ("embedding_size", "tile_size", "num_threads"):
-        command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
-    # This measures tensors only, not freed memory that malloc keeps: with a fixed threshold, it is returned to the
-    # system at once.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout) / 1024
+def make_library_step(form: str, arguments: Arguments, num_pairs: int) -> Callable[[], None]:
+    """Return a step of NT-Xent between anchors and positives: by `UnimodalLoss`, or by pytorch-metric-learning."""
+    from pytorch_metric_learning.losses import NTXentLoss
+
+    torch.manual_seed(0)
+    draws = [torch.randn(num_pairs, NUM_SENTENCE_FEATURES) for _ in range(2)]
+    anchors, positives = (F.normalize(rows, dim=-1).requires_grad_() for rows in draws)
+    ids, library = torch.arange(num_pairs), NTXentLoss(temperature=NT_XENT_TAU)
+    ours = UnimodalLoss(ContrastiveLossConfig.for_name("clip_fixed", tau=NT_XENT_TAU))
+
+    def run() -> None:
+        anchors.grad = positives.grad = None
+        if form == "ours":
+            ours(anchors, positives, ids, gamma=1.0)["loss"].backward()
+        else:
+            library(torch.cat([anchors, positives]), ids.repeat(2)).backward()
+
+    return run
 
 
-def print_table(arguments: Arguments, batch_size: int) -> None:
-    """Measure one batch size and print its table."""
-    print(
-        f"\nB = {batch_size}\n{'':<18}{'dense s':>9}{'ours s':>9}{'ratio':>7}{'dense MiB':>11}{'ours MiB':>10}{'ratio':>7}"
-    )
-    for name in arguments.loss:
-        seconds: dict[str, list[float]] = {"dense": [], "ours": []}
-        if arguments.time:
-            steps = {form: make_step(name, form, arguments, batch_size) for form in seconds}
-            for number in range(arguments.num_rounds + 1):
-                for form, step in steps.items():
-                    started = time.perf_counter()
-                    step()
-                    if number:  # the first round warms up
-                        seconds[form].append(time.perf_counter() - started)
-            del steps, step
-        memory = {form: measure_memory(name, form, arguments, batch_size) for form in seconds}
-        times = f"{'':>25}"
-        if arguments.time:
-            ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["dense"], strict=True))
-            times = (
-                f"{statistics.median(seconds['dense']):>9.3f}{statistics.median(seconds['ours']):>9.3f}{ratio:>7.2f}"
-            )
-        print(
-            f"{name:<18}{times}{memory['dense']:>11.0f}{memory['ours']:>10.0f}{memory['ours'] / memory['dense']:>7.3f}",
-            flush=True,
-        )
+def memory_of(make: Callable[..., Callable[[], None]], form: tuple[str, ...], arguments: Arguments, size: int) -> float:
+    """Return the memory of one form in MiB."""
+    torch.set_num_threads(arguments.num_threads)
+    make(*form, arguments, 64)()  # so that the one-time initialisation of torch and its libraries is not measured
+    return measure_peak_growth(make(*form, arguments, size))
+
+
+def compare(
+    make: Callable[..., Callable[[], None]], forms: Sequence[tuple[str, ...]], arguments: Arguments, size: int
+) -> list[str]:
+    """Return time and memory of the last of two forms beside those of the first, as cells of a table."""
+    memory = [in_new_process(memory_of, make, form, arguments, size, environment=RETURN_FREED_MEMORY) for form in forms]
+    cells = [*(f"{mib:.0f}" for mib in memory), f"{memory[-1] / memory[0]:.3f}"]
+    if not arguments.time:
+        return ["", "", "", *cells]
+    steps = {form[-1]: make(*form, arguments, size) for form in forms}
+    base, own = time_in_turn(steps, arguments.num_rounds).values()
+    return [*(f"{statistics.median(values):.4f}" for values in (base, own)), spread(ratios(own, base)), *cells]
 
 
 def print_state() -> None:
     """Print the size of the per-sample state on every rank, for the losses that have one."""
-    print(f"\nState per rank, MB\n{'':<18}{'samples':>12}{'W = 1':>9}{'W = 8':>9}")
+    rows = []
     for name in ("sogclr", "tempnet", "isogclr", "sogclr_given"):
         columns = ContrastiveLossConfig.for_name(name).state_columns
         for num_samples in (2_900_000, 12_000_000):
             worlds = World(0, 1), World(0, 8)
             sizes = [SampleState(num_samples, columns, world=world).bytes_per_rank / 1e6 for world in worlds]
-            print(f"{name:<18}{num_samples:>12,}{sizes[0]:>9.1f}{sizes[1]:>9.1f}")
+            rows.append([name, f"{num_samples:,}", *(f"{size:.1f}" for size in sizes)])
+    print_table(["state per rank, MB", "samples", "W = 1", "W = 8"], rows)
 
 
 def main(arguments: Arguments) -> None:
     """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
-    if arguments.memory_of:
-        # A small step runs first, so that the one-time initialisation of torch and its libraries is not measured.
-        make_step(*arguments.memory_of, arguments, 64)()
-        print(json.dumps(measure_peak_growth(make_step(*arguments.memory_of, arguments, arguments.batch_size[0]))))
-        return
-    print(
-        f"d {arguments.embedding_size}, tiles of {arguments.tile_size}², float32, {arguments.num_threads} threads, "
-        f"{arguments.num_rounds} rounds, torch {torch.__version__}"
-    )
-    for batch_size in arguments.batch_size:
-        print_table(arguments, batch_size)
+    print_setting(arguments, "torch", "pytorch-metric-learning")
+    columns = ["base, s", "ours, s", "ours / base", "base, MiB", "ours, MiB", "ours / base"]
+    for size in arguments.batch_size:
+        rows = [
+            [name, *compare(make_step, [(name, "dense"), (name, "ours")], arguments, size)] for name in arguments.loss
+        ]
+        print_table([f"B = {size}, base: dense", *columns], rows)
+    rows = [
+        [f"{size} pairs", *compare(make_library_step, [("library",), ("ours",)], arguments, size)]
+        for size in arguments.library_pairs
+    ]
+    print_table(["NT-Xent, base: pytorch-metric-learning", *columns], rows)
     print_state()
 
 

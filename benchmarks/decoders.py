@@ -1,177 +1,160 @@
-"""Rivals and controls on one bench, over three or more seeds: the table of `jobs.analyse decoders` with intervals over seeds.
+"""TempNets that learned from rewards beside rivals and controls: the table of `jobs.analyse decoders` over several seeds.
 
-    .venv/bin/python -m benchmarks.decoders digits --seeds 0 1 2
-    .venv/bin/python -m benchmarks.decoders arithmetic --seeds 0 1 2
-    .venv/bin/python -m benchmarks.decoders text --worlds worlds-0/shift worlds-1/shift worlds-2/shift
+    .venv/bin/python -m benchmarks.decoders --seeds 0 1 2 3 4
 
-`digits` has a verifier. A text is six free digits ("forks": any is valid), a mark, and the same digits in order ("locks": one
-is valid). In the training texts a fork is d with a probability that falls as 1/(d + 1), so that a low temperature repeats
-itself, and each lock is replaced by a random digit with probability `noise`, so that entropy hardly tells a fork from a lock.
-An answer is correct if the locks are right; different forks are different answers. `arithmetic` has
-a verifier too, nothing wrong in its training texts, and TempNets that learned from rewards (`benchmarks.arithmetic`).
-`text` takes worlds of `benchmarks.miscalibrated`, one for each seed.
+The task is arithmetic with a verifier (`benchmarks.product_paths`). Every seed has a base, which learns demonstrations of
+the training targets and is often wrong at τ = 1, and two TempNets that the trainer of `jobs.train_reward` trains on the
+training targets, for the reward of right texts (`each`) and of distinct right ones (`distinct`). Texts and prompts of the
+development targets choose the parameters of every decoder and train those that learn from text; those of the test targets
+report.
 
-Every seed has a base model, training, texts and choices of its own, and all its figures come from documents and prompts that
-chose nothing. The figures of the table are means over seeds, ± 95 % over seeds by Student's t; half-widths over documents
-are in the JSON of each seed.
+The figures of the table are means over seeds, ± 95 % over seeds by Student's t; half-widths over documents are in the JSON
+of each seed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor
 
-from benchmarks.arithmetic import Arithmetic, compare_arithmetic, show_differences
-from jobs.scoring.decoders.config import Decoders
-from jobs.scoring.decoders.job import resolve_settings
+from benchmarks.miscalibrated import make_model, train, word_tokenizer
+from benchmarks.product_paths import NUM_NEW_TOKENS, WORDS, check, draw_texts, prompt_of, split_targets, tokens_of
+from jobs.engine.tables import markdown_table
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, pair, plot, table
 from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, run_bench
+from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection, VerifierSection
+from jobs.scoring.reward.job import train as train_by_reward
+from jobs.scoring.reward.plan import make_plan
+from jobs.scoring.reward.rollouts import RolloutWorker
+from jobs.scoring.reward.trainer import RewardTrainer
 from tempnet.decoders.texts import mean_interval
 
-NUM_FORKS, MARK, START, END, VOCAB_SIZE = 6, 10, 11, 12, 13
-_NUM_TEXTS, _NUM_HELD_OUT = 20_000, 200
-_BATCH_SIZE, _RATE = 64, 2e-3
+Reward = Literal["each", "distinct"]
+REWARDS: tuple[Reward, ...] = ("each", "distinct")
+_NUM_HELD_OUT = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digits:
-    """The task with a verifier."""
+class Arguments:
+    """Seeds and sizes."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds, three or more."""
-    noise: float = 0.6
-    """Probability with which a lock of a training text is replaced by a random digit."""
-    num_steps_base: int = 800
+    num_steps_base: int = 700
     """Number of training steps of the base model."""
+    num_steps_reward: int = 200
+    """Number of training steps of each TempNet that learns from rewards."""
     num_steps: int = 300
-    """Number of training steps of each learned decoder."""
+    """Number of training steps of each decoder that learns from text."""
     num_samples: int = 32
     """Number of texts for every prompt."""
-    num_prompts: int = 16
-    """Number of prompts; half of them choose."""
     k: int = 8
     """k of pass@k and maj@k."""
-    output: str = "decoders-digits"
-    """Directory of the results."""
+    output: str = "decoders-arithmetic"
+    """Directory of models, runs and results; models that are there are not trained again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """Worlds of `benchmarks.miscalibrated`."""
-
-    worlds: tuple[str, ...]
-    """A directory with `model` and `text.jsonl` for each seed, three or more."""
-    num_steps: int = 300
-    """Number of training steps of each learned decoder."""
-    max_documents: int = 200
-    """Maximum number of documents."""
-    max_prompts: int = 64
-    """Maximum number of prompts; half of them choose."""
-    num_samples: int = 4
-    """Number of texts for every prompt."""
-    max_new_tokens: int = 32
-    """Number of tokens of a text."""
-    output: str = "decoders-text"
-    """Directory of the results."""
-
-
-def make_texts(number: int, noise: float, seed: int) -> np.ndarray:
-    """Return texts of digits (number, 14): forks, mark, locks of which some are wrong, end."""
-    rng = np.random.default_rng(seed)
-    weights = 1.0 / np.arange(1, 11)
-    forks = rng.choice(10, size=(number, NUM_FORKS), p=weights / weights.sum())
-    locks = np.where(rng.random(forks.shape) < noise, rng.integers(0, 10, size=forks.shape), np.sort(forks, axis=1))
-    return np.concatenate([forks, np.full((number, 1), MARK), locks, np.full((number, 1), END)], axis=1)
-
-
-def check_digits(tokens: Sequence[int]) -> tuple[tuple[int, ...] | None, bool]:
-    """Return the forks of a text, None if it has no such form, and whether its locks are right."""
-    forks, rest = tuple(tokens[:NUM_FORKS]), list(tokens[NUM_FORKS:])
-    if len(forks) < NUM_FORKS or max(forks) > 9:
-        return None, False
-    return forks, rest == [MARK, *sorted(forks)]
-
-
-def train_base(job: Digits, seed: int) -> GPT2LMHeadModel:
-    """Train a GPT-2 of two layers on corrupted texts."""
+def train_base(directory: Path, seed: int, num_steps: int) -> None:
+    """Train the base of a seed on demonstrations of the training targets, and save it, unless it is there."""
+    if (directory / "tokenizer.json").exists():
+        return
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=START, eos_token_id=END))
-    texts = torch.from_numpy(make_texts(_NUM_TEXTS, job.noise, seed))
-    texts = torch.cat([torch.full((len(texts), 1), START), texts], dim=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, job.num_steps_base, pct_start=0.1)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(job.num_steps_base):
-        rows = texts[torch.randint(len(texts), (_BATCH_SIZE,), generator=generator)]
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model.eval()
+    rng, targets = np.random.default_rng(seed), split_targets()["train"]
+    base = make_model(len(WORDS), 16, 0, 0)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        texts = torch.from_numpy(draw_texts(128, targets, rng))
+        followers = texts[:, 1:]
+        is_end = (followers == 0).long()
+        is_padding = is_end.cumsum(1) != is_end  # after the first end
+        return texts[:, :-1], followers.masked_fill(is_padding, -100)
+
+    loss = train(base, draw, num_steps=num_steps, rate=4e-3, warmup_share=0.1, beta2=0.98, weight_decay=0.01)
+    print(f"seed {seed}: base model, loss {loss:.3f}", flush=True)
+    base.save_pretrained(directory)
+    word_tokenizer(WORDS, unknown=WORDS[0]).save_pretrained(directory)
 
 
-def compare_digits(job: Digits, seed: int) -> dict[str, Any]:
-    """Return the figures of one seed of the task with a verifier."""
-    with tempfile.TemporaryDirectory(prefix="tempnet-digits-") as directory:
-        train_base(job, seed).save_pretrained(directory)
-        held_out = make_texts(_NUM_HELD_OUT, job.noise, seed + 1_000_000)
-        settings = BenchSettings(
-            model=directory,
-            vocab_size=VOCAB_SIZE,
-            bos_id=START,
-            documents=tuple(map(tuple, held_out.tolist())),
-            prompts=((START,),) * job.num_prompts,
-            tempnets={},
-            num_steps=job.num_steps,
-            num_samples=job.num_samples,
-            max_new_tokens=2 * NUM_FORKS + 2,
-            k=job.k,
-            seed=seed,
-            batch_size=16,
-        )
-
-        def verify(place: int, text: SampledText) -> tuple[tuple[int, ...] | None, bool]:
-            return check_digits(text.tokens)
-
-        worker = BenchWorker(settings)
-        comparison = run_bench(settings, lambda units: [worker(unit) for unit in units], verify)
-    return figures(comparison, k=job.k)
-
-
-def compare_text(job: Text, seed: int) -> dict[str, Any]:
-    """Return the figures of one world."""
-    world = Path(job.worlds[seed])
-    config = Decoders(
-        model=str(world / "model"),
-        text=str(world / "text.jsonl"),
-        output=str(world / "decoders"),
-        num_steps=job.num_steps,
-        max_documents=job.max_documents,
-        max_prompts=job.max_prompts,
-        num_samples=job.num_samples,
-        max_new_tokens=job.max_new_tokens,
+def train_tempnet(job: Arguments, seed: int, directory: Path, reward: Reward) -> str:
+    """Train a TempNet on the training targets, with the trainer's defaults, and return the directory that it is saved in."""
+    run = directory / reward
+    run.mkdir(parents=True, exist_ok=True)
+    lines = [{"id": target, "prompt": prompt_of(target), "target": target} for target in split_targets()["train"]]
+    (run / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = RewardConfig(
+        model=str(directory / "base"),
+        prompts=str(run / "prompts.jsonl"),
+        verifier=VerifierSection(name="benchmarks.product_paths:verify"),
+        temperature=RewardTemperatureSection(hidden_size=64, num_prototypes=32),
+        storage=str(run),
+        reward=reward,
+        num_steps=job.num_steps_reward,
+        prompts_per_step=8,
+        group_size=32,
+        prompts_at_a_time=8,
+        max_new_tokens=NUM_NEW_TOKENS,
         seed=seed,
+        checkpoint_every=50,
     )
-    settings = resolve_settings(config)[0]
+    plan = make_plan(config)
+    worker = RolloutWorker(plan)
+    try:
+        trainer = RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
+        train_by_reward(trainer, config.storage, say=lambda line: None)
+    finally:
+        worker.close()
+    result = trainer.result()
+    last = " ".join(f"{name} {result['last_steps'][name]:.3f}" for name in ("reward", "distinct", "kl", "tau_mean"))
+    print(f"seed {seed}, {reward}: reward at τ = 1 {result['base']['reward']:.3f}; at the end {last}", flush=True)
+    trainer.network.save_pretrained(run / "tempnet")
+    return str(run / "tempnet")
+
+
+def held_out_texts(seed: int) -> list[tuple[int, ...]]:
+    """Return demonstrations without the token that opens them, of development and test targets in turn."""
+    rng, targets = np.random.default_rng(seed + 1_000_000), split_targets()
+    parts = (draw_texts(_NUM_HELD_OUT, targets[part], rng).tolist() for part in ("development", "test"))
+    texts = [text[1:] for both in zip(*parts, strict=True) for text in both]
+    return [tuple(text[: text.index(0) + 1]) for text in texts]
+
+
+def compare(job: Arguments, seed: int) -> dict[str, Any]:
+    """Return the figures of one seed."""
+    directory, targets = Path(job.output) / f"seed-{seed}", split_targets()
+    train_base(directory / "base", seed, job.num_steps_base)
+    # The bench lets even places choose and odd ones report.
+    pairs = zip(targets["development"], targets["test"], strict=True)
+    asked = [target for pair in pairs for target in pair]
+    settings = BenchSettings(
+        model=str(directory / "base"),
+        vocab_size=len(WORDS),
+        bos_id=0,
+        documents=tuple(held_out_texts(seed)),
+        prompts=tuple(tuple(tokens_of(prompt_of(target))) for target in asked),
+        tempnets={f"TempNet, reward {reward}": train_tempnet(job, seed, directory, reward) for reward in REWARDS},
+        num_steps=job.num_steps,
+        num_samples=job.num_samples,
+        max_new_tokens=NUM_NEW_TOKENS,
+        k=job.k,
+        seed=seed,
+        batch_size=16,
+    )
+
+    def verify(place: int, text: SampledText) -> tuple[tuple[int, int] | None, bool]:
+        return check(asked[place], " ".join(WORDS[token] for token in text.tokens))
+
     worker = BenchWorker(settings)
-    comparison = run_bench(settings, lambda units: [worker(unit) for unit in units])
-    return figures(comparison, k=config.k)
+    return figures(run_bench(settings, lambda units: [worker(unit) for unit in units], verify), k=job.k)
 
 
 def combine(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -179,18 +162,15 @@ def combine(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     A loss that is infinite for one seed is None. The rule of a decoder is the list of those that the seeds chose.
     """
-    first = runs[0]
-    decoders: dict[str, Any] = {}
-    for name in first["decoders"]:
-        decoders[name] = {
-            part: {
-                key: _combine_values([run["decoders"][name][part][key] for run in runs])
-                for key in first["decoders"][name][part]
-            }
+    decoders = {
+        name: {
+            part: {key: _combine_values([run["decoders"][name][part][key] for run in runs]) for key in found[part]}
             for part in ("text", "prompts")
         }
+        for name, found in runs[0]["decoders"].items()
+    }
     return {
-        **first,
+        **runs[0],
         "num_tokens": sum(run["num_tokens"] for run in runs),
         "human_loss": sum(run["human_loss"] for run in runs) / len(runs),
         "decoders": decoders,
@@ -207,27 +187,36 @@ def _combine_values(values: Sequence[Any]) -> Any:
     return None if values[0] is None else sum(values) / len(values)
 
 
-def compare(job: Digits | Text | Arithmetic, seed: int) -> dict[str, Any]:
-    """Return the figures of one seed of a task."""
-    if isinstance(job, Digits):
-        return compare_digits(job, seed)
-    return compare_text(job, seed) if isinstance(job, Text) else compare_arithmetic(job, seed)
+def show_differences(runs: Sequence[dict[str, Any]]) -> str:
+    """Return by how much each TempNet that learned from rewards exceeds every decoder, in points, paired over seeds."""
+    names = [f"TempNet, reward {reward}" for reward in REWARDS]
+    measures = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")
+    rows = [["less than it", *(f"{name}: {measure}" for name in names for measure in measures)]]
+    for rival in runs[0]["decoders"]:
+        row = [rival]
+        for name in names:
+            for measure in measures:
+                own, other = (
+                    [run["decoders"][one]["prompts"][measure]["mean"] for run in runs] for one in (name, rival)
+                )
+                gap = mean_interval([100.0 * (a - b) for a, b in zip(own, other, strict=True)])
+                row.append(f"{gap.mean:.1f} ± {gap.half_width:.1f}" if rival != name else "")
+        rows.append(row)
+    return markdown_table(rows)
 
 
-def main(job: Digits | Text | Arithmetic) -> None:
-    """Run all seeds, print a line for each, and at the end the table."""
-    seeds = tuple(range(len(job.worlds))) if isinstance(job, Text) else job.seeds
+def main(job: Arguments) -> None:
+    """Run all seeds, print a line for each, and at the end the tables."""
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
     runs = []
-    for seed in seeds:
+    for seed in job.seeds:
         runs.append(compare(job, seed))
         (output / f"seed-{seed}.json").write_text(json.dumps(runs[-1], indent=1, ensure_ascii=False) + "\n")
         print(f"seed {seed}: {runs[-1]['num_tokens']} tokens report", flush=True)
     values = combine(runs)
-    shown = f"{table(values)}\n\n{len(runs)} seeds, ± 95 % over seeds. {conclusion(values)}"
-    if isinstance(job, Arithmetic):
-        shown += f"\n\n{show_differences(runs)}"
+    summary = f"{len(runs)} seeds, ± 95 % over seeds. {conclusion(values)}"
+    shown = f"{table(values)}\n\n{summary}\n\n{show_differences(runs)}"
     (output / "decoders.md").write_text(shown + "\n")
     plot(values, output / "frontier.png")
     print(f"\n{shown}\n{output}/decoders.md and frontier.png")
@@ -235,8 +224,4 @@ def main(job: Digits | Text | Arithmetic) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(
-        tyro.extras.subcommand_cli_from_dict(
-            {"digits": Digits, "arithmetic": Arithmetic, "text": Text}, description=__doc__
-        )
-    )
+    main(tyro.cli(Arguments, description=__doc__))

@@ -2,23 +2,22 @@
 
     .venv/bin/python -m benchmarks.decoding [--batch-size 8] [--num-new-tokens 32] [--num-rounds 7]
 
-The model has the shape of GPT-2 (125 M parameters) and random weights. Every round times each form once, in turn;
-ratios are medians over rounds. The form `plain` computes τ from the logits (V·d1 products per token), `fold` from the
-hidden state ((d + d1)·d products); the fold's own W1·W and WᵀW are computed once, beforehand.
+The model has the shape of GPT-2 (125 M parameters) and random weights. The form `plain` computes τ from the logits (V·d1
+products per token), `fold` from the hidden state ((d + d1)·d products); the fold's own W1·W and WᵀW are computed once,
+beforehand.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import transformers
 import tyro
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
+from benchmarks.measure import print_setting, print_table, ratios, spread, time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach
 
@@ -78,25 +77,17 @@ def make_forms(arguments: Arguments) -> dict[str, Callable[[], None]]:
 def main(arguments: Arguments) -> None:
     """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
-    forms = make_forms(arguments)
-    print(
-        f"GPT-2 shape: {arguments.num_layers} layers, d {arguments.num_hidden}, V {arguments.vocab_size}, float32; batch "
-        f"{arguments.batch_size}, {arguments.num_prompt_tokens} + {arguments.num_new_tokens} tokens, {arguments.num_threads} "
-        f"threads, torch {torch.__version__}, transformers {transformers.__version__}, {arguments.num_rounds} rounds"
-    )
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    order = list(forms)
-    for number in range(arguments.num_rounds + 1):
-        for name in order[number % 3 :] + order[: number % 3]:  # rotated, so that no form always comes first
-            started = time.perf_counter()
-            forms[name]()
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - started)
-    print(f"{'':<8}{'ms a step':>10}{'ratio':>8}{'from':>8}{'to':>8}")
-    for name, values in seconds.items():
-        ratios = [value / base for value, base in zip(values, seconds["base"], strict=True)]
-        step = 1000 * statistics.median(values) / arguments.num_new_tokens
-        print(f"{name:<8}{step:>10.2f}{statistics.median(ratios):>8.3f}{min(ratios):>8.3f}{max(ratios):>8.3f}")
+    print_setting(arguments, "torch", "transformers")
+    seconds = time_in_turn(make_forms(arguments), arguments.num_rounds)
+    rows = [
+        [
+            name,
+            f"{1000 * statistics.median(values) / arguments.num_new_tokens:.2f}",
+            spread(ratios(values, seconds["base"])),
+        ]
+        for name, values in seconds.items()
+    ]
+    print_table(["float32", "ms a step", "ratio"], rows)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,8 @@ def run_seed(seed: int, num_faults: int, site: Site, reference: Reference) -> bo
     return report.is_good
 
 
-def main() -> None:
+def main(arguments: Arguments) -> None:
     """Run the schedules, and print a table and how many runs were equal to the undisturbed one."""
-    arguments = tyro.cli(Arguments, description=__doc__)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         corpus = write_corpus(Path(name) / "corpus")
         sizes = {"num_steps": arguments.num_steps, "seconds_of_trouble": arguments.seconds_of_trouble}
@@ -82,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Arguments, description=__doc__))

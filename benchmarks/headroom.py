@@ -22,14 +22,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
 
+from benchmarks.measure import print_table
 from benchmarks.miscalibrated import WORLDS
-from jobs.engine.tables import markdown_table
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.report import milli
 from jobs.scoring.headroom.texts.measure import Measurer
@@ -40,7 +41,7 @@ from pipelines.text.part_preparation import readable_documents
 from pipelines.text.tokenization import load_tokenizer
 from tempnet import TempNet, TempNetConfig
 from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens
-from tempnet.headroom.gains import DocumentSums, Interval
+from tempnet.headroom.gains import DocumentSums
 from tempnet.headroom.profile import Profiles, clamp_log_beta
 from tempnet.headroom.run import CONSTANT, HeadroomTest, run_headroom_test
 from tempnet.models.output_head import output_weight
@@ -113,24 +114,18 @@ def run_test(world: World, num_documents: int) -> HeadroomTest:
     )
 
 
-def make_network(head: str, vocab_size: int, state_size: int, rho: float) -> TempNet:
-    """Return a new TempNet for a head."""
-    if head in ("logits", "dro"):
-        return TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
-    both = head == "both"  # Logits without the L2 norm would saturate the first layer.
-    config = TempNetConfig.for_hidden(
-        vocab_size, state_size, with_logits=both, rho=rho, normalize_input=both, pooling="linear"
-    )
-    return TempNet(config)
-
-
 def train_tempnet(world: World, rows: Tensor, job: Arguments, *, head: str, seed: int) -> Callable[[Tensor], Tensor]:
     """Train a TempNet on some tokens, and return the function from tokens to u = log β."""
     torch.manual_seed(seed)
     vocab_size, state_size = world.weight.shape
     log_partition, mean, _ = world.part(rows).profiles.partition(0.0)
     rho = math.log(vocab_size) - (log_partition - mean).mean().item() if head == "dro" else 0.0
-    network = make_network(head, vocab_size, state_size, rho)
+    if head in ("logits", "dro"):
+        network = TempNet(TempNetConfig.for_logits(vocab_size, rho=rho, input_shift="mean"))
+    else:
+        both = head == "both"  # logits without the L2 norm would saturate the first layer
+        changes: dict[str, Any] = {"rho": rho, "normalize_input": both, "pooling": "linear"}
+        network = TempNet(TempNetConfig.for_hidden(vocab_size, state_size, with_logits=both, **changes))
     config = TemperatureLossConfig(name="dro" if head == "dro" else "proper", rho=rho)
 
     def step(chosen: Tensor) -> Tensor:
@@ -209,42 +204,30 @@ def judge_heads(world: World, num_documents: int, job: Arguments) -> DocumentSum
     return sums
 
 
-def in_full(gain: Interval) -> str:
-    """Return a gain in thousandths of a nat; on a calibrated model the question is whether so small an interval holds 0."""
-    return f"{1000 * gain.mean:.3f} ± {1000 * gain.half_width:.3f}"
-
-
 def main(job: Arguments) -> None:
     """Print a row for every world and seed."""
-    rows = [
-        [
-            "world",
-            *(f"test: {name}" for name in FEATURE_SETS),
-            "score test: both",
-            *job.heads,
-            *(f"{head}, MeanShift" for head in job.heads),
-            "ECE: constant",
-            *(f"ECE: {head}" for head in job.heads),
-        ]
-    ]
+    titles = [
+        "world", *(f"test: {name}" for name in FEATURE_SETS), "score test: both", *job.heads,
+        *(f"{head}, MeanShift" for head in job.heads), "ECE: constant", *(f"ECE: {head}" for head in job.heads),
+    ]  # fmt: skip
+    rows = []
     for directory in job.worlds:
         for name in job.kinds:
             world = measure(Path(directory) / name, job)
             num_documents = int(world.documents.max()) + 1
-            test, sums = run_test(world, num_documents), judge_heads(world, num_documents, job)
+            test = run_test(world, num_documents)
+            sums = judge_heads(world, num_documents, job)
             second = test.sums.second_order["both"].sum().item() / len(world.targets)
-            rows.append(
-                [
-                    f"{name}, {Path(directory).name}",
-                    *(in_full(test.sums.gain(features, CONSTANT)) for features in FEATURE_SETS),
-                    f"{1000 * second:.1f}",
-                    *(milli(sums.gain(head, CONSTANT)) for head in job.heads),
-                    *(f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in job.heads),
-                    *(f"{100 * sums.calibration_error(head).mean:.2f}" for head in (CONSTANT, *job.heads)),
-                ]
-            )
-            print(" | ".join(rows[-1]), flush=True)
-    print(markdown_table(rows))
+            # On a calibrated model the question is whether a very small interval holds 0.
+            of_test = [test.sums.gain(features, CONSTANT) for features in FEATURE_SETS]
+            row = [f"{name}, {Path(directory).name}"]
+            row += [f"{1000 * gain.mean:.3f} ± {1000 * gain.half_width:.3f}" for gain in of_test]
+            row += [f"{1000 * second:.1f}", *(milli(sums.gain(head, CONSTANT)) for head in job.heads)]
+            row += [f"{1000 * sums.gain(f'{head}/mean', CONSTANT).mean:.1f}" for head in job.heads]
+            row += [f"{100 * sums.calibration_error(head).mean:.2f}" for head in (CONSTANT, *job.heads)]
+            print(" | ".join(row), flush=True)
+            rows.append(row)
+    print_table(titles, rows)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,22 @@ scaling and normalisation happen on the device. Our pipeline reads through the s
 order of a training plan. It also checks every image against its checksum and computes every pair's digest, which the
 other pipelines do not. The plain webdataset pipeline is what one would write by hand: a shuffle buffer of 1000, Pillow,
 no DataLoader workers. The second one also lets Pillow decode a JPEG at no more than the size that its crop needs
-(`draft`), as ours does. One process and one thread are used, so that CPU seconds are core seconds. Each round times
-every pipeline once, in turn, over the same number of images; ratios are medians over rounds.
+(`draft`), as ours does. One process and one thread are used, so that CPU seconds are core seconds.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
-import platform
 import statistics
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import webdataset
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.measure import print_setting, print_table, ratios, spread
 from pipelines.images.archives import list_image_archives
 from pipelines.images.assembly import assemble
 from pipelines.images.decoding import MAX_PIXELS
@@ -47,6 +48,7 @@ from pipelines.plan import StreamPlan
 from pipelines.text.tokenization import train_bpe
 
 TARGET = 0.95
+WINDOW_SIZE = 32_768
 NUM_TEXT_TOKENS = 30
 OURS, PLAIN, DRAFT = "PairSource", "webdataset + DataLoader", "webdataset + DataLoader, draft"
 IMAGES = "jpg;jpeg;png;webp"
@@ -98,25 +100,22 @@ def prepare(source: str, directory: str) -> ImageManifest:
     return assemble(entries, None, directory=directory, source=source, captions_uri="", max_pixels=MAX_PIXELS)
 
 
-def ours(manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, arguments: Arguments) -> Iterator[Any]:
-    """Yields the batches of a training plan from our pipeline."""
-    source = PairSource(
-        manifest=manifest, tokenizer=tokenizer, image_size=arguments.image_size, num_text_tokens=NUM_TEXT_TOKENS
-    )
-    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=0)
-    place = 0
-    while True:
-        (window, *_) = plan.windows(place, place + 1)
-        places = np.arange(place, min(place + arguments.batch_size, window.stop))
-        yield source.read(*plan.locate(window, places), window.epoch)
-        place = int(places[-1]) + 1
+def read_epoch(source: PairSource, batch_size: int, window_size: int, number: int) -> Iterator[Any]:
+    """Yield the batches of an epoch as `pipelines.stream.RankStream` reads them, without Ray."""
+    num_pairs = source.manifest.num_pairs
+    plan = StreamPlan(shard_sizes=source.manifest.shard_sizes, seed=0, window_size=window_size)
+    windows = list(plan.windows(number * num_pairs, (number + 1) * num_pairs))
+    for index, window in enumerate(windows):
+        later = windows[index + 1].shards if index + 1 < len(windows) else ()
+        source.read_ahead(window.shards, later)
+        for start in range(window.start, window.stop, batch_size):
+            places = np.arange(start, min(start + batch_size, window.stop))
+            yield source.read(*plan.locate(window, places), number)
 
 
-def make_transform(
-    arguments: Arguments, *, with_draft: bool
-) -> Callable[[tuple[bytes, bytes]], tuple[torch.Tensor, str]]:
+def make_transform(image_size: int, *, with_draft: bool) -> Callable[[tuple[bytes, bytes]], tuple[torch.Tensor, str]]:
     """Return a function that makes a view of an image, and a text of a caption, from their files."""
-    rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), arguments.image_size
+    rng, augmentation, size = np.random.default_rng(0), AugmentationConfig(), image_size
 
     def transform(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, str]:
         image = Image.open(io.BytesIO(sample[0]))
@@ -136,34 +135,30 @@ def make_transform(
     return transform
 
 
-def make_collate(
-    tokenizer: PreTrainedTokenizerFast,
-) -> Callable[[list[tuple[torch.Tensor, str]]], dict[str, torch.Tensor]]:
-    """Return a function that makes a batch of views and texts."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the generated captions."""
+    tokenizer = train_bpe([f"word{number}" for number in range(200)], 512)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
-    def collate(samples: list[tuple[torch.Tensor, str]]) -> dict[str, torch.Tensor]:
-        tokens = tokenizer(
-            [text for _, text in samples],
-            padding="max_length",
-            truncation=True,
-            max_length=NUM_TEXT_TOKENS,
-            return_tensors="pt",
-        )
-        return {"images": torch.stack([image for image, _ in samples]), **tokens}
 
-    return collate
+def collate(samples: list[tuple[torch.Tensor, str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
+    """Make a batch of views and texts."""
+    texts = [text for _, text in samples]
+    options = {"padding": "max_length", "truncation": True, "max_length": NUM_TEXT_TOKENS, "return_tensors": "pt"}
+    return {"images": torch.stack([image for image, _ in samples]), **tokenizer(texts, **options)}
 
 
 def make_webdataset_loader(
-    tars: list[str], tokenizer: PreTrainedTokenizerFast, arguments: Arguments, *, with_draft: bool
+    tars: list[str], tokenizer: PreTrainedTokenizerFast, image_size: int, batch_size: int, *, with_draft: bool
 ) -> Iterator[Any]:
     """Return an iterator over the batches of a handwritten webdataset pipeline."""
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), handler=webdataset.warn_and_continue)
     dataset = (
-        dataset.repeat().shuffle(1000).to_tuple(IMAGES, "txt").map(make_transform(arguments, with_draft=with_draft))
+        dataset.repeat().shuffle(1000).to_tuple(IMAGES, "txt").map(make_transform(image_size, with_draft=with_draft))
     )
-    collate = make_collate(tokenizer)
-    return iter(torch.utils.data.DataLoader(dataset, batch_size=arguments.batch_size, collate_fn=collate))
+    together = partial(collate, tokenizer=tokenizer)
+    return iter(torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=together))
 
 
 def main(arguments: Arguments) -> None:
@@ -178,20 +173,19 @@ def main(arguments: Arguments) -> None:
         manifest = prepare(str(data), f"{scratch}/prepared")
         tars = [shard.archive for shard in manifest.shards if shard.num_pairs]
         num_bytes = sum(shard.num_bytes for shard in manifest.shards) / manifest.num_images
-        origin = arguments.data or f"generated images, shorter side {arguments.stored_size}"
-        print(
-            f"{platform.machine()}, Pillow {Image.__version__}, webdataset {webdataset.__version__}\n"
-            f"{origin}: {manifest.num_pairs} pairs, {num_bytes / 1024:.0f} KiB an image, unreadable: "
-            f"{sum(manifest.problems.values())}; views of {arguments.image_size}"
+        print_setting(arguments, "torch", "pillow", "webdataset")
+        print(f"{manifest.num_pairs} pairs, {num_bytes / 1024:.0f} KiB an image")
+        tokenizer, size = make_tokenizer(), arguments.batch_size
+        source = PairSource(
+            manifest=manifest, tokenizer=tokenizer, image_size=arguments.image_size, num_text_tokens=NUM_TEXT_TOKENS
         )
-        tokenizer = train_bpe([f"word{number}" for number in range(200)], 512)
-        tokenizer.pad_token = tokenizer.eos_token
-        makers: dict[str, Callable[[], Iterator[Any]]] = {
-            OURS: lambda: ours(manifest, tokenizer, arguments),
-            PLAIN: lambda: make_webdataset_loader(tars, tokenizer, arguments, with_draft=False),
-            DRAFT: lambda: make_webdataset_loader(tars, tokenizer, arguments, with_draft=True),
+        pipelines: dict[str, Iterator[Any]] = {
+            OURS: itertools.chain.from_iterable(
+                read_epoch(source, size, WINDOW_SIZE, number) for number in itertools.count()
+            ),
+            PLAIN: make_webdataset_loader(tars, tokenizer, arguments.image_size, size, with_draft=False),
+            DRAFT: make_webdataset_loader(tars, tokenizer, arguments.image_size, size, with_draft=True),
         }
-        pipelines = {name: make() for name, make in makers.items()}
         speeds: dict[str, list[float]] = {name: [] for name in pipelines}
         for number in range(arguments.num_rounds + 1):
             for name, batches in pipelines.items():
@@ -200,12 +194,8 @@ def main(arguments: Arguments) -> None:
                     num_images += len(next(batches)["images"])
                 if number:  # the first round fills the shuffle buffer and warms up
                     speeds[name].append(num_images / (time.process_time() - started))
-    print(f"{'':<34}{'images/s a core':>16}{'ours / it':>11}")
-    for name, values in speeds.items():
-        ratios = [own / value for own, value in zip(speeds[OURS], values, strict=True)]
-        spread = "" if name == OURS else f"  ({min(ratios):.3f} to {max(ratios):.3f})"
-        print(f"{name:<34}{statistics.median(values):>16.1f}{statistics.median(ratios):>11.3f}{spread}")
-    print(f"target: at least {TARGET} of {PLAIN!r}")
+    rows = [[name, f"{statistics.median(of):.1f}", spread(ratios(speeds[OURS], of))] for name, of in speeds.items()]
+    print_table([f"target {TARGET} of {PLAIN}", "images/s a core", "ours / it"], rows)
 
 
 if __name__ == "__main__":

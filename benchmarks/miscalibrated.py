@@ -16,10 +16,11 @@ not do: a model also samples sequences that its tokenizer would never produce, a
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,18 +68,42 @@ class Arguments:
     """Number of texts to sample."""
 
 
-def train(model: GPT2LMHeadModel, stream: Tensor, *, num_steps: int, rate: float, seed: int) -> float:
-    """Train a model on blocks drawn from a stream of tokens, and return the mean loss of the last tenth of the steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, num_steps, pct_start=0.05)
-    generator = torch.Generator().manual_seed(seed)
+def make_model(vocab_size: int, num_positions: int, start_id: int, end_id: int) -> GPT2LMHeadModel:
+    """Return a new GPT-2 of two layers and width 64."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "n_positions": num_positions,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
+    none: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=start_id, eos_token_id=end_id))
+
+
+def train(
+    model: GPT2LMHeadModel, draw: Callable[[], tuple[Tensor, Tensor]], *, num_steps: int, rate: float, warmup_share: float,
+    beta2: float, weight_decay: float,
+) -> float:  # fmt: skip
+    """Train a model with AdamW and one cycle of its rate, and return the mean loss of the last tenth of the steps.
+
+    Args:
+        model: the model.
+        draw: returns a batch of tokens and of targets, −100 where there is none.
+        num_steps: number of steps.
+        rate: highest learning rate.
+        warmup_share: share of the steps in which the rate rises.
+        beta2: AdamW's second decay.
+        weight_decay: of all weights.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay, betas=(0.9, beta2))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, num_steps, pct_start=warmup_share)
     losses = []
     model.train()
     for _ in range(num_steps):
-        starts = torch.randint(len(stream) - CONTEXT_LENGTH - 1, (_BATCH_SIZE, 1), generator=generator)
-        block = stream[starts + torch.arange(CONTEXT_LENGTH + 1)]
-        logits = model(input_ids=block[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten())
+        tokens, targets = draw()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,6 +114,18 @@ def train(model: GPT2LMHeadModel, stream: Tensor, *, num_steps: int, rate: float
     return float(np.mean(losses[-max(1, num_steps // 10) :]))
 
 
+def train_on_stream(model: GPT2LMHeadModel, stream: Tensor, *, num_steps: int, rate: float, seed: int) -> float:
+    """Train a model on blocks drawn from a stream of tokens, and return the mean loss of the last tenth of the steps."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(stream) - CONTEXT_LENGTH - 1, (_BATCH_SIZE, 1), generator=generator)
+        block = stream[starts + torch.arange(CONTEXT_LENGTH + 1)]
+        return block[:, :-1], block[:, 1:]
+
+    return train(model, draw, num_steps=num_steps, rate=rate, warmup_share=0.05, beta2=0.95, weight_decay=0.1)
+
+
 @torch.inference_mode()
 def sample_texts(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, number: int, seed: int) -> list[list[int]]:
     """Return token ids that the model samples at τ = 1, each text one token shorter than its context."""
@@ -97,14 +134,9 @@ def sample_texts(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, num
     mask = torch.ones_like(start)
     generator: Any = model
     out = generator.generate(
-        start,
-        attention_mask=mask,
-        eos_token_id=None,
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=CONTEXT_LENGTH - 1,
+        start, attention_mask=mask, eos_token_id=None, do_sample=True, top_k=0, max_new_tokens=CONTEXT_LENGTH - 1,
         pad_token_id=0,
-    )
+    )  # fmt: skip
     texts: list[list[int]] = out[:, 1:].tolist()
     return texts
 
@@ -132,35 +164,20 @@ def make_worlds(job: Arguments) -> None:
     pages = [split_words(page.replace(_UNKNOWN, "")) for page in pages if len(page) > 400]
     tokenizer = make_tokenizer(training)
     torch.manual_seed(job.seed)
-    config = GPT2Config(
-        vocab_size=_VOCAB_SIZE,
-        n_positions=CONTEXT_LENGTH,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=document_start_id(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    base = GPT2LMHeadModel(config)
+    base = make_model(_VOCAB_SIZE, CONTEXT_LENGTH, document_start_id(tokenizer), tokenizer.eos_token_id)
     stream = encode(tokenizer, training)
-    print(
-        f"loss {train(base, stream, num_steps=job.num_steps, rate=5e-3, seed=job.seed):.3f}, {len(stream):,} tokens",
-        flush=True,
-    )
+    loss = train_on_stream(base, stream, num_steps=job.num_steps, rate=5e-3, seed=job.seed)
+    print(f"loss {loss:.3f}, {len(stream):,} tokens", flush=True)
     texts = sample_texts(base, tokenizer, job.num_samples, job.seed)
     sampled = [str(tokenizer.decode(ids)) for ids in texts]
     assert tokenizer(sampled[:20], add_special_tokens=False)["input_ids"] == texts[:20]
     save(job, "calibrated", base, tokenizer, sampled)
     save(job, "shift", base, tokenizer, pages)
-    rounded = GPT2LMHeadModel(config)
-    rounded.load_state_dict(base.state_dict())
+    rounded = copy.deepcopy(base)
     round_weights(rounded, 3)
     save(job, "rounded", rounded, tokenizer, sampled)
     few = encode(tokenizer, training[: job.num_documents_overfit])
-    loss = train(base, few, num_steps=job.num_steps_overfit, rate=3e-3, seed=job.seed + 1)
+    loss = train_on_stream(base, few, num_steps=job.num_steps_overfit, rate=3e-3, seed=job.seed + 1)
     print(f"overfit: loss {loss:.3f}, {len(few):,} tokens", flush=True)
     save(job, "overfit", base, tokenizer, held_out)
 
@@ -171,13 +188,18 @@ def split_words(text: str) -> str:
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the most frequent words, whose every sequence of tokens survives decoding and encoding."""
+    """Return a tokenizer of the most frequent words of texts."""
     counts = Counter(word for text in texts for word in text.split())
     words = [END_OF_TEXT, _UNKNOWN, *(word for word, _ in counts.most_common(_VOCAB_SIZE - 2))]
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=_UNKNOWN))
+    return word_tokenizer(words, unknown=_UNKNOWN)
+
+
+def word_tokenizer(words: Sequence[str], *, unknown: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words, the first of which opens and ends a text; every sequence of tokens survives decoding."""
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=_UNKNOWN
+        tokenizer_object=tokenizer, bos_token=words[0], eos_token=words[0], unk_token=unknown
     )
 
 

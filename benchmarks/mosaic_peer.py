@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.image_pipeline import Arguments, make_collate, make_transform
+from benchmarks.image_pipeline import collate, make_transform
 
 _COLUMNS = {"image": "bytes", "text": "str"}
 _NUM_SAMPLES_AHEAD = 512
@@ -59,16 +59,15 @@ def epoch(
     """
     streaming = _streaming()
     streaming.base.util.clean_stale_shared_memory()
-    transform = make_transform(Arguments(image_size=image_size), with_draft=True)
+    transform = make_transform(image_size, with_draft=True)
     dataset = streaming.StreamingDataset(
         remote=remote, local=local, shuffle=True, batch_size=batch_size, predownload=_NUM_SAMPLES_AHEAD
     )
-    collate = make_collate(tokenizer)
-    yield from torch.utils.data.DataLoader(
-        dataset,
-        batch_size=batch_size,
-        collate_fn=lambda samples: collate([transform((one["image"], one["text"].encode())) for one in samples]),
-    )
+
+    def together(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return collate([transform((one["image"], one["text"].encode())) for one in samples], tokenizer)
+
+    yield from torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=together)
 
 
 def _streaming() -> Any:

@@ -10,14 +10,13 @@ both meet the same load of the machine), bytes that the server sent over the byt
 ratio of images per second of the reading process's computing time, which other load does not change as much.
 The first row has the requests of indexing the tars, as the preparation of training does. The peers are `webdataset`,
 which reads each tar as one stream by curl (in a process of its own), and, where it is installed, MosaicML Streaming
-(`benchmarks.mosaic_peer`), each against its own local speed. The line below each is our images per second from S3 over the
+(`benchmarks.mosaic_peer`), each against its own local speed. A line for each is our images per second from S3 over the
 peer's, of epochs that are read in turn: after the first batch, and of the whole epoch with the wait for its first batch.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,23 +27,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import moto
-import numpy as np
-import pyarrow as pa
 import torch
 import tyro
-import webdataset
-from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import mosaic_peer
-from benchmarks.image_pipeline import Arguments, generate, make_webdataset_loader, prepare
+from benchmarks.image_pipeline import generate, make_tokenizer, make_webdataset_loader, prepare, read_epoch
+from benchmarks.measure import print_setting, print_table, spread
 from pipelines.block_cache import DIRECTORY_VARIABLE
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
-from pipelines.plan import StreamPlan
 from pipelines.ranges import range_reader
-from pipelines.text.tokenization import train_bpe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 from s3_support import Counts, ObjectStore, run_object_store
@@ -72,34 +65,22 @@ class Settings:
     @property
     def line(self) -> dict[str, Any]:
         """What the proxy is told (`s3_support.Behaviour`)."""
-        return {
-            "latency": self.latency,
-            "bytes_per_second": self.megabytes_per_second * 1e6,
-            "remembers": True,
-        }
+        return {"latency": self.latency, "bytes_per_second": self.megabytes_per_second * 1e6, "remembers": True}
 
 
 def epoch(
     manifest: ImageManifest, tokenizer: PreTrainedTokenizerFast, settings: Settings, number: int
 ) -> Iterator[Any]:
-    """Yield the batches of an epoch as `pipelines.stream.RankStream` reads them, without Ray."""
+    """Yield the batches of an epoch from a source of its own."""
     source = PairSource(manifest=manifest, tokenizer=tokenizer, image_size=settings.image_size, cache_bytes=2**30)
-    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=0, window_size=settings.window)
-    windows = list(plan.windows(number * manifest.num_pairs, (number + 1) * manifest.num_pairs))
-    for index, window in enumerate(windows):
-        later = windows[index + 1].shards if index + 1 < len(windows) else ()
-        source.read_ahead(window.shards, later)
-        for start in range(window.start, window.stop, settings.batch_size):
-            places = np.arange(start, min(start + settings.batch_size, window.stop))
-            yield source.read(*plan.locate(window, places), number)
+    yield from read_epoch(source, settings.batch_size, settings.window, number)
 
 
 def webdataset_epoch(
     tars: list[str], tokenizer: PreTrainedTokenizerFast, settings: Settings, number: int
 ) -> Iterator[Any]:
     """Yield the batches of an epoch of webdataset, with the same views; all epochs are alike."""
-    arguments = Arguments(image_size=settings.image_size, batch_size=settings.batch_size)
-    batches = make_webdataset_loader(tars, tokenizer, arguments, with_draft=True)
+    batches = make_webdataset_loader(tars, tokenizer, settings.image_size, settings.batch_size, with_draft=True)
     for _ in range(settings.num_images // settings.batch_size):
         yield next(batches)
 
@@ -113,28 +94,34 @@ def speed(batches: Iterator[Any]) -> tuple[float, float, float]:
     return first - started, num_images / (time.perf_counter() - first), num_images / (time.process_time() - used)
 
 
-def describe(counts: Counts, num_bytes: int) -> str:
-    """Return the bytes and requests of an epoch as text."""
+def describe(counts: Counts, num_bytes: int) -> list[str]:
+    """Return the bytes and requests of an epoch as cells."""
     per_get = counts.num_bytes / 1e6 / max(counts.num_gets, 1)
-    return f"{counts.num_bytes / num_bytes:>8.3f}{per_get:>10.2f}{counts.num_gets:>7}"
+    return [f"{counts.num_bytes / num_bytes:.3f}", f"{per_get:.2f}", f"{counts.num_gets}"]
 
 
-def measure(
-    local: Callable[[int], Iterator[Any]],
-    remote: Callable[[int], Iterator[Any]],
-    store: ObjectStore,
-    settings: Settings,
-) -> tuple[str, Counts]:
-    """Measure epochs side by side; return the speeds as text, and the requests of the last remote epoch."""
+Epoch = Callable[[int], Iterator[Any]]
+"""Number → batches of that epoch."""
+
+
+def measure(local: Epoch, remote: Epoch, num_bytes: int, store: ObjectStore, settings: Settings) -> list[str]:
+    """Measure epochs side by side; return requests, speeds and ratios as cells."""
     rows, counts = [], Counts()
     for number in range(settings.num_rounds + 1):
         near = speed(local(number))
         far, counts = speed_far(remote(number), store, settings)
         if number:  # in the first round the proxy learns its answers
             rows.append((near[1], far[1], far[1] / near[1], far[2] / near[2], far[0]))
-    near_speed, far_speed, ratio, computing, wait = (statistics.median(column) for column in zip(*rows, strict=True))
-    spread = f"  ({min(row[2] for row in rows):.3f} to {max(row[2] for row in rows):.3f})"
-    return f"{near_speed:>8.1f}{far_speed:>8.1f}{ratio:>10.3f}{spread:<18}{computing:>8.3f}{wait:>10.2f}", counts
+    near_speed, far_speed, _, computing, wait = (statistics.median(column) for column in zip(*rows, strict=True))
+    ratio = spread([row[2] for row in rows])
+    return [
+        *describe(counts, num_bytes),
+        f"{near_speed:.1f}",
+        f"{far_speed:.1f}",
+        ratio,
+        f"{computing:.3f}",
+        f"{wait:.2f}",
+    ]
 
 
 def speed_far(batches: Iterator[Any], store: ObjectStore, settings: Settings) -> tuple[tuple[float, ...], Counts]:
@@ -146,12 +133,7 @@ def speed_far(batches: Iterator[Any], store: ObjectStore, settings: Settings) ->
         return speed(batches), store.counts()
 
 
-def compare(
-    ours: Callable[[int], Iterator[Any]],
-    peer: Callable[[int], Iterator[Any]],
-    store: ObjectStore,
-    settings: Settings,
-) -> str:
+def compare(ours: Epoch, peer: Epoch, store: ObjectStore, settings: Settings) -> str:
     """Return our images per second from the server over a peer's as text."""
     ratios = []
     for number in range(settings.num_rounds):
@@ -160,30 +142,27 @@ def compare(
         )
         num_left = settings.num_images - settings.batch_size
         ratios.append((rate / peer_rate, (peer_first + num_left / peer_rate) / (first + num_left / rate)))
-    return ", ".join(
-        f"{name} {statistics.median(column):.3f} ({min(column):.3f} to {max(column):.3f})"
-        for name, column in zip(("after the first batch", "of the epoch"), zip(*ratios, strict=True), strict=True)
-    )
+    after_first, of_epoch = (spread(column) for column in zip(*ratios, strict=True))
+    return f"after the first batch {after_first}, of the epoch {of_epoch}"
 
 
 def measure_peers(
     tars: list[Path],
-    ours: Callable[[int], Iterator[Any]],
+    ours: Epoch,
     tokenizer: PreTrainedTokenizerFast,
     store: ObjectStore,
     settings: Settings,
     scratch: Path,
-) -> None:
-    """Measure the peers and print their rows, and our images per second from the server over theirs."""
+) -> list[list[str]]:
+    """Measure the peers and return their rows; print our images per second from the server over theirs."""
     urls = [f"{store.endpoint}/bucket/data/{tar.name}" for tar in tars]
     near = partial(webdataset_epoch, list(map(str, tars)), tokenizer, settings)
     far = partial(webdataset_epoch, urls, tokenizer, settings)
-    text, counts = measure(near, far, store, settings)
-    print(f"{'webdataset, images/s':<24}{describe(counts, sum(tar.stat().st_size for tar in tars))}{text}", flush=True)
-    print(f"  PairSource / webdataset, from S3: {compare(ours, far, store, settings)}", flush=True)
+    rows = [["webdataset", *measure(near, far, sum(tar.stat().st_size for tar in tars), store, settings)]]
+    print(f"PairSource / webdataset, from S3: {compare(ours, far, store, settings)}", flush=True)
     if not (version := mosaic_peer.version()):
         print("MosaicML Streaming is not installed; `benchmarks.mosaic_peer` says how")
-        return
+        return rows
     num_bytes = mosaic_peer.write_shards(tars, scratch / "mds")
     store.upload(scratch / "mds", "bucket/mds")
     os.environ["S3_ENDPOINT_URL"] = store.endpoint
@@ -193,9 +172,9 @@ def measure_peers(
         return mosaic_peer.epoch(remote, cache, tokenizer, settings.image_size, settings.batch_size)
 
     far = partial(mosaic_epoch, "s3://bucket/mds")
-    text, counts = measure(partial(mosaic_epoch, None), far, store, settings)
-    print(f"{f'Mosaic {version}, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
-    print(f"  PairSource / MosaicML Streaming, from S3: {compare(ours, far, store, settings)}", flush=True)
+    rows.append([f"Mosaic {version}", *measure(partial(mosaic_epoch, None), far, num_bytes, store, settings)])
+    print(f"PairSource / MosaicML Streaming, from S3: {compare(ours, far, store, settings)}", flush=True)
+    return rows
 
 
 def main(settings: Settings) -> None:
@@ -210,28 +189,20 @@ def main(settings: Settings) -> None:
         store.upload(data, "bucket/data")
         tars = sorted(data.iterdir())
         num_bytes = sum(tar.stat().st_size for tar in tars)
-        print(
-            f"{platform.machine()}, {os.cpu_count()} cores, pyarrow {pa.__version__}, Pillow {Image.__version__}, moto "
-            f"{moto.__version__}, webdataset {webdataset.__version__}\n{settings.num_images} images, shorter side "
-            f"{settings.stored_size}, {num_bytes / settings.num_images / 1024:.0f} KiB each, in {len(tars)} tars of "
-            f"{num_bytes / 1e6 / len(tars):.0f} MB; views of {settings.image_size}, windows of {settings.window}; "
-            f"{settings.latency * 1000:.0f} ms a request, {settings.megabytes_per_second:g} MB/s\n"
-            f"{'':<24}{'bytes':>8}{'MB/GET':>10}{'GETs':>7}{'local':>8}{'S3':>8}{'S3/local':>10}{'':<18}"
-            f"{'CPU':>8}{'first, s':>10}"
-        )
-        tokenizer = train_bpe([f"word{number}" for number in range(200)], 512)
-        tokenizer.pad_token = tokenizer.eos_token
+        print_setting(settings, "pyarrow", "pillow", "moto", "webdataset")
+        print(f"{len(tars)} tars of {num_bytes / 1e6 / len(tars):.0f} MB")
+        tokenizer = make_tokenizer()
         local = prepare(str(data), f"{scratch}/local")
         store.behave(**settings.line)
         remote = prepare("s3://bucket/data", f"{scratch}/remote")
         assert remote.digest == local.digest
-        print(f"{'indexing':<24}{describe(store.counts(), num_bytes)}", flush=True)
-        ours = partial(epoch, remote, tokenizer, settings)
-        text, counts = measure(partial(epoch, local, tokenizer, settings), ours, store, settings)
-        print(f"{'PairSource, images/s':<24}{describe(counts, num_bytes)}{text}", flush=True)
+        rows = [["indexing", *describe(store.counts(), num_bytes), *[""] * 5]]
+        near, ours = (partial(epoch, manifest, tokenizer, settings) for manifest in (local, remote))
+        rows.append(["PairSource", *measure(near, ours, num_bytes, store, settings)])
         if settings.with_peers:
-            measure_peers(tars, ours, tokenizer, store, settings, Path(scratch))
-    print(f"targets: S3/local at least {SPEED}, bytes at most {BYTES}, at least {BYTES_PER_GET / 1e6:g} MB/GET")
+            rows += measure_peers(tars, ours, tokenizer, store, settings, Path(scratch))
+    rows.append(["target", f"{BYTES}", f"{BYTES_PER_GET / 1e6:g}", "", "", "", f"{SPEED}", "", ""])
+    print_table(["", "bytes", "MB/GET", "GETs", "local, images/s", "S3, images/s", "S3/local", "CPU", "first, s"], rows)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,14 @@
     .venv/bin/python -m benchmarks.scaling [--num-steps 120] [--num-rounds 3]
 
 `gpt2-scratch-small` on the sample data, with the command that a person types and the same global batch. Every round runs one
-worker and then two. Speeds are medians of the tokens/s that MLflow holds for every 20 steps, without the first of them;
-ratios are taken within a round. Beside it stands what two cores of the machine give at all: the same training step, in plain
+worker and then two. Speeds are medians of the tokens/s that MLflow holds for every 20 steps, without the first of them.
+Beside it stands what two cores of the machine give at all: the same training step, in plain
 PyTorch, in two processes that have nothing to do with each other, each with half of the batch, against one process.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,8 +21,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.engine.metrics import metric_history
-from jobs.engine.tracking import TrackedRun
+from benchmarks.measure import print_setting, run_train_lm, spread, tokens_per_second
 from jobs.studies.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -53,35 +46,21 @@ class Arguments:
 
 def run(num_workers: int, storage: Path, name: str, arguments: Arguments) -> tuple[float, float]:
     """Train with a number of workers; return tokens a second and the share of the time spent waiting for data."""
-    command = [
-        sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", f"--run.storage={storage}", f"--run.name={name}",
-        f"--run.num-steps={arguments.num_steps}", "--run.log-every=20", "--run.checkpoint-every=1000000",
+    outcome = run_train_lm(
+        storage, name, f"--run.num-steps={arguments.num_steps}", "--run.log-every=20", "--run.checkpoint-every=1000000",
         "--validation.every=1000000", f"--workers.num-workers={num_workers}", "--workers.num-threads=1",
         f"--workers.precision={arguments.precision}",
-    ]  # fmt: skip
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-    outcome = json.loads((storage / name / "outcome.json").read_text())
-    tracked = TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"])
-    speeds = [speed for _, speed in sorted(metric_history(tracked, "train/tokens_per_second").items())]
-    return statistics.median(speeds[1:]), outcome["data_wait_share"]
+    )  # fmt: skip
+    return tokens_per_second(outcome), outcome["data_wait_share"]
 
 
 def train_alone(batch_size: int, start: Any, speeds: Any) -> None:
     """Do training steps with one thread, in fp32, and put the tokens a second into a queue."""
     torch.set_num_threads(1)
     base = AutoConfig.for_model(
-        "gpt2",
-        vocab_size=VOCAB_SIZE,
-        n_embd=192,
-        n_layer=4,
-        n_head=6,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
+        "gpt2", vocab_size=VOCAB_SIZE, n_embd=192, n_layer=4, n_head=6, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
     module = TemperatureCausalLM(
         AutoModelForCausalLM.from_config(base, attn_implementation="eager"),
         TempNet(TempNetConfig.for_logits(VOCAB_SIZE, rho=3.0)),
@@ -116,31 +95,24 @@ def measure_machine() -> float:
     return totals[1] / totals[0]
 
 
-def main() -> None:
+def main(arguments: Arguments) -> None:
     """Print the speeds of every round, their ratios, and the median ratio beside its target."""
-    arguments = tyro.cli(Arguments, description=__doc__)
-    print(
-        f"torch {torch.__version__}, {os.cpu_count()} CPUs, {platform.processor() or platform.machine()}, {arguments}"
-    )
-    ratios: list[float] = []
-    machine: list[float] = []
+    print_setting(arguments, "torch", "ray")
+    of_workers, of_processes = list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         for number in range(arguments.num_rounds):
             (alone, _), (both, wait) = (
                 run(workers, Path(name), f"round-{number}-workers-{workers}", arguments) for workers in (1, 2)
             )
-            machine.append(measure_machine())
-            ratios.append(both / alone)
+            of_processes.append(measure_machine())
+            of_workers.append(both / alone)
             print(
-                f"round {number + 1}: one worker {alone:,.0f} tokens/s, two {both:,.0f}, ratio {ratios[-1]:.3f}; two wait "
-                f"{wait:.2%} of the time for data; two independent processes {machine[-1]:.3f} times one",
+                f"round {number + 1}: one worker {alone:,.0f} tokens/s, two {both:,.0f}, ratio {both / alone:.3f}; two wait "
+                f"{wait:.2%} of the time for data; two independent processes {of_processes[-1]:.3f} times one",
                 flush=True,
             )
-    print(
-        f"median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); at least {TARGET:g} was to be; "
-        f"independent processes {statistics.median(machine):.3f} ({min(machine):.3f} to {max(machine):.3f})"
-    )
+    print(f"two workers / one {spread(of_workers)}, target {TARGET:g}; independent processes {spread(of_processes)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Arguments, description=__doc__))

@@ -4,18 +4,19 @@
 
 Times `BatchTemperatures.divide` on all rows, and softmax with one draw per row, which every step does at least. The
 share of a decoding step is computed, not measured: 2·parameters products per row of the model against 2·V·d1 + 2·d1·d2
-of the TempNet, and bytes of weights and of the logits that are read. Ratios are medians over rounds.
+of the TempNet, and bytes of weights and of the logits that are read.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import tyro
 
+from benchmarks.measure import print_setting, ratios, spread, time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.serving.batch import BatchTemperatures
 
@@ -42,29 +43,17 @@ def main(arguments: Arguments) -> None:
     logits = torch.randn(arguments.batch_size, arguments.vocab_size, device=device)
     tau_max = torch.full((arguments.batch_size,), 2.0, device=device)
 
-    def seconds(step: str) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        if step == "divide":
-            temperatures.divide(logits, tau_max)
-        else:
-            torch.multinomial(torch.softmax(logits, dim=-1), 1)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    rounds = [(seconds("divide"), seconds("sample")) for _ in range(arguments.num_rounds + 1)][1:]
-    ratios = [divide / sample for divide, sample in rounds]
+    forms: dict[str, Callable[[], object]] = {
+        "divide": lambda: temperatures.divide(logits, tau_max),
+        "softmax and draw": lambda: torch.multinomial(torch.softmax(logits, dim=-1), 1),
+    }
+    seconds = time_in_turn(forms, arguments.num_rounds)
     config = network.config
     products = arguments.vocab_size * config.hidden_size + config.hidden_size * config.num_prototypes
     of_network = 4 * (products + 5 * arguments.batch_size * arguments.vocab_size)  # five passes over float32 logits
-    print(f"{device}, batch {arguments.batch_size}, V {arguments.vocab_size}, torch {torch.__version__}")
-    print(
-        f"divide {1e3 * statistics.median(one for one, _ in rounds):.2f} ms, softmax and draw "
-        f"{1e3 * statistics.median(one for _, one in rounds):.2f} ms, ratio {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f})"
-    )
+    print_setting(arguments, "torch")
+    times = ", ".join(f"{name} {1e3 * statistics.median(values):.2f} ms" for name, values in seconds.items())
+    print(f"{device}: {times}, ratio {spread(ratios(*seconds.values()))}")
     print(f"share of the products of a step: {products / arguments.num_parameters:.4%}")
     print(
         f"share of the bytes of a step without its key-value cache: {of_network / (2 * arguments.num_parameters):.4%}"

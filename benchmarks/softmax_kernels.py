@@ -4,13 +4,12 @@
 
 All forms compute the gradients of the mean loss for hidden states and weight, in bfloat16. Our kernels support a
 temperature for every token (and optionally the statistics at τ = 1); the others support τ = 1 only. `liger` and
-`cut-cross-entropy` are measured if they can be imported. Every round times each form once, in turn; ratios are medians
-over rounds. Memory is the growth of the allocator's peak over its value at the start of the step, gradients included.
+`cut-cross-entropy` are measured if they can be imported. Memory is the growth of the allocator's peak over its value at
+the start of the step, gradients included.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+from benchmarks.measure import print_setting, print_table, ratios
 from jobs.engine.command_line import fail
 from tempnet.softmax.kernels import softmax_gradients, softmax_statistics
 from tempnet.softmax.launch import is_available
@@ -118,26 +118,21 @@ def main(arguments: Arguments) -> None:
         fail("this benchmark needs an NVIDIA GPU, and torch finds none")
     if not is_available(torch.zeros(1, device="cuda")):
         fail("the kernels need Triton and compute capability 8.0")
-    packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-    installed = {part.metadata["Name"].replace("_", "-") for part in importlib.metadata.distributions()}
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if name in installed]
-    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {', '.join(versions)}")
-    print(
-        f"N {arguments.num_tokens}, d {arguments.hidden_size}, V {arguments.vocab_size}, bfloat16, "
-        f"{arguments.num_rounds} rounds"
-    )
+    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, bfloat16")
+    print_setting(arguments, "torch", "triton", "liger-kernel", "cut-cross-entropy")
     forms = make_forms(arguments, "cuda")
     check(forms)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for _ in range(arguments.num_rounds):
         for name, run in forms.items():
             figures[name].append(measure(run))
-    base = next(iter(figures.values()))
-    print(f"{'':<32}{'ms':>9}{'ratio':>8}{'MiB':>8}")
-    for name, values in figures.items():
-        milliseconds = statistics.median(time for time, _ in values)
-        ratio = statistics.median(time / other for (time, _), (other, _) in zip(values, base, strict=True))
-        print(f"{name:<32}{milliseconds:>9.2f}{ratio:>8.2f}{max(memory for _, memory in values):>8.0f}")
+    milliseconds = {name: [time for time, _ in values] for name, values in figures.items()}
+    rows = []
+    for name, values in milliseconds.items():
+        ratio = statistics.median(ratios(values, milliseconds["eager"]))
+        memory = max(growth for _, growth in figures[name])
+        rows.append([name, f"{statistics.median(values):.2f}", f"{ratio:.2f}", f"{memory:.0f}"])
+    print_table(["", "ms", "ratio", "MiB"], rows)
 
 
 if __name__ == "__main__":

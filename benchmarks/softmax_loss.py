@@ -5,19 +5,14 @@
 The `eager` forms materialise the logits (N, V) and let autograd differentiate; the `chunked` ones are
 `tempnet.softmax.linear`. The peers, which have no temperature, are torch's `linear_cross_entropy` and, if it is
 installed, Cut Cross-Entropy's torch path (`make bench` installs it; Liger runs on CUDA only:
-`benchmarks.softmax_kernels`). Every round times each form once, in turn; ratios are medians over rounds. Memory is the
-growth of the peak resident size over that at the start of the step, with each form in its own process.
+`benchmarks.softmax_kernels`). Memory is the growth of the peak resident size over that at the start of the step, with
+each form in its own process.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,13 +21,13 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.memory import measure_peak_growth
+from benchmarks.measure import in_new_process, measure_peak_growth, print_setting, print_table, ratios, time_in_turn
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax.linear import linear_language_model_loss
 from tempnet.softmax.reference import TemperatureLossConfig, language_model_loss
 
 RHO_SHARE = 0.6
-EAGER, CHUNKED = "eager cross-entropy", "chunked cross-entropy"
+EAGER, CHUNKED, CUT = "eager cross-entropy", "chunked cross-entropy", "Cut Cross-Entropy, torch path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +44,6 @@ class Arguments:
     """Whether to measure the peers, too."""
     time: bool = True
     """Whether to measure time; off: memory only."""
-    memory_of: str = ""
-    """Internal: measure the memory of one form in this process."""
 
 
 def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], None]]:
@@ -85,67 +78,42 @@ def make_forms(arguments: Arguments, num_tokens: int) -> dict[str, Callable[[], 
         if importlib.util.find_spec("cut_cross_entropy"):
             from cut_cross_entropy import linear_cross_entropy
 
-            forms["Cut Cross-Entropy, torch path"] = step(
-                lambda: linear_cross_entropy(hidden, weight, targets, impl="torch_compile")
-            )
+            forms[CUT] = step(lambda: linear_cross_entropy(hidden, weight, targets, impl="torch_compile"))
     return forms
 
 
-def measure_memory(name: str, arguments: Arguments, num_tokens: int) -> float:
-    """Return the memory of one form in MiB, measured in its own process."""
-    command = [sys.executable, "-m", "benchmarks.softmax_loss", "--memory-of", name, "--num-tokens", str(num_tokens)]
-    for field in ("num_hidden", "vocab_size", "num_threads"):
-        command += [f"--{field.replace('_', '-')}", str(getattr(arguments, field))]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+def memory_of(name: str, arguments: Arguments, num_tokens: int) -> float:
+    """Return the memory of one form in MiB."""
+    torch.set_num_threads(arguments.num_threads)
+    run = make_forms(arguments, num_tokens)[name]
+    if name == CUT:
+        run()  # the first call compiles, which is not to be measured
+    return measure_peak_growth(run)
 
 
-def print_table(arguments: Arguments, num_tokens: int) -> None:
+def measure(arguments: Arguments, num_tokens: int) -> None:
     """Measure one number of tokens and print its table."""
     forms = make_forms(arguments, num_tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for number in range(arguments.num_rounds + 1 if arguments.time else 0):
-        for name, run in forms.items():
-            started = time.perf_counter()
-            run()
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - started)
     names = list(forms)
+    seconds = time_in_turn(forms, arguments.num_rounds) if arguments.time else {}
     forms.clear()  # free their tensors before the memory of others is measured
-    memory = {name: measure_memory(name, arguments, num_tokens) for name in names}
-
-    def ratio(name: str, base: str) -> str:
-        if not arguments.time:
-            return ""
-        return f"{statistics.median(value / of for value, of in zip(seconds[name], seconds[base], strict=True)):.3f}"
-
-    print(f"\nN = {num_tokens}\n{'':<32}{'seconds':>9}{'/ eager':>9}{'/ chunked':>11}{'MiB':>8}{'/ eager':>9}")
-    for name, values in seconds.items():
-        middle = f"{statistics.median(values):.3f}" if values else ""
-        print(
-            f"{name:<32}{middle:>9}{ratio(name, EAGER):>9}{ratio(name, CHUNKED):>11}{memory[name]:>8.0f}"
-            f"{memory[name] / memory[EAGER]:>9.2f}",
-            flush=True,
-        )
+    memory = {name: in_new_process(memory_of, name, arguments, num_tokens) for name in names}
+    rows = []
+    for name in names:
+        times = [""] * 3
+        if arguments.time:
+            medians = [statistics.median(ratios(seconds[name], seconds[base])) for base in (EAGER, CHUNKED)]
+            times = [f"{value:.3f}" for value in (statistics.median(seconds[name]), *medians)]
+        rows.append([name, *times, f"{memory[name]:.0f}", f"{memory[name] / memory[EAGER]:.2f}"])
+    print_table([f"N = {num_tokens}", "seconds", "/ eager", "/ chunked", "MiB", "/ eager"], rows)
 
 
 def main(arguments: Arguments) -> None:
     """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
-    if arguments.memory_of:
-        run = make_forms(arguments, arguments.num_tokens[0])[arguments.memory_of]
-        if arguments.memory_of.startswith("Cut"):
-            run()  # the first call compiles, which is not to be measured
-        print(json.dumps(measure_peak_growth(run)))
-        return
-    versions = [f"torch {torch.__version__}"]
-    if importlib.util.find_spec("cut_cross_entropy"):
-        versions.append(f"cut-cross-entropy {importlib.metadata.version('cut-cross-entropy')}")
-    print(
-        f"d {arguments.num_hidden}, V {arguments.vocab_size}, float32, {arguments.num_threads} threads, "
-        f"{arguments.num_rounds} rounds, {', '.join(versions)}"
-    )
+    print_setting(arguments, "torch", "cut-cross-entropy")
     for num_tokens in arguments.num_tokens:
-        print_table(arguments, num_tokens)
+        measure(arguments, num_tokens)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 
 The shape is that of `train_lm gpt2-scratch` (12 layers, width 768, 50 257 tokens padded to 50 304, d1 = d2 = 256), with
 random weights and tokens. A step is forward, backward, clipping and AdamW. The `materialized` forms compute all logits,
-as the papers' code does. Every round times each form once, in turn; ratios are medians over rounds.
+as the papers' code does.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +18,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.measure import print_setting, print_table, ratios, spread, time_in_turn
 from jobs.studies.reproduction.direct import training_step
 from tempnet import TempNet, TempNetConfig
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -74,26 +74,13 @@ def make_step(name: str, arguments: Arguments) -> Callable[[], None]:
 def main(arguments: Arguments) -> None:
     """Run the benchmark and print the results."""
     torch.set_num_threads(arguments.num_threads)
-    print(
-        f"GPT-2, {arguments.num_layers} layers, width 768, V {VOCAB_SIZE}, {arguments.batch_size} × "
-        f"{arguments.sequence_length} tokens, {arguments.precision}, {arguments.attention} attention, "
-        f"{arguments.num_threads} threads, torch {torch.__version__}, {arguments.num_rounds} rounds"
-    )
-    steps = {name: make_step(name, arguments) for name in arguments.forms}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(arguments.num_rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - started)
-    first = next(iter(steps))
-    for name, values in seconds.items():
-        ratios = [value / base for value, base in zip(values, seconds[first], strict=True)]
-        print(
-            f"{name:<30}{statistics.median(values):>8.2f} s{statistics.median(ratios):>8.3f} of {first}  "
-            f"({min(ratios):.3f} to {max(ratios):.3f})"
-        )
+    print_setting(arguments, "torch", "transformers")
+    seconds = time_in_turn({name: make_step(name, arguments) for name in arguments.forms}, arguments.num_rounds)
+    first = seconds[arguments.forms[0]]
+    rows = [
+        [name, f"{statistics.median(values):.2f}", spread(ratios(values, first))] for name, values in seconds.items()
+    ]
+    print_table([f"width 768, V {VOCAB_SIZE}", "s", f"of {arguments.forms[0]}"], rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""What all benchmarks share: rounds in turn, ratios within a round, memory in a process of its own, jobs, and tables.
+
+The speed of a shared machine varies by a factor of two from minute to minute. So every round times each form once, in
+turn, and a ratio is taken between two times of the same round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from jobs.engine.metrics import metric_history
+from jobs.engine.tables import markdown_table
+from jobs.engine.tracking import TrackedRun
+
+Value = TypeVar("Value")
+
+
+def time_in_turn(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every form in every round.
+
+    A round before the first one warms up. The order rotates, so that no form always comes first.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    order = list(forms)
+    for number in range(num_rounds + 1):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            started = time.perf_counter()
+            forms[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return value over base for every round."""
+    return [value / other for value, other in zip(values, base, strict=True)]
+
+
+def spread(values: Sequence[float], num_digits: int = 3) -> str:
+    """Return the median of the rounds, and the smallest and the largest, as text."""
+    median, low, high = (f"{of(values):.{num_digits}f}" for of in (statistics.median, min, max))
+    return f"{median} ({low} to {high})"
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in Markdown, as benchmarks/README.md holds it."""
+    print(f"\n{markdown_table([titles, *rows])}", flush=True)
+
+
+def print_setting(arguments: Any, *packages: str) -> None:
+    """Print the machine, the versions of the packages that are installed, and the arguments of the command line."""
+    installed = {
+        part.metadata["Name"].lower().replace("_", "-"): part.version for part in importlib.metadata.distributions()
+    }
+    versions = [f"{name} {installed[name]}" for name in packages if name in installed]
+    sizes = [f"{field.name} {getattr(arguments, field.name)}" for field in dataclasses.fields(arguments)]
+    print(", ".join((platform.machine(), f"{os.cpu_count()} CPUs", *versions)), "\n" + ", ".join(sizes), flush=True)
+
+
+def in_new_process(run: Callable[..., Value], *arguments: Any, environment: Mapping[str, str] | None = None) -> Value:
+    """Return what a function of a module returns in a new process, which begins with these environment variables."""
+    before = dict(os.environ)
+    os.environ.update(environment or {})
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(run, *arguments).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# Freed memory goes back to the system at once, so that the peak counts tensors and not what malloc keeps.
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def measure_peak_growth(step: Callable[[], object]) -> float:
+    """Run a step, and return by how many MiB its peak resident size exceeds the resident size at its start (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _read_mib("VmRSS")
+    step()
+    return _read_mib("VmHWM") - before
+
+
+def _read_mib(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field))) / 1024
+
+
+def run_train_lm(storage: Path, name: str, *options: str) -> dict[str, Any]:
+    """Train `gpt2-scratch-small` by the command that a person types, and return its outcome."""
+    command = [
+        sys.executable, "-m", "jobs.train_lm", "gpt2-scratch-small", f"--run.storage={storage}", f"--run.name={name}",
+        *options,
+    ]  # fmt: skip
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    outcome: dict[str, Any] = json.loads((storage / name / "outcome.json").read_text())
+    return outcome
+
+
+def tokens_per_second(outcome: Mapping[str, Any]) -> float:
+    """Return the median of the tokens a second that MLflow holds of a run, without the first, which warms up."""
+    tracked = TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"])
+    speeds = [speed for _, speed in sorted(metric_history(tracked, "train/tokens_per_second").items())]
+    return statistics.median(speeds[1:])
