@@ -1,23 +1,29 @@
-"""Submit a job to a Ray cluster or as a RayJob of Kubernetes, and render the files of a cluster.
+"""Submit a job to a Ray cluster, or write the manifest of a RayJob for Kubernetes.
 
 For example:
 
     python -m jobs.submit ray --address http://head:8265 -- train_lm gpt2-scratch --run.storage s3://bucket/runs
     python -m jobs.submit rayjob --name mine -- train_lm gpt2-scratch --data.train s3://bucket/train --data.validation s3://bucket/test
-    python -m jobs.submit render --output infra
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import tyro
+import yaml
 
 from jobs.engine.command_line import FAILED, fail, refusals_on_one_line, run_job
-from jobs.submission.config import RaySubmission, check_variables
+from jobs.submission.config import RaySubmission, check_variables, sent_revision, variables_of_job
 from jobs.submission.entrypoint import Entrypoint, parse_entrypoint
+
+MANIFESTS = Path(__file__).parents[1] / "infra" / "kubernetes" / "base"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # of a Kubernetes object to whose name KubeRay adds a suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +32,9 @@ class RayJobSubmission:
 
     name: str = ""
     """Name of the RayJob. If empty: the name of the run."""
-    values: str = ""
-    """YAML file with the values of the cluster. If empty: the defaults, which `render` shows."""
+    cluster: str = ""
+    """YAML file with the RayCluster after which the job's own cluster is made. There may be other objects in it, as in
+    what `kubectl kustomize` prints of an overlay. If empty: infra/kubernetes/base/ray-cluster.yaml."""
     variables: tuple[str, ...] = ()
     """Names of environment variables of this process to set for the job as well. Not for secrets."""
     output: str = ""
@@ -37,18 +44,15 @@ class RayJobSubmission:
         check_variables(self.variables)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Render:
-    """Render the Dockerfile, the manifests of Ray and MLflow, and the configuration of `ray up` from one set of values."""
+class _WithoutAnchors(yaml.SafeDumper):
+    """Writes what occurs several times in full each time."""
 
-    values: str = ""
-    """YAML file with the values of the cluster. If empty: the defaults."""
-    output: str = "infra"
-    """Directory to write to."""
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
-def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission | Render, Entrypoint | None]:
-    """Parse the arguments into what to do and the job, which follows `--`; None for `render`.
+def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission, Entrypoint]:
+    """Parse the arguments into what to do and the job, which follows `--`.
 
     Exits the process with a message on an unknown option or job, or a value that is refused.
     """
@@ -58,16 +62,12 @@ def parse(arguments: Sequence[str]) -> tuple[RaySubmission | RayJobSubmission | 
         own, words = own[:at], own[at + 1 :]
     with refusals_on_one_line():
         request = tyro.extras.subcommand_cli_from_dict(
-            {"ray": RaySubmission, "rayjob": RayJobSubmission, "render": Render},
+            {"ray": RaySubmission, "rayjob": RayJobSubmission},
             args=own,
             prog="python -m jobs.submit",
             description=__doc__,
         )
     try:
-        if isinstance(request, Render):
-            if words:
-                raise ValueError(f"render takes no job, but {words[0]!r} follows --")
-            return request, None
         return request, parse_entrypoint(words)
     except ValueError as error:
         fail(str(error))
@@ -85,46 +85,47 @@ def submit_to_ray(request: RaySubmission, entrypoint: Entrypoint) -> int:
         fail(str(error), FAILED)
 
 
-def write_ray_job(request: RayJobSubmission, entrypoint: Entrypoint) -> None:
-    """Write the manifest of a RayJob."""
-    from jobs.submission.environment import sent_revision, sent_variables
-    from jobs.submission.render.files import as_yaml, write_files
-    from jobs.submission.render.ray_job import ray_job
-    from jobs.submission.values_file import read_values
+def ray_job(request: RayJobSubmission, entrypoint: Entrypoint) -> dict[str, Any]:
+    """Return the base's ray-job.yaml with the name, command, variables, revision and cluster of a job.
 
-    manifest = ray_job(
-        read_values(request.values),
-        entrypoint,
-        name=request.name or entrypoint.name,
-        revision=sent_revision(),
-        variables=sent_variables(request.variables, is_checked=True),
-    )
-    if request.output:
-        write_files({request.output: as_yaml([manifest])}, ".")
-    else:
-        print(as_yaml([manifest]), end="")
-
-
-def render(request: Render) -> None:
-    """Write the files of a cluster and print their names."""
-    from jobs.submission.render.files import render_files, write_files
-    from jobs.submission.values_file import read_values
-
-    print("\n".join(write_files(render_files(read_values(request.values)), request.output)))
+    Raises:
+        ValueError: if the name cannot be that of a Kubernetes object, or `request.cluster` does not hold one RayCluster.
+        OSError: if a file cannot be read.
+    """
+    name = request.name or entrypoint.name
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name = {name!r} must consist of at most 42 small letters, digits and dashes, as mine-2 does")
+    file = Path(request.cluster or MANIFESTS / "ray-cluster.yaml")
+    try:
+        objects = list(yaml.safe_load_all(file.read_text()))
+    except yaml.YAMLError as error:
+        raise ValueError(f"cluster = {str(file)!r} is no YAML: {error}") from error
+    clusters = [item for item in objects if isinstance(item, dict) and item.get("kind") == "RayCluster"]
+    if len(clusters) != 1:
+        raise ValueError(f"cluster = {str(file)!r} must hold one object of kind RayCluster, not {len(clusters)}")
+    manifest: dict[str, Any] = yaml.safe_load((MANIFESTS / "ray-job.yaml").read_text())
+    manifest["metadata"] |= {"name": name, "namespace": clusters[0]["metadata"].get("namespace", "default")}
+    manifest["spec"] |= {
+        "entrypoint": entrypoint.command,
+        "runtimeEnvYAML": yaml.safe_dump({"env_vars": variables_of_job(request.variables)}),
+        "metadata": {"revision": sent_revision() or "unknown", "name": name},
+        "rayClusterSpec": clusters[0]["spec"],
+    }
+    return manifest
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status, which is that of the job if one was followed."""
     request, entrypoint = parse(arguments)
     try:
-        if isinstance(request, Render):
-            render(request)
-        elif isinstance(request, RayJobSubmission):
-            assert entrypoint is not None
-            write_ray_job(request, entrypoint)
-        else:
-            assert entrypoint is not None
+        if isinstance(request, RaySubmission):
             return submit_to_ray(request, entrypoint)
+        text = yaml.dump(ray_job(request, entrypoint), Dumper=_WithoutAnchors, sort_keys=False, width=120)
+        if request.output:
+            Path(request.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(request.output).write_text(text)
+        else:
+            print(text, end="")
     except (ValueError, OSError) as error:
         fail(str(error))
     return 0

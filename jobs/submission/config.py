@@ -1,14 +1,16 @@
-"""What a user can set about a submission, and what is refused before anything is sent."""
+"""What a user can set about a submission, what is refused before anything is sent, and the environment that a job gets."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jobs.engine.checks import check_not_negative, check_positive
+from jobs.engine.locked import LOCK, LOCKED_VARIABLE
 from jobs.engine.masking import masked
+from jobs.engine.revision import VARIABLE, checkout_revision
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "ACCESS_KEY", "API_KEY", "PRIVATE_KEY", "CREDENTIAL")
 
@@ -27,7 +29,7 @@ def check_variables(names: tuple[str, ...]) -> None:
         if any(word in name.upper() for word in _SECRET_WORDS) or masked(os.environ[name]) != os.environ[name]:
             raise ValueError(
                 f"variables = {name!r} holds a secret, which Ray would keep with the job for everyone to read: set it in "
-                "the environment of every node, on Kubernetes by a Secret (--secret-name)"
+                "the environment of every node, on Kubernetes by a Secret (infra/kubernetes/base/ray-cluster.yaml)"
             )
 
 
@@ -84,3 +86,33 @@ class RaySubmission:
             if address:
                 return address
         raise ValueError("address = '' names no cluster: give --address http://head:8265, or set RAY_ADDRESS")
+
+    def runtime_environment(self) -> dict[str, Any]:
+        """Return Ray's description of the environment that the job is to run in: code, packages and variables."""
+        variables = variables_of_job(self.variables, is_checked=self.environment != "unchecked")
+        variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(self.stop_seconds)
+        runtime: dict[str, Any] = {
+            "working_dir": str(Path(self.working_dir).resolve()),
+            "excludes": ["/.git", "/.venv", "/tests"],
+            "env_vars": variables,
+        }
+        if self.environment == "pip":
+            lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+            # DeepSpeed is built from source, with the torch that is there already and without its own extensions.
+            variables["DS_BUILD_OPS"] = "0"
+            options = ["--disable-pip-version-check", "--no-build-isolation"]
+            runtime["pip"] = {"packages": lines, "pip_check": False, "pip_install_options": options}
+        return runtime
+
+
+def sent_revision() -> str:
+    """Return the revision to tell a job: that of this checkout, or else $TEMPNET_REVISION, which may be empty."""
+    return checkout_revision() or os.environ.get(VARIABLE, "").strip()
+
+
+def variables_of_job(names: tuple[str, ...], *, is_checked: bool = True) -> dict[str, str]:
+    """Return the variables that a job gets: those of `names`, its revision, and whether it checks its packages."""
+    variables = {name: os.environ[name] for name in names}
+    if revision := sent_revision():
+        variables[VARIABLE] = revision
+    return variables | ({LOCKED_VARIABLE: "1"} if is_checked else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -16,29 +17,15 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from jobs.engine.command_line import FAILED, INTERRUPTED
 from jobs.engine.masking import masked
-from jobs.submission.config import RaySubmission
+from jobs.submission.config import RaySubmission, sent_revision
 from jobs.submission.entrypoint import Entrypoint
-from jobs.submission.environment import runtime_environment, sent_revision
 
 _SECONDS_BETWEEN_TRIES = 2.0
 _SECONDS_TO_ANSWER = 10.0  # for a cluster that was not reached before
 _SIGKILL = 9
+_UNREACHABLE = (OSError, RuntimeError, requests.RequestException)
 # Modules of Ray that log every file that is not uploaded and every connection that ends.
-_TALKATIVE = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-    "ray._private.runtime_env.working_dir",
-)
-# What Ray reports when a job ended without its own doing. Errors of the runtime environment and of the command are not
-# among them: a further submission would fail in the same way.
-_LOST = {
-    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
-    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
-    "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE",
-    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
-    "JOB_SUPERVISOR_ACTOR_DIED",
-}
+_TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env")
 
 
 class JobLostError(Exception):
@@ -50,12 +37,7 @@ class SubmissionError(RuntimeError):
 
 
 class Submitter:
-    """Submits one job and follows it to its end.
-
-    Args:
-        request: how to submit.
-        entrypoint: the job.
-    """
+    """Submits one job and follows it to its end."""
 
     def __init__(self, request: RaySubmission, entrypoint: Entrypoint) -> None:
         self._request = request
@@ -96,15 +78,11 @@ class Submitter:
                 raise
 
     def _connect(self, *, wait: bool) -> JobSubmissionClient:
-        """Return a client whose server answers.
-
-        Args:
-            wait: whether to wait for as long as the request allows, and not only for some seconds.
-        """
+        """Return a client whose server answers; `wait` is whether to wait as long as the request allows, or seconds."""
         # Ray prefers this variable to the argument of the client.
         os.environ["RAY_API_SERVER_ADDRESS"] = self._address
-        started = time.monotonic()
-        deadline = started + (60 * self._request.max_wait_minutes if wait else _SECONDS_TO_ANSWER)
+        seconds = 60 * self._request.max_wait_minutes if wait else _SECONDS_TO_ANSWER
+        deadline = time.monotonic() + seconds
         is_told = False
         while True:
             try:
@@ -113,11 +91,11 @@ class Submitter:
                 raise SubmissionError(
                     f"the cluster at {self._address} refuses this token: set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN"
                 ) from error
-            except (OSError, RuntimeError, requests.RequestException) as error:
+            except _UNREACHABLE as error:
                 if time.monotonic() > deadline:
                     cause = error.__cause__ or error.__context__ or error  # Ray's own error names only the address
                     raise SubmissionError(
-                        f"no Ray job server answers at {self._address} within {time.monotonic() - started:.0f} s "
+                        f"no Ray job server answers at {self._address} within {seconds:.0f} s "
                         f"({_first_line(cause)}): start the cluster, or correct --address"
                     ) from error
                 if wait and not is_told:
@@ -141,13 +119,12 @@ class Submitter:
         number = 1
         while (submission_id := self._name if number == 1 else f"{self._name}-{number}") in known:
             number += 1
-        runtime = runtime_environment(self._request)
         metadata = {"name": self._name, "revision": sent_revision() or "unknown"}
         try:
             self.submission_id = client.submit_job(
                 entrypoint=self._entrypoint.command,
                 submission_id=submission_id,
-                runtime_env=runtime,
+                runtime_env=self._request.runtime_environment(),
                 metadata=metadata,
             )
         except (RuntimeError, requests.RequestException) as error:
@@ -166,10 +143,12 @@ class Submitter:
             try:
                 details = client.get_job_info(self.submission_id)
                 if details.status.is_terminal():
-                    self._print_rest(client)
+                    with contextlib.suppress(*_UNREACHABLE):  # the node that had the log may be gone
+                        text = client.get_job_logs(self.submission_id)
+                        self._print(text, len(text))
                     return status_of(details)
                 asyncio.run(self._print_log(client))
-            except (OSError, RuntimeError, requests.RequestException) as error:
+            except _UNREACHABLE as error:
                 if "status code 404" in str(error):
                     raise JobLostError(f"the cluster does not know the job {self.submission_id}") from error
             time.sleep(_SECONDS_BETWEEN_TRIES / 10)
@@ -181,19 +160,10 @@ class Submitter:
             position += len(text)
             self._print(text, position)
 
-    def _print_rest(self, client: JobSubmissionClient) -> None:
-        try:
-            text = client.get_job_logs(self.submission_id)
-        except (OSError, RuntimeError, requests.RequestException):
-            return  # The node that had the log is gone.
-        self._print(text, len(text))
-
     def _print(self, text: str, end: int) -> None:
         """Print what is new of a part of the log that ends at the character `end`."""
         if end > self._num_printed:
-            new = text[-(end - self._num_printed) :]
-            sys.stdout.write(new)
-            sys.stdout.flush()
+            print(text[-(end - self._num_printed) :], end="", flush=True)
             self._num_printed = end
 
     def _stop(self) -> None:
@@ -202,7 +172,7 @@ class Submitter:
         try:
             self._connect(wait=False).stop_job(self.submission_id)
             self._follow()
-        except (JobLostError, SubmissionError, RuntimeError, OSError, requests.RequestException) as error:
+        except (JobLostError, *_UNREACHABLE) as error:
             _say(f"the job could not be stopped ({_first_line(error)}): ray job stop {self.submission_id}")
 
 
@@ -218,7 +188,8 @@ def status_of(details: JobDetails) -> int:
         return INTERRUPTED
     code = details.driver_exit_code
     if code is None:
-        if details.error_type is None or details.error_type in _LOST:
+        # Errors of the runtime environment and of the command would only come again with a further submission.
+        if details.error_type is None or details.error_type.startswith("JOB_SUPERVISOR_ACTOR"):
             raise JobLostError(f"the cluster lost the job: {_first_line(details.message)}")
         _say(f"the job did not start: {_first_line(details.message)}")
         return FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,14 +17,12 @@ from jobs.engine.revision import checkout_revision
 from jobs.submission import ray_jobs
 from jobs.submission.config import RaySubmission
 from jobs.submission.entrypoint import parse_entrypoint
-from jobs.submission.environment import runtime_environment
 from jobs.tasks.presets import clip, language_models
 
 
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [
-        (["train_lm", "gpt2-scratch"], "jobs.train_lm", "gpt2-scratch"),
         (["jobs.train_lm", "gpt2-scratch", "--run.name", "mine"], "jobs.train_lm", "mine"),
         (["train_clip", "clip-cc3m", "--run.seed=1", "--run.name=a b/c"], "jobs.train_clip", "a-b-c"),
         (["sweep", "gpt2-rho-lr", "--base.run.name", "rho"], "jobs.sweep", "rho"),
@@ -36,13 +35,11 @@ def test_a_job_is_named_after_its_run(words: list[str], module: str, name: str) 
     assert shlex.split(entrypoint.command) == ["python", "-m", module, *words[1:]]
 
 
-def test_a_preset_has_the_name_of_its_run() -> None:
+def test_a_preset_has_the_name_of_its_run_and_others_one_of_their_own() -> None:
     for job, presets in (("train_lm", language_models.PRESETS), ("train_clip", clip.PRESETS)):
         for preset, make in presets.items():
             assert parse_entrypoint([job, preset]).name == make().run.name  # type: ignore[attr-defined]
-
-
-def test_a_job_without_a_run_is_named_by_its_arguments() -> None:
+    # Without a run, the arguments decide.
     one, same, other = (parse_entrypoint(["evaluate_lm", "--models", model]).name for model in "aab")
     assert one == same != other
     assert one.startswith("evaluate-lm-")
@@ -68,7 +65,6 @@ def test_an_unknown_job_is_refused(words: list[str], message: str) -> None:
         ({"address": "head:8265"}, r"address = 'head:8265' must begin with http://"),
         ({"address": "http://me:hunter2@head:8265"}, r"address = 'http://\*\*\*@head:8265' must not hold a login"),
         ({"max_wait_minutes": 0.0}, r"submit\.max_wait_minutes = 0\.0 must be positive"),
-        ({"working_dir": "/nowhere"}, r"working_dir = '/nowhere' is no directory"),
         ({"variables": ("NOT_THERE",)}, r"variables = 'NOT_THERE' is not set here"),
         ({"variables": ("MY_TOKEN",)}, r"variables = 'MY_TOKEN' holds a secret"),
         ({"variables": ("TRACKING",)}, r"variables = 'TRACKING' holds a secret"),
@@ -83,35 +79,28 @@ def test_a_wrong_request_is_refused(fields: dict[str, object], message: str, mon
 
 
 def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://two:2")
+    monkeypatch.setenv("RAY_ADDRESS", "http://three:3")
+    assert RaySubmission(address="http://one:1").resolved_address == "http://one:1"
+    assert RaySubmission().resolved_address == "http://two:2"
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+    assert RaySubmission().resolved_address == "http://three:3"
+    monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(ValueError, match="names no cluster"):
         _ = RaySubmission().resolved_address
-    monkeypatch.setenv("RAY_ADDRESS", "http://one:1")
-    assert RaySubmission().resolved_address == "http://one:1"
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://two:2")
-    assert RaySubmission().resolved_address == "http://two:2"
-    assert RaySubmission(address="http://three:3").resolved_address == "http://three:3"
 
 
 def test_a_job_gets_its_revision_and_checks_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "1")
     monkeypatch.setenv("TEMPNET_REVISION", "told")
-    runtime = runtime_environment(RaySubmission(variables=("MODE",), stop_seconds=7))
-    assert runtime["env_vars"] == {
-        "MODE": "1",
-        "TEMPNET_REVISION": checkout_revision() or "told",
-        "TEMPNET_LOCKED": "1",
-        "RAY_JOB_STOP_WAIT_TIME_S": "7",
-    }
+    runtime = RaySubmission(variables=("MODE",), stop_seconds=7).runtime_environment()
+    expected = {"MODE": "1", "TEMPNET_LOCKED": "1", "RAY_JOB_STOP_WAIT_TIME_S": "7"}
+    assert runtime["env_vars"] == expected | {"TEMPNET_REVISION": checkout_revision() or "told"}
     assert runtime["working_dir"] == str(Path.cwd())
-    assert "TEMPNET_LOCKED" not in runtime_environment(RaySubmission(environment="unchecked"))["env_vars"]
-
-
-def test_ray_installs_exactly_the_lock() -> None:
-    runtime = RuntimeEnv(**runtime_environment(RaySubmission(environment="pip")))
+    assert "TEMPNET_LOCKED" not in RaySubmission(environment="unchecked").runtime_environment()["env_vars"]
+    installing = RuntimeEnv(**RaySubmission(environment="pip").runtime_environment())
     pinned = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
-    assert sorted(runtime["pip"]["packages"]) == sorted(pinned)
+    assert sorted(installing["pip"]["packages"]) == sorted(pinned)
 
 
 def test_other_packages_than_those_of_the_lock_are_named(tmp_path: Path) -> None:
@@ -124,54 +113,40 @@ def test_other_packages_than_those_of_the_lock_are_named(tmp_path: Path) -> None
         check_locked(tmp_path / "nothing")
 
 
-def test_a_ray_job_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["--", "train_lm", "gpt2-scratch", "--run.name", "mine"]
-    assert submit.main(["rayjob", *words]) == 0
-    printed = capsys.readouterr().out
-    assert "kind: RayJob\n" in printed
-    assert "name: mine\n" in printed
-    assert submit.main(["rayjob", "--output", "out/job.yaml", *words]) == 0
-    assert Path("out/job.yaml").read_text() == printed
-
-
 def test_a_cluster_that_is_not_there_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_jobs, "_SECONDS_TO_ANSWER", 0.1)
-    monkeypatch.setenv(
-        "RAY_API_SERVER_ADDRESS", ""
-    )  # It is set by the submission, and restored at the end of the test.
+    monkeypatch.setattr(ray_jobs, "_SECONDS_BETWEEN_TRIES", 0.1)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # The submission sets it, and the end of the test restores it.
     with pytest.raises(SystemExit) as ended:
         submit.main(["ray", "--address", "http://127.0.0.1:1", "--", "train_lm", "gpt2-scratch"])
     assert ended.value.code == 1
     assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
+ENDED, LOST = "JOB_ENTRYPOINT_COMMAND_ERROR", None
+
+
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("status", "exit_code", "error_type", "expected"),
     [
-        ({"status": "SUCCEEDED", "driver_exit_code": 0}, 0),
-        ({"status": "STOPPED"}, 130),
-        ({"status": "FAILED", "driver_exit_code": 1, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 1),
-        ({"status": "FAILED", "driver_exit_code": 2, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 2),
-        ({"status": "FAILED", "driver_exit_code": -15, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, 143),
-        ({"status": "FAILED", "error_type": "RUNTIME_ENV_SETUP_FAILURE"}, 1),
-        # What a further submission may cure:
-        ({"status": "FAILED", "driver_exit_code": -9, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, None),
-        ({"status": "FAILED", "driver_exit_code": 137, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}, None),
-        ({"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED"}, None),
-        ({"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"}, None),
+        ("SUCCEEDED", 0, None, 0),
+        ("STOPPED", None, None, 130),
+        ("FAILED", 2, ENDED, 2),
+        ("FAILED", -15, ENDED, 143),
+        ("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", 1),
+        # A further submission may cure these:
+        ("FAILED", -9, ENDED, LOST),
+        ("FAILED", None, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE", LOST),
     ],
 )
 def test_the_status_is_that_of_the_job_unless_the_cluster_lost_it(
-    fields: dict[str, object], expected: int | None
+    status: str, exit_code: int | None, error_type: str | None, expected: int | None
 ) -> None:
-    details = JobDetails(type="SUBMISSION", entrypoint="python", message="it ended", **fields)
-    if expected is None:
-        with pytest.raises(ray_jobs.JobLostError):
-            ray_jobs.status_of(details)
-    else:
+    details = JobDetails(
+        type="SUBMISSION", entrypoint="python", message="it ended",
+        status=status, driver_exit_code=exit_code, error_type=error_type,
+    )  # fmt: skip
+    with pytest.raises(ray_jobs.JobLostError) if expected is LOST else nullcontext():
         assert ray_jobs.status_of(details) == expected
