@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.cluster import start_ray
     from pipelines.images.prepare import check_source, describe, prepare_images
     from pipelines.problems import TooManyProblemsError
-    from pipelines.retries import count_all, describe_retries, with_own_retries
+    from pipelines.retries import RETRIES, describe_retries
 
     with refusals_on_one_line():
         job = tyro.cli(PrepareImagesJob, args=arguments, prog="python -m jobs.prepare_images", description=__doc__)
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
-    if retries := with_own_retries({}):
-        print(describe_retries(retries, num_total=count_all(retries)))
+    if retries := RETRIES.take():
+        print(describe_retries(retries, retries))
     examples = [example for reading in manifest.readings for example in reading.examples]
     for example in examples[:_NUM_EXAMPLES]:
         print(f"  {example}")

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     from jobs.engine.cluster import start_ray
     from pipelines.archives import list_archives
     from pipelines.problems import TooManyProblemsError
-    from pipelines.retries import count_all, describe_retries, with_own_retries
+    from pipelines.retries import RETRIES, describe_retries
     from pipelines.text.documents import DocumentConfig
     from pipelines.text.manifest import Layout
     from pipelines.text.packing import PackingConfig
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, TooManyProblemsError) as error:
         fail(str(error))
     print(f"{manifest.directory}\n{describe(manifest, time.monotonic() - started)}")
-    if retries := with_own_retries({}):
-        print(describe_retries(retries, num_total=count_all(retries)))
+    if retries := RETRIES.take():
+        print(describe_retries(retries, retries))
     return 0
 
 

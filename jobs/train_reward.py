@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status."""
     config, dry_run = parse(arguments)
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
-    from jobs.engine.run_view import where_to_browse
+    from jobs.engine.tracking import where_to_browse
     from jobs.scoring.reward.job import describe_run, train_reward
     from jobs.scoring.reward.trainer import NoRewardError
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pipelines.retries import RETRIES
-from pipelines.store_errors import explain, is_final, name_reason, name_store
+from pipelines.store_errors import explain, is_final
 
 Result = TypeVar("Result")
 
@@ -140,7 +140,6 @@ class RemoteObject:
 
     def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
         self.uri = _uri(filesystem, path)
-        self._store = name_store(filesystem, self.uri)
         self._file: pa.NativeFile = self._persist(lambda: filesystem.open_input_file(path))
         self.size: int = self._file.size()
         """Size of the object in bytes."""
@@ -189,7 +188,7 @@ class RemoteObject:
             except OSError as error:
                 if is_final(error) or attempt == _NUM_ATTEMPTS - 1:
                     raise explain(error, self.uri) from error
-                RETRIES.add(self._store, name_reason(error))
+                RETRIES.add()
                 time.sleep(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0))
         raise AssertionError
 

@@ -55,8 +55,9 @@ def run_recorded_tasks(
     if rows:
         retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
         for row in _map_in_tasks(run, rows, resources or {}) if ray.is_initialized() else map(run, rows):
-            RETRIES.receive(row["retries"])
-            retry_log.add(row["retries"])
+            number = int(row["retries"])
+            RETRIES.add(number)
+            retry_log.add(number)
             done[row["number"]] = json.loads(row["entry"])
     return [entry or {} for entry in done]
 

@@ -6,14 +6,9 @@ pyarrow reports every failure of a store as an OSError without a number, whose t
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from functools import wraps
-from os import environ
 from typing import ParamSpec, TypeVar
-from urllib.parse import urlsplit
-
-from pyarrow import fs
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -36,34 +31,6 @@ _ACCESS = (
 _BUCKET = ("NO_SUCH_BUCKET", "Bucket '", "bucket does not exist")
 _MISSING = ("NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "Path does not exist", "HTTP status 404")
 _UNREACHABLE = ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached")
-
-# The store's own name for a failure, as the libraries of AWS and Google spell it, or the status of the answer.
-_STATUS = re.compile(r"HTTP status (\d{3})")
-_NAME = re.compile(r"(?:AWS Error |Status\()([A-Z_]+)")
-
-
-def name_reason(error: OSError) -> str:
-    """Return the reason of a failed request as one word, such as `slow_down`, `network_connection` or `http_503`."""
-    text = str(error)
-    if status := _STATUS.search(text):
-        return f"http_{status[1]}"
-    if name := _NAME.search(text):
-        return name[1].lower()
-    return "cut_answer" if "the answer ends after" in text else "other"
-
-
-def name_store(filesystem: fs.FileSystem, uri: str) -> str:
-    """Return scheme and bucket of a URI, and the address of the store if it was given, without any credentials."""
-    scheme, _, path = uri.partition("://")
-    bucket = f"{scheme}://{path.lstrip('/').split('/')[0]}"
-    if filesystem.type_name not in ("s3", "gcs"):
-        return bucket
-    # pyarrow tells the address only to what makes a copy of the filesystem.
-    endpoint = filesystem.__reduce__()[1][0].get("endpoint_override")
-    names = ("STORAGE_EMULATOR_HOST",) if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    endpoint = endpoint or next(filter(None, map(environ.get, names)), "")
-    address = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").netloc.rpartition("@")[2]
-    return f"{bucket} at {address}" if address else bucket
 
 
 class RefusedWriteError(PermissionError):

@@ -3,7 +3,8 @@
 Each Ray task reads this rank's items of one window, or of a few batches of a window, and yields several batches at a
 time. Ray Data reads ahead of the consumer within its memory budget and preserves the order. A run is resumed by
 passing its cursor (the next place) as `start`. Sources that hold their data in memory are read without Ray Data, in
-the same order, and so are all others where Ray is not running. What readers count of repeated requests (`pipelines.retries`) travels beside the batches.
+the same order, and so are all others where Ray is not running. What readers count of repeated requests
+(`pipelines.retries`) travels beside the batches.
 """
 
 from __future__ import annotations
@@ -200,7 +201,9 @@ class RankStream:
                 for part in self._parts(places, self.num_batches_per_output):
                     self._read_ahead(windows, int(index), int(part[0]))
                     batch = self.read_places(window, part)
-                    yield batch | {_RETRIES: _spread(RETRIES.take(), len(part))}
+                    retries = np.zeros(len(part), dtype=np.int64)  # a row for every item; the first one has the number
+                    retries[:1] = RETRIES.take()
+                    yield batch | {_RETRIES: retries}
 
         context = DataContext.get_current()
         context.enable_progress_bars = False
@@ -217,8 +220,7 @@ class RankStream:
             resources=dict(self.reader_resources),
         )
         for batch in dataset.iter_batches(batch_size=self.num_items_per_rank, batch_format="numpy", prefetch_batches=4):
-            for text in filter(None, batch.pop(_RETRIES)):
-                RETRIES.receive(text)
+            RETRIES.add(int(batch.pop(_RETRIES).sum()))
             yield batch
 
     def _read_ahead(self, windows: list[Window], index: int, place: int) -> None:
@@ -271,10 +273,3 @@ class RankStream:
             shard, row = (int(value[0]) for value in self.plan.locate(window, [place]))
             names.append(self.source.name(shard, row))
         return names
-
-
-def _spread(text: str, num_items: int) -> np.ndarray:
-    """Return an array (n,) of strings whose first one is the text, and the others are empty."""
-    texts = np.zeros(num_items, dtype=f"<U{max(1, len(text))}")
-    texts[:1] = text
-    return texts

@@ -65,8 +65,8 @@ class RunState:
     """Step and scores of every validation so far."""
     order_version: int = 1
     """Version of the order in which training data are read (`pipelines.plan.StreamPlan.order_version`)."""
-    store_retries: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of requests to object stores that were repeated, by store and reason (`pipelines.retries`)."""
+    store_retries: int = 0
+    """Number of requests to object stores that were repeated (`pipelines.retries`)."""
 
 
 FRESH_STATE = RunState(
@@ -168,7 +168,7 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
             "others left out: finish the run with the program that began it, or begin again under another run.name"
         )
     if state.step == config.run.start_step:  # the run's own checkpoints are of later steps
-        return replace(state, best_rating=None, unsent_metrics=[], store_retries={})
+        return replace(state, best_rating=None, unsent_metrics=[], store_retries=0)
     return state
 
 

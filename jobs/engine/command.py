@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.config import TrainingConfig
 from jobs.engine.recording import RecordModels
-from jobs.engine.run_view import where_to_browse
 from jobs.engine.task import Plan
+from jobs.engine.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=TrainingConfig)
 

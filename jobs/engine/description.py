@@ -7,11 +7,9 @@ from typing import Any
 
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
-from jobs.engine.hardware import state_bytes_per_worker
 from jobs.engine.identity import configuration_hash
 from jobs.engine.masking import masked
-from jobs.engine.memory import Memory
-from pipelines.retries import count_all, count_by_reason
+from jobs.engine.memory import describe_memory, training_memory
 
 _NAME_WIDTH = 13
 
@@ -28,7 +26,7 @@ def describe_plan(
     num_frozen: int = 0,
     tracking_uri: str,
     notes: Iterable[str] = (),
-    memory: Memory | None = None,
+    memory: Mapping[str, float] | None = None,
 ) -> str:
     """Format the plan of a run.
 
@@ -42,10 +40,10 @@ def describe_plan(
         num_frozen: number of frozen parameters.
         tracking_uri: address of MLflow; empty if the run is not logged.
         notes: further lines of text.
-        memory: memory of a worker at its peak; None: only weights, gradients and optimizer are shown.
+        memory: item → bytes of a worker at its peak; None: activations and losses are not counted.
     """
     run, workers = config.run, config.workers
-    state = state_bytes_per_worker(num_trained, num_frozen, workers)
+    state = training_memory(workers, num_trained=num_trained, num_frozen=num_frozen)
     lines = {
         "run": f"{run.name} in {run.directory} (configuration {configuration_hash(config)})",
         **about,
@@ -54,9 +52,7 @@ def describe_plan(
         "workers": f"{workers.num_workers} × {'1 GPU' if workers.use_gpu else 'CPU'}, ZeRO {workers.zero_stage}, "
         f"{workers.resolved_precision}{readers}",
         "parameters": parameters,
-        "memory": memory.describe()
-        if memory
-        else f"{state / 2**30:.2f} GiB a worker for weights, gradients and optimizer",
+        "memory": describe_memory(memory) if memory else f"{describe_memory(state)}; activations are not counted",
         "MLflow": masked(tracking_uri) or "off",
     }
     rows = [*lines.items(), *(("note", note) for note in notes)]
@@ -70,8 +66,7 @@ def results(rows: Iterable[tuple[str, str]], outcome: Mapping[str, Any], unit: s
         rows.append(("training speed", f"{speed:,.0f} {unit}/s"))
         rows.append(("share of the time spent waiting for data", f"{outcome['data_wait_share']:.2%}"))
     if retries := outcome.get("store_retries"):
-        kinds = ", ".join(f"{number} {reason}" for reason, number in count_by_reason(retries).items())
-        rows.append(("repeated requests to object stores", f"{count_all(retries)} ({kinds})"))
+        rows.append(("repeated requests to object stores", f"{retries}"))
     num_epochs = outcome["num_epochs"]  # None if the run ended before all of its data were prepared
     rows.append(
         ("steps, epochs", f"{outcome['num_steps']}, {'below 1' if num_epochs is None else f'{num_epochs:.2f}'}")

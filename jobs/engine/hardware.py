@@ -1,4 +1,4 @@
-"""The memory and threads that a run uses, and the peak speed of its devices."""
+"""The threads and the peak memory of a run, and the peak speed of its devices."""
 
 from __future__ import annotations
 
@@ -15,24 +15,6 @@ PEAK_FLOPS_PER_SECOND = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200":
 def worker_device(workers: WorkersSection) -> torch.device:
     """Return the device of a worker: the CPU, or PyTorch's current GPU, which is the one that Ray Train has given to it."""
     return torch.device("cuda", torch.cuda.current_device()) if workers.use_gpu else torch.device("cpu")
-
-
-def state_bytes_per_worker(num_trained: int, num_frozen: int, workers: WorkersSection) -> float:
-    """Return the bytes that a worker holds for weights, gradients and AdamW; activations and logits need more.
-
-    A trained parameter has 4 bytes of weight, 4 of gradient and 12 of optimizer state (two moments, and a copy of the
-    weight, which ZeRO 0 does not have). ZeRO 1 divides the optimizer state among the workers, ZeRO 2 also the
-    gradients, ZeRO 3 also the weights. Optimizer state that is offloaded to CPU memory is not counted.
-
-    Args:
-        num_trained: number of trained parameters.
-        num_frozen: number of frozen parameters.
-        workers: the workers of the run.
-    """
-    share = [1.0 if workers.zero_stage < stage else 1.0 / workers.min_workers for stage in (1, 2, 3)]
-    optimizer = 0.0 if workers.offload_optimizer else (12 if workers.zero_stage else 8) * share[0]
-    frozen = (2 if workers.resolved_precision == "bf16" else 4) * share[2]
-    return num_trained * (optimizer + 4 * share[1] + 4 * share[2]) + num_frozen * frozen
 
 
 def num_threads_per_worker(

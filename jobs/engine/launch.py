@@ -25,7 +25,7 @@ from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.outcome import finish
 from jobs.engine.progress import note_failure
-from jobs.engine.recording import RecordModels, record_end, run_columns
+from jobs.engine.recording import RecordModels, record_end
 from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
 from jobs.engine.run_list import describe_run
 from jobs.engine.start import check_start
@@ -251,7 +251,6 @@ def _open_tracked_run(plan: Plan, prepared: PreparedTask, parent_run_id: str, or
         parameters={**flatten(config), **prepared.parameters},
         tags=tags | ({"mlflow.parentRunId": parent_run_id} if parent_run_id else {}),
         data_sets=prepared.data_sets,
-        columns=run_columns(plan.deciding_scores),
     )
 
 

@@ -29,11 +29,11 @@ from jobs.engine.metrics import MetricLogger
 from jobs.engine.pace import Ahead, Pace
 from jobs.engine.seeds import seed_of
 from jobs.engine.stopping import StopRequests
-from jobs.engine.store_retries import StoreRetries
 from jobs.engine.system_metrics import SystemMetrics
 from jobs.engine.task import Statistics, Task
 from jobs.engine.watch import Validation
 from jobs.engine.worker_context import WorkerContext
+from pipelines.retries import RETRIES, RetryLog
 from pipelines.stream import Batch
 
 _DIGEST_MODULUS = 1 << 48
@@ -99,7 +99,7 @@ class TrainingLoop:
                 self.metrics.resend(state.unsent_metrics)
                 if config.tracking.system_metrics:
                     self.system_metrics = SystemMetrics(self.metrics, lambda: self.step)
-        self.retries = StoreRetries(state.store_retries, group=self.host_group, progress=self.progress)
+        self.retry_log = RetryLog(self.progress.say if self.progress else lambda _: None, state.store_retries)
         self.losses: list[Tensor] = []
         self.digests: list[int] = []
         self.total, self.since_report = Pace(), Pace()
@@ -144,7 +144,7 @@ class TrainingLoop:
             "seconds_trained": self.seconds_before + self.total.seconds,
             f"{self.task.unit}_per_second": self.total.units_per_second if self.total.seconds else None,
             "data_wait_share": self.total.data_wait_share if self.total.seconds else None,
-            "store_retries": self.retries.collect(),
+            "store_retries": self._collect_retries(),
             "peak_memory_gib": peak_memory_gib(),
             "world_size": self.world_size,
         }
@@ -201,7 +201,7 @@ class TrainingLoop:
 
     def _report_steps(self, statistics: Statistics | None) -> None:
         """Read the losses since the last report, raise FatalTrainingError if one is not finite, and log the metrics."""
-        self.retries.collect()
+        self._collect_retries()
         losses = torch.stack(self.losses).double()
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
@@ -225,7 +225,7 @@ class TrainingLoop:
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
-            **self.retries.metrics(),
+            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
             **{f"learning_rate/{group['name']}": group["lr"] for group in groups},
         }
         peak = peak_flops_per_second(self.engine.device)
@@ -240,6 +240,13 @@ class TrainingLoop:
         if self.progress:
             self.progress.show(self.step, values[-1], summary.get("tau_mean"), self.since_report.units_per_second)
         self.since_report = Pace()
+
+    def _collect_retries(self) -> int:
+        """Add what all ranks have counted of repeated requests since the last call, and return the number of the run."""
+        taken = torch.tensor(RETRIES.take())
+        dist.all_reduce(taken, group=self.host_group)
+        self.retry_log.add(int(taken))
+        return self.retry_log.total
 
     def _describe_bad_step(self, step: int, value: float) -> str:
         size = self.config.optimizer.batch_size
@@ -297,6 +304,6 @@ class TrainingLoop:
             unsent_metrics=self.metrics.unsent() if self.metrics else [],
             validations=[(validation.step, dict(validation.scores)) for validation in self.validations],
             order_version=self.task.stream.plan.order_version,
-            store_retries=self.retries.totals,
+            store_retries=self.retry_log.total,
         )
         save_checkpoint(self.engine, state, self._save_more, self.context)

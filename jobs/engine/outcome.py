@@ -14,7 +14,7 @@ from jobs.engine.recording import keep_end
 from jobs.engine.rivals import verdict
 from jobs.engine.task import Plan, PreparedTask
 from jobs.engine.tracking import TrackedRun
-from pipelines.retries import with_own_retries
+from pipelines.retries import RETRIES
 from pipelines.storage import resolve, write_json
 
 
@@ -35,7 +35,7 @@ def finish(plan: Plan, prepared: PreparedTask, tracked: TrackedRun | None, resul
         "tracking_uri": masked(plan.tracking_uri),
         **prepared.outcome,
         **data,
-        "store_retries": with_own_retries(result.get("store_retries", {})),  # This process has prepared the data.
+        "store_retries": result.get("store_retries", 0) + RETRIES.take(),  # This process has prepared the data.
         "num_epochs": result["num_steps"] * config.optimizer.batch_size / num_samples if num_samples else None,
         "temperature_verdict": verdict(result),
     }

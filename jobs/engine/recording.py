@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow.fs
@@ -11,23 +11,8 @@ import pyarrow.fs
 from jobs.engine import rivals
 from jobs.engine.config import TrainingConfig
 from jobs.engine.metrics import send_metrics
-from jobs.engine.run_view import metric_column
-from jobs.engine.tracking import TrackedRun, finish_run, metric_name, reconnection_uri, survive_outage
-from pipelines.retries import count_all
+from jobs.engine.tracking import TrackedRun, finish_run, reconnection_uri, survive_outage
 from pipelines.storage import read_json, resolve, write_json
-
-# Their section of MLflow's charts comes behind those of training and validation, because all of them are single values.
-_VERDICT = "verdict"
-
-
-def run_columns(scores: Iterable[str]) -> list[str]:
-    """Return columns for the list of runs (`jobs.engine.run_view`): scores of the last validation, and the verdict on τ.
-
-    Args:
-        scores: names of the scores.
-    """
-    names = [*(f"validation/{score}" for score in scores), f"{_VERDICT}/beats_both_constants"]
-    return [metric_column(metric_name(name)) for name in names]
 
 
 def keep_end(config: TrainingConfig, unsent_metrics: Sequence[Sequence[Any]], *, note: str) -> None:
@@ -70,8 +55,8 @@ def record_end(config: TrainingConfig, outcome: Mapping[str, Any], record_models
         filesystem, path = resolve(f"{config.run.directory}/report")
         with tempfile.TemporaryDirectory() as local:
             pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
-            final = {f"{_VERDICT}/{key}": value for key, value in rivals.metrics(outcome).items()}
-            if num_retries := count_all(outcome.get("store_retries", {})):
+            final = {f"verdict/{key}": value for key, value in rivals.metrics(outcome).items()}
+            if num_retries := outcome.get("store_retries"):
                 final["store_retries"] = num_retries
             finish_run(
                 tracked,

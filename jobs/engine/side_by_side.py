@@ -96,7 +96,7 @@ class SideBySideLoop(TrainingLoop):
         return {name: logger.unsent() for name, logger in self.loggers.items()}
 
     def _report_steps(self, statistics: Statistics | None) -> None:
-        self.retries.collect()
+        self._collect_retries()
         losses = torch.stack(self.losses).double()  # (steps, members)
         dist.all_reduce(losses)
         first = self.step - len(losses) + 1
@@ -122,7 +122,7 @@ class SideBySideLoop(TrainingLoop):
             f"{units}_per_second": self.since_report.units_per_second,
             "data_wait_share": self.since_report.data_wait_share,
             units: float(self.num_units),
-            **self.retries.metrics(),
+            **({"store_retries": float(self.retry_log.total)} if self.retry_log.total else {}),
         }
         engine: Any = self.engine
         for number, logger in enumerate(self.loggers.values()):

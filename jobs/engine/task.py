@@ -226,11 +226,6 @@ class Plan(Protocol):
         """Number of logical CPUs that reading data takes in addition to the workers."""
         ...
 
-    @property
-    def deciding_scores(self) -> Sequence[str]:
-        """Names of the scores of a validation with which MLflow's list of runs begins."""
-        ...
-
     def describe(self) -> str:
         """Return the plan as text for the terminal."""
         ...

@@ -10,11 +10,12 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,6 @@ from mlflow.exceptions import MlflowException
 
 from jobs.engine.config import TrackingSection
 from jobs.engine.masking import masked
-from jobs.engine.run_view import add_columns
 from jobs.engine.tags import JOB_TAG, origin_tags
 from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_data_sets, open_client
 
@@ -39,6 +39,8 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 _DATABASES = ("postgresql", "mysql", "mssql")
 _RUN_TAG = "tempnet.run_directory"
+# Without a type MLflow shows its view for agents.
+_RUNS_QUERY = "workflowType=machine_learning&compareRunsMode=CHART"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,6 @@ def open_run(
     parameters: Mapping[str, Any],
     tags: Mapping[str, str],
     data_sets: Mapping[str, tuple[str, str, str]],
-    columns: Sequence[str] = (),
 ) -> TrackedRun:
     """Find the MLflow run that belongs to a run directory, or create it with its parameters, tags and inputs.
 
@@ -141,7 +142,6 @@ def open_run(
         parameters: logged as parameters, with secrets masked.
         tags: tags in addition to :func:`origin_tags` of this process, which they override.
         data_sets: context → (name, digest, source URI) of the run's inputs.
-        columns: columns for the list of the experiment's runs (`jobs.engine.run_view`).
 
     Raises:
         ConnectionError: if MLflow returns an error.
@@ -150,8 +150,6 @@ def open_run(
     with _naming_refusals(uri, name):
         client = open_client(uri)
         experiment_id = find_or_create_experiment(client, uri, experiment)
-        with survive_outage("the view of the list of runs"):  # such as a login that may not change the experiment
-            add_columns(client, experiment_id, columns)
         quote = '"' if "'" in directory else "'"  # MLflow's filter strings have no escapes
         same = f"tags.`{_RUN_TAG}` = {quote}{directory}{quote}"
         if existing := client.search_runs([experiment_id], filter_string=same, max_results=1):
@@ -161,6 +159,23 @@ def open_run(
         client.log_batch(run_id, params=[Param(key, masked(str(value))[:6000]) for key, value in parameters.items()])
         log_data_sets(client, run_id, data_sets)
         return TrackedRun(uri=uri, run_id=run_id, experiment_id=experiment_id)
+
+
+def where_to_browse(uri: str, experiment_id: str | None) -> str:
+    """Return the lines that say how to see an experiment's runs in MLflow: a command if it needs one, and an address.
+
+    The address opens the charts of all metrics, since MLflow's list of runs shows none by default. Passwords are masked.
+
+    Args:
+        uri: MLflow tracking URI.
+        experiment_id: MLflow's ID of the experiment; None or empty: the address is that of MLflow's first page.
+    """
+    uri = masked(uri)
+    page = f"/#/experiments/{experiment_id}/runs?{_RUNS_QUERY}" if experiment_id else ""
+    if uri.startswith(("http://", "https://")):
+        return f"  {uri.rstrip('/')}{page}"
+    command = f".venv/bin/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri {shlex.quote(uri)}"
+    return f"  {command}\n  and open http://127.0.0.1:5000{page}"
 
 
 def _reopen(client: MlflowClient, run: Run, job: str) -> None:

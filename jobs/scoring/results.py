@@ -14,9 +14,8 @@ from typing import Any
 
 from jobs.engine.identity import flatten
 from jobs.engine.masking import masked
-from jobs.engine.run_view import metric_column
 from jobs.engine.tables import markdown_table
-from jobs.engine.tracking import TrackedRun, finish_run, metric_name, open_run, resolve_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, finish_run, open_run, resolve_uri, survive_outage
 from jobs.scoring.config import EvaluationConfig
 from jobs.scoring.models import ModelSpec
 from jobs.scoring.stages import ScoringFailedError
@@ -145,7 +144,6 @@ def _track(
             parameters=parameters,
             tags=tags,
             data_sets={},
-            columns=[metric_column(metric_name(name)) for column in columns for name in column.metrics],
         )
 
     parent = start(config.name, identity, flatten(config), {})

@@ -22,14 +22,14 @@ class Worker:
         self._build = build
         self._model: Callable[[Any], Any] | None = None
 
-    def run(self, read: tuple[Any, str]) -> tuple[Any, tuple[float, str]]:
+    def run(self, read: tuple[Any, int]) -> tuple[Any, tuple[float, int]]:
         """Return the model's result for an item; and the seconds that it took, with what was counted of retries.
 
         Args:
             read: the item, with what was counted of retries while it was read, as `read_items` yields it.
         """
         item, retries = read
-        RETRIES.receive(retries)
+        RETRIES.add(retries)
         if self._model is None:  # Built here, not in __init__, so that an error is that of a unit.
             self._model = self._build()
         started = time.monotonic()
@@ -37,12 +37,12 @@ class Worker:
         return result, (time.monotonic() - started, RETRIES.take())
 
 
-def read_items(read: Callable[[Any], Iterable[Any]], unit: Any) -> Generator[tuple[Any, str], None, None]:
+def read_items(read: Callable[[Any], Iterable[Any]], unit: Any) -> Generator[tuple[Any, int], None, None]:
     """Yield the items of a unit, each with what was counted of retries since the one before."""
     for item in read(unit):
         yield item, RETRIES.take()
 
 
-def write_result(write: Callable[[Any], Any], result: Any) -> tuple[Any, str]:
+def write_result(write: Callable[[Any], Any], result: Any) -> tuple[Any, int]:
     """Write a result, and return what the driver is to know of it, with what was counted of retries."""
     return write(result), RETRIES.take()

@@ -228,7 +228,7 @@ class _Schedule(Generic[Unit]):
             number = self._waiting.popleft()
             self._num_open[number] += 1
             if self._read is None:
-                self._ready.append((number, (self._units[number], "")))
+                self._ready.append((number, (self._units[number], 0)))
             else:
                 self._readers[self._read_task.remote(self._read, self._units[number])] = number
 
@@ -252,7 +252,7 @@ class _Schedule(Generic[Unit]):
         worker, number, result = self._running.pop(ready)
         try:
             seconds, retries = ray.get(ready)
-            RETRIES.receive(retries)
+            RETRIES.add(retries)
         except RayError as error:
             with suppress(RayError):
                 ray.get(result)  # else Ray logs it as an error that nobody has seen
@@ -276,7 +276,7 @@ class _Schedule(Generic[Unit]):
             value = ray.get(reference)
             if self._write is not None:
                 value, retries = value
-                RETRIES.receive(retries)
+                RETRIES.add(retries)
             return Outcome(number, value, seconds, "")
         except RayError as error:
             return Outcome(number, None, seconds, describe_error(error))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -33,8 +33,6 @@ class BasePlan(ABC, Generic[Config]):
     """Configuration as the user gave it."""
     tracking_uri: str
     """MLflow tracking URI; empty if the run is not logged."""
-    deciding_scores: ClassVar[tuple[str, ...]] = ("cross_entropy_tau", "tau_mean")
-    """Names of the scores of a validation with which MLflow's list of runs begins."""
 
     @property
     def data_cpus(self) -> float:

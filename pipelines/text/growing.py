@@ -180,7 +180,7 @@ class GrowingPlan(StreamPlan):
                 if not self.known:
                     wait_until_started(preparer)
                 self.known[number] = ray.get(preparer.wait_for.remote(number))
-                RETRIES.receive(ray.get(preparer.take_retries.remote()))
+                RETRIES.add(ray.get(preparer.take_retries.remote()))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
         return list(enumerate(self.known[number], start=number * _MAX_SHARDS_PER_PART))

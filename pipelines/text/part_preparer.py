@@ -79,7 +79,7 @@ class PartPreparer:
         self._check()
         return [shard.num_rows for shard in self._entries[part].shards]
 
-    def take_retries(self) -> str:
+    def take_retries(self) -> int:
         """Return what was counted of repeated requests since the last call (`pipelines.retries.Retries.take`)."""
         return RETRIES.take()
 
@@ -102,7 +102,7 @@ class PartPreparer:
     async def _prepare(self, part: int) -> None:
         try:
             record, retries = await (self._begun.pop(part) if part in self._begun else self._submit(part))
-            RETRIES.receive(retries)
+            RETRIES.add(retries)
             self._entries[part] = archive_from_json(record)
             if len(self._entries) == len(self._order):
                 finish_manifest(self._task, self._list_entries())
@@ -125,7 +125,7 @@ class PartPreparer:
 
 
 @ray.remote
-def _run_part(task: PartTask, part: int) -> tuple[dict[str, Any], str]:
+def _run_part(task: PartTask, part: int) -> tuple[dict[str, Any], int]:
     """Prepare a part and write its record; return it, and what was counted of repeated requests (`Retries.take`)."""
     record = task.run(part)
     write_json(f"{task.directory}/{task.parts[part].name}.json", record)

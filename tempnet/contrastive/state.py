@@ -121,7 +121,7 @@ class SampleState:
         """
         for rank, path in enumerate(_files(Path(directory), num_writers)):
             # Determine which of the samples in this file, in order, belong to this rank, and their slots.
-            ids = torch.arange(rank, self.num_samples, num_writers)
+            ids = torch.arange(self.num_samples)[rank::num_writers]
             is_owned, slots = self._find_owned(ids)
             if not is_owned.any():
                 continue

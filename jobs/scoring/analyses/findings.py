@@ -10,7 +10,6 @@ from typing import Any
 
 from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
-from jobs.engine.run_view import metric_column
 from jobs.engine.tracking import finish_run, open_run, survive_outage
 from jobs.scoring.analyses.config import Analysis
 from jobs.scoring.temperatures.texts.settings import record_digest
@@ -79,6 +78,5 @@ def _log(config: Analysis, findings: Findings, directory: Path, *, uri: str, out
         parameters=flatten(config),
         tags={},
         data_sets={"evaluation": ("data", digest, findings.source)},
-        columns=list(map(metric_column, findings.metrics)),
     )
     finish_run(tracked, status="FINISHED", artifacts=directory, metrics=dict(findings.metrics), note=findings.table)

@@ -17,7 +17,6 @@ import torch
 from jobs.engine.cluster import start_ray
 from jobs.engine.export import open_export
 from jobs.engine.identity import flatten
-from jobs.engine.run_view import metric_column
 from jobs.engine.tracking import finish_run, open_run, resolve_uri, survive_outage
 from jobs.scoring.headroom.config import Headroom
 from jobs.scoring.headroom.questions import Measurement, Question
@@ -70,7 +69,6 @@ def measure_headroom(config: Headroom) -> dict[str, Any]:
                     parameters=flatten(config),
                     tags={},
                     data_sets={"evaluation": (measurement.kind, digest, measurement.source)},
-                    columns=[metric_column(name) for name in logged if name.endswith(("/tau", "/gain_mnat"))],
                 )
                 finish_run(tracked, status="FINISHED", artifacts=directory, metrics=logged, note=said)
     if measurement.warning:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jobs.engine.masking import masked
-from jobs.engine.memory import GIB, PROCESS_BYTES
+from jobs.engine.memory import PROCESS_BYTES, describe_memory
 from jobs.scoring.reward.comparison import CONSTANTS, NUM_COMPARED, NUM_FINAL_BATCHES
 from jobs.scoring.reward.learning import NUM_TOKENS_AT_A_TIME
 from jobs.scoring.reward.plan import Question, RewardPlan
@@ -50,7 +50,7 @@ def describe_plan(plan: RewardPlan, tracking_uri: str) -> str:
         "leash": f"KL to settle at a target {target}; λ is {'found' if leash.reset_steps else 'fixed'}, first "
         f"{leash.weight:g}",
         "workers": f"{config.workers.num_workers} × {where}, {config.prompts_at_a_time} prompts at a time",
-        "memory": describe_memory(plan),
+        "memory": _describe_memory(plan),
         "MLflow": masked(tracking_uri) or "off",
     }
     return "\n".join(f"{name:<{_WIDTH}}{text}" for name, text in rows.items())
@@ -64,7 +64,7 @@ def num_measured_texts(plan: RewardPlan) -> int:
     return num_batches * config.prompts_per_step * config.group_size + num_held_out
 
 
-def describe_memory(plan: RewardPlan) -> str:
+def _describe_memory(plan: RewardPlan) -> str:
     """Return the memory of a worker at its peak, by arithmetic: the process, weights, keys and values, and logits."""
     config, shapes = plan.config, _shapes(plan)
     size = getattr(torch, config.dtype).itemsize
@@ -77,8 +77,7 @@ def describe_memory(plan: RewardPlan) -> str:
         "a layer": _NUM_PER_UNIT * shapes["hidden"] * num_tokens * size,
         "logits": _NUM_COPIES * max(NUM_TOKENS_AT_A_TIME, num_texts) * plan.network.input_size * 4,
     }
-    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in items.items())
-    return f"about {sum(items.values()) / GIB:.2f} GiB a worker: {parts}"
+    return f"about {describe_memory(items)}"
 
 
 def _shapes(plan: RewardPlan) -> dict[str, int]:

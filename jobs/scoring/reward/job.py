@@ -16,7 +16,6 @@ from jobs.engine.export import open_export
 from jobs.engine.identity import differences, flatten
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.run_view import metric_column
 from jobs.engine.tags import run_tags
 from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.scoring.reward.checkpoint import load_checkpoint, save_checkpoint
@@ -173,7 +172,6 @@ def _open(plan: RewardPlan, uri: str) -> TrackedRun:
         parameters=flatten(config),
         tags=run_tags(config, config.tracking),
         data_sets={"training": ("prompts", compute_digest(plan.record["questions_digest"]), config.prompts)},
-        columns=list(map(metric_column, ("reward", "distinct", "kl", "tau_mean"))),
     )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory, find_directory
-from jobs.engine.recording import run_columns
-from jobs.engine.run_view import metric_column, tag_column
 from jobs.engine.tracking import TrackedRun
 from jobs.studies.sweeps.generations import make_generations
 from jobs.studies.sweeps.objective import TITLE, loss_of
@@ -50,11 +48,6 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         uri=sweep.first.tracking_uri,
         num_trials=config.sweep.max_num_trials,
         data_sets=data_sets,
-        columns=[
-            *run_columns(sweep.first.deciding_scores),
-            *map(metric_column, best_values(config.sweep.values, None)),
-            tag_column(BEST_RUN_TAG),
-        ],
     )
     record = RoundRecord(config.run.directory)
     rounds = (make_generations if config.sweep.is_population else make_rounds)(sweep, record)

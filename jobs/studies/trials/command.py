@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from jobs.engine.command_line import FAILED, exit_interrupted, fail
 from jobs.engine.launch import Named
-from jobs.engine.run_view import where_to_browse
+from jobs.engine.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=Named)
 Row = TypeVar("Row")

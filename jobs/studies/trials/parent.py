@@ -28,7 +28,6 @@ def open_parent(
     uri: str,
     num_trials: int,
     data_sets: Mapping[str, tuple[str, str, str]],
-    columns: Sequence[str] = (),
 ) -> TrackedRun | None:
     """Open the MLflow parent run of the trials, or find it again if they are continued; returns None if `uri` is empty.
 
@@ -39,7 +38,6 @@ def open_parent(
         uri: URI of the MLflow store.
         num_trials: number of trials, logged as a parameter.
         data_sets: context → (name, digest, source URI).
-        columns: columns for the list of the experiment's runs (`jobs.engine.run_view`).
     """
     if not uri:
         return None
@@ -51,7 +49,6 @@ def open_parent(
         parameters={**flatten(config), "num_trials": num_trials},
         tags=run_tags(config, tracking),
         data_sets=data_sets,
-        columns=columns,
     )
 
 

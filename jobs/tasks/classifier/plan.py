@@ -41,8 +41,6 @@ class ClassifierPlan(BasePlan[ClassifierConfig]):
     num_center_parameters: int
     """Number of parameters of the class centres."""
 
-    deciding_scores = ("accuracy", "cross_entropy")
-
     @property
     def share_cut(self) -> float:
         """Share of all sentences that were truncated to `data.num_tokens`."""

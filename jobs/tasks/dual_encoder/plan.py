@@ -41,7 +41,6 @@ class ClipPlan(BasePlan[ClipConfig]):
     num_tempnet_parameters: int
     """Number of parameters of both TempNets together; 0 without TempNets."""
 
-    deciding_scores = ("mean_recall", "cross_entropy_tau", "tau_mean")
     summary_table = staticmethod(report.summary_table)
     write_report = staticmethod(report.write_report)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.engine.description import describe_plan
 from jobs.engine.launch import tracking_uri
-from jobs.engine.memory import Memory, check_fits
+from jobs.engine.memory import check_fits
 from jobs.engine.task import Membership, PreparedTask, data_set
 from jobs.engine.tracking import TrackedRun
 from jobs.tasks.base import BasePlan, count_parameters, naming_field, resolve_paths
@@ -51,10 +51,9 @@ class LanguageModelPlan(BasePlan[LanguageModelConfig]):
     """Number of parameters of the base model."""
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
-    memory: Memory
-    """Memory of a worker at its peak."""
+    memory: Mapping[str, float]
+    """Item → bytes of a worker at its peak."""
 
-    deciding_scores = ("cross_entropy_tau", "tau_mean", "regret")
     summary_table = staticmethod(report.summary_table)
 
     @property

@@ -32,7 +32,6 @@ class SentencePlan(BasePlan[SentenceConfig]):
     num_tempnet_parameters: int
     """Number of parameters of the TempNet; 0 without one."""
 
-    deciding_scores = ("span_recall@1", "mlm_loss", "tau_mean")
     summary_table = staticmethod(report.summary_table)
     write_report = staticmethod(report.write_report)
 
