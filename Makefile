@@ -9,7 +9,7 @@ PIP_AUDIT := 2.10.1
 TORCHAO := 0.18.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-text test-encoders test-faults test-rest test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
+.PHONY: help setup run test test-all test-unit test-cluster test-quantised lint style types format lock audit wheel mlflow mlflow-team bench docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,44 +30,29 @@ run: setup  ## Make sample data, train a GPT-2 and then a small CLIP with their 
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.train_clip clip-cc3m-tempnet-small --run.name clip-short --run.num-steps 300
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m jobs.predict_temperatures --model runs/clip-short/export --images data/sample/images/validation --output runs/clip-short/temperatures --html runs/clip-short/temperatures.html --label concept_frequency
 
-# Two at a time, each with a Ray of its own: with more of them two cores are too busy for a Ray to start. The first three are the
-# longest of `test-all`; in this order both forms keep two of them at work until near the end. All of them run, whichever fails.
-test: setup style  ## Lint, unit and property tests, and the cluster tests that every change must pass
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-rest test-encoders test-faults test-text test-fast test-quantised types
-
-# Of a commit without changes it keeps which tests have passed: typed again after it was ended, it runs the others alone.
-test-all: setup  ## The same with the long cluster tests: every ZeRO stage, more jobs killed and continued (before a release)
-	$(MAKE) --no-print-directory test CLUSTER=cluster FAST="not cluster" \
-		RECORD="$$(test -z "$$(git status --porcelain 2>&1)" && echo .test-all/$$(git rev-parse HEAD))"
-
+# What the tests of the gate select, and the options of every pytest: two processes of unit tests are all that two cores carry.
+UNIT := not cluster and not long
 CLUSTER := cluster and not long
-FAST := not cluster and not long
-TEXT := $(foreach name,text_data growing_text train_lm train_lm_failures distil reproduce readme_text \
-	readme_sentences,tests/cluster/test_$(name).py)
-ENCODERS := $(foreach name,image_data contrastive_worlds train_clip train_sentences train_classifier evaluate_clip readme_images \
-	predict_pair_temperatures pair_headroom extend_task elastic_run frozen_towers,tests/cluster/test_$(name).py)
-FAULTS := tests/cluster/test_faults.py
-QUANTISED := tests/cluster/test_eight_bits.py
-PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 \
-	$(if $(RECORD),-p tests.resume --resume $(RECORD)/$@)
+PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
 
-test-fast: setup  ## Unit and property tests only (a few minutes)
-	$(PYTEST) -m "$(FAST)"
+test: setup style  ## Lint, types, unit tests, and one job of each kind on a real Ray (ten minutes)
+	$(PYTEST) -n 2 --dist loadfile -m "$(UNIT)"
+	$(MAKE) --no-print-directory --jobs 2 --keep-going types test-cluster
 
-test-text: setup  ## Text and language models on a real Ray with DeepSpeed and MLflow
-	$(PYTEST) -m "$(CLUSTER)" $(TEXT)
+# HYPOTHESIS_PROFILE=nightly draws ten times as many examples.
+test-all: setup style types  ## The same with the long tests: faults, object stores, outages, bigger matrices (before a release)
+	$(PYTEST) -n 2 --dist loadfile -m "not cluster"
+	$(PYTEST) -m "cluster"
+	$(MAKE) --no-print-directory test-quantised
 
-test-encoders: setup  ## Dual encoders, sentences and classifiers on a real Ray
-	$(PYTEST) -m "$(CLUSTER)" $(ENCODERS)
+test-unit: setup  ## Unit and property tests only (minutes)
+	$(PYTEST) -n 2 --dist loadfile -m "$(UNIT)"
 
-test-faults: setup  ## Training runs under seeded schedules of faults: three, or twenty in `make test-all`
-	$(PYTEST) -m "$(CLUSTER)" $(FAULTS)
-
-test-rest: setup  ## All other tests on a real Ray: sweeps, evaluation, disks and servers that fail
-	$(PYTEST) -m "$(CLUSTER)" $(addprefix --ignore=,$(TEXT) $(ENCODERS) $(FAULTS) $(QUANTISED))
+test-cluster: setup  ## One job of each kind on a real Ray, with DeepSpeed and MLflow
+	$(PYTEST) -m "$(CLUSTER)"
 
 test-quantised: setup .venv-torchao/.ready  ## Models that are held in eight bits, by torchao: read, and as frozen bases
-	PYTHONPATH=$(abspath .venv-torchao) $(PYTEST) tests/tempnet/test_precisions.py $(QUANTISED)
+	PYTHONPATH=$(abspath .venv-torchao) $(PYTEST) tests/tempnet/test_precisions.py tests/cluster/test_eight_bits.py
 
 .venv-torchao/.ready:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-torchao torchao==$(TORCHAO)
@@ -94,23 +79,17 @@ mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/
 		--editable '.[server]'
 	PATH="$(abspath $(BIN)):$$PATH" infra/mlflow/serve.sh
 
-bench: setup  ## Every ratio of benchmarks/README.md: losses beside peers, steps, decoding, images, data, the training job (two hours)
+bench: setup  ## Ratios of benchmarks/README.md: losses beside peers, steps, decoding, images, the band search, the training job (one to two hours)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 2048 16384
 	$(BIN)/python -m benchmarks.softmax_loss --num-tokens 512 1024 2048 4096 8192 16384 --no-time --no-peers
 	$(BIN)/python -m benchmarks.train_step
-	$(BIN)/python -m benchmarks.validation
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.contrastive_loss
 	$(BIN)/python -m benchmarks.image_pipeline
 	$(BIN)/python -m benchmarks.object_store
-	$(BIN)/python -m benchmarks.text_preparation
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.streaming_text
-	$(BIN)/python -m benchmarks.readers
-	$(BIN)/python -m benchmarks.scale
-	$(BIN)/python -m benchmarks.sentences
+	$(BIN)/python -m benchmarks.band_search
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.train_lm
 
 docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as errors; open site/index.html

@@ -89,3 +89,44 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     if at.is_mount():
         # A process of the test may still use the file system.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a few hundred documents of a small language with structure to learn (`corpus_support`)."""
+    from corpus_support import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a hundred rendered images with captions, a split for retrieval and one for classification."""
+    from clip_training_support import write_tiny_images
+
+    return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
+
+
+@pytest.fixture(scope="session")
+def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a WordPiece tokenizer for encoders on the corpus, and return its directory."""
+    from pipelines.archives import list_archives
+    from pipelines.text.reading import Document, read_documents
+    from pipelines.text.tokenization import train_wordpiece
+
+    source, directory = str(corpus / "train"), tmp_path_factory.mktemp("wordpiece")
+    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
+    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory like that of a reader of the README, with the tests' data in the places of the sample data."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "data" / "sample").mkdir(parents=True)
+    places = {"text": corpus, "tokenizer": corpus / "tokenizer", "wordpiece": wordpiece, "images": images}
+    for name, directory in places.items():
+        (home / "data" / "sample" / name).symlink_to(directory)
+    (home / "README.md").symlink_to(Path(__file__).parents[1] / "README.md")
+    return home

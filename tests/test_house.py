@@ -1,7 +1,7 @@
 """Test the direction of imports: jobs/ imports everything; tempnet/ and pipelines/ import neither jobs/ nor each other.
 
 Inside jobs/, commands import submission and studies, studies import scoring, scoring imports tasks, and tasks import the
-engine; no import goes in the other direction. Files and functions stay short enough to be read in one go."""
+engine; no import goes in the other direction."""
 
 from __future__ import annotations
 
@@ -76,44 +76,3 @@ def test_beside_the_shelves_jobs_holds_commands_only() -> None:
     for path in (ROOT / "jobs").glob("*.py"):
         assert path.name == "__init__.py" or "run_job(main)" in path.read_text(), path
     assert {path.relative_to(ROOT / "jobs").parts[0] for path in (ROOT / "jobs").glob("*/**/*.py")} == set(SHELVES)
-
-
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 300, 60
-SOURCES = sorted(
-    path for part in ("jobs", "pipelines", "tempnet", "benchmarks", "tests") for path in (ROOT / part).rglob("*.py")
-)
-
-
-def count_lines_of_functions(source: str) -> dict[str, int]:
-    """Return the number of lines of every function of a source, from its `def` to its end, with its docstring."""
-    return {
-        f"{node.name} in line {node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-
-
-def test_no_file_is_long() -> None:
-    assert SOURCES
-    counts = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in SOURCES}
-    long = [f"{path} has {number} lines" for path, number in counts.items() if number > MOST_LINES_OF_A_FILE]
-    assert not long
-
-
-def test_no_function_is_long() -> None:
-    assert SOURCES
-    long = [
-        f"{path.relative_to(ROOT)}: {name} has {number} lines"
-        for path in SOURCES
-        for name, number in count_lines_of_functions(path.read_text()).items()
-        if number > MOST_LINES_OF_A_FUNCTION
-    ]
-    assert not long
-
-
-def test_lines_of_a_function_are_counted_with_the_docstring_and_without_decorators() -> None:
-    source = (
-        '@cache\ndef f(\n    x,\n):\n    """Long\n    docstring."""\n\n    async def g():\n        """None."""\n'
-        "    return (\n    x)\n"
-    )
-    assert count_lines_of_functions(source) == {"f in line 2": 10, "g in line 8": 2}

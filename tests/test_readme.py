@@ -1,18 +1,24 @@
 """Test that the README and the pages of docs/ agree with the repository.
 
-Every shell line must be run by a test, and every make target, job, option and link must exist."""
+Every shell line is parsed, and planned by its own job's `--dry-run` where it has one; one line of every job is run for
+real (`RUN_BY`). Every make target, job, option and link must exist."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from extend_support import FILES
-from readme_support import README, RUN_BY, patterns_of, recipe, shell_lines
+from readme_support import PYTHON, README, RUN_BY, recipe, shell_lines
+
+from tests.jobs.test_printed_commands import parse
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "tests" / "cluster"
@@ -22,31 +28,85 @@ FOLLOWED = {"extend"}
 """Pages whose own commands and Python files tests/cluster/test_extend_task.py runs."""
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in HISTORY}
 
-
-@cache
-def marks_of(test: str) -> set[str]:
-    """Return the names of the pytest marks of the test `FILE.py::FUNCTION`, including those of its module."""
-    file, _, function = test.partition("::")
-    module = ast.parse((CLUSTER / file).read_text())
-    (found,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function)
-    own = [ast.unparse(decorator) for decorator in found.decorator_list if isinstance(decorator, ast.Attribute)]
-    shared = [ast.unparse(node.value) for node in module.body if ast.unparse(node).startswith("pytestmark =")]
-    return set(re.findall(r"pytest\.mark\.(\w+)", " ".join(own + shared)))
+JOB_LINES = [line for line in shell_lines() if line.startswith(PYTHON)]
+OTHER_LINES = [line for line in shell_lines() if not line.startswith(PYTHON)]
+DRY = ("train_lm", "train_clip", "train_sentences", "train_classifier", "sweep", "train_reward", "prepare_features")
+"""Jobs that can be asked for their plan."""
+NEEDS_TABLE = "clip-cc3m-sogclr-given-small"
+"""Preset whose plan reads what the line before it has written."""
 
 
-@pytest.mark.parametrize("line", shell_lines())
-def test_every_line_is_run_by_a_test_of_make_test(line: str) -> None:
-    patterns = patterns_of(line)
-    assert len(patterns) == 1, f"{line!r} has {patterns or 'no place'} in RUN_BY (tests/cluster/readme_support.py)"
-    assert not {"long", "skip", "gpu"} & marks_of(RUN_BY[patterns[0]])
+@pytest.fixture(scope="module")
+def reader(home_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a reader who has typed the lines that others need: a model, prompts, a reward, SentEval."""
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    from tempnet import TempNet, TempNetConfig
+
+    home = tmp_path_factory.mktemp("reader")
+    for name in ("data", "README.md"):
+        (home / name).symlink_to(home_directory / name)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(home / "data" / "sample" / "tokenizer")
+    config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=128)
+    export = home / "runs" / "gpt2-scratch-small" / "export"
+    AutoModelForCausalLM.from_config(config).save_pretrained(export)
+    tokenizer.save_pretrained(export)
+    TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.0)).save_pretrained(export / "tempnet")
+    encoder = AutoConfig.for_model(
+        "roberta", vocab_size=600, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=132, pad_token_id=0,
+    )  # fmt: skip
+    AutoModel.from_config(encoder).save_pretrained(home / "runs" / "declutr-small-small" / "export")
+    words = AutoTokenizer.from_pretrained(home / "data" / "sample" / "wordpiece")
+    words.save_pretrained(home / "runs" / "declutr-small-small" / "export")
+    for task, names in (("CR", ("custrev.neg", "custrev.pos")), ("TREC", ("train_5500.label", "TREC_10.label"))):
+        (home / "senteval" / "data" / "downstream" / task).mkdir(parents=True)
+        for number, name in enumerate(names):
+            kinds = ["ABBR:x", "DESC:x", "ENTY:x", "HUM:x", "LOC:x", "NUM:x"]
+            lines = [f"{kinds[(row + number) % 6]} word {row} of {number}" for row in range(1200)]
+            (home / "senteval" / "data" / "downstream" / task / name).write_text("\n".join(lines))
+    for line in OTHER_LINES:
+        if line.startswith("echo "):
+            subprocess.run(line, shell=True, check=True, cwd=home)
+    return home
 
 
-def test_every_place_is_that_of_a_line() -> None:
-    assert RUN_BY.keys() == {pattern for line in shell_lines() for pattern in patterns_of(line)}
+@pytest.mark.parametrize("line", JOB_LINES)
+def test_every_line_of_a_job_is_accepted(line: str, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reader)
+    monkeypatch.syspath_prepend(reader)
+    for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    parse(line)
+    job, *words = shlex.split(line.removeprefix(PYTHON + "jobs."))
+    if job in DRY and "--help" not in words and NEEDS_TABLE not in words:
+        dry = words if "--dry-run" in words else [*words, "--dry-run"]
+        assert importlib.import_module(f"jobs.{job}").main(dry) == 0
+    assert not list((reader / "runs").glob("*/configuration.json"))  # nothing was begun
 
 
-def test_a_line_of_which_no_test_knows_is_seen() -> None:
-    assert not patterns_of(".venv/bin/python -m jobs.train_lm another-preset")
+def test_what_is_submitted_is_a_line_of_a_job() -> None:
+    (line,) = (line for line in OTHER_LINES if line.startswith("ray job submit"))
+    command = line.partition(" -- ")[2]
+    assert command.startswith("env TEMPNET_REVISION=$(.venv/bin/python -m jobs.revision) python -m jobs.train_lm ")
+    parse(command[command.index("python -m jobs.train_lm") :])
+
+
+@pytest.mark.parametrize("line", OTHER_LINES)
+def test_every_other_line_is_run_by_a_test(line: str) -> None:
+    assert any(line.startswith(beginning) for beginning in RUN_BY), line
+
+
+def test_every_job_is_run_by_a_test() -> None:
+    jobs = {path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text()}
+    assert {name for name in RUN_BY if name in jobs} == jobs
+    assert {line.removeprefix(PYTHON + "jobs.").split()[0] for line in JOB_LINES} == jobs - {"sample_data", "revision"}
+    for place in RUN_BY.values():
+        file, _, name = place.partition("::")
+        body = ast.parse((ROOT / "tests" / file).read_text()).body
+        assert name in {node.name for node in body if isinstance(node, ast.FunctionDef)}, place
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -101,31 +161,20 @@ def test_options_are_fields(page: str) -> None:
         assert set(names) - {"section", "field", "base"} <= field_names(), f"{page} shows --{option}"
 
 
-def test_every_cluster_test_is_in_one_part_of_make_test() -> None:
-    named = {
-        part: re.findall(r"tests/cluster/(test_\w+\.py)", " ".join(recipe(f"test-{part}")))
-        for part in ("text", "encoders", "faults", "quantised")
-    }
-    assert all(named.values())
-    files = [file for part in named.values() for file in part]
-    assert len(set(files)) == len(files)
-    assert set(files) < {path.name for path in CLUSTER.glob("test_*.py")}
-    rest = " ".join(recipe("test-rest"))
-    assert sorted(re.findall(r"--ignore=tests/cluster/(test_\w+\.py)", rest)) == sorted(files)
-    whole = recipe("test")
-    assert all(line in whole for part in (*named, "rest", "fast") for line in recipe(f"test-{part}"))
-    assert "long" in rest
+def test_make_test_and_make_test_all_run_every_test() -> None:
+    """Together the marks of the parts select everything, and nothing is ignored by its path."""
+    for target, selections in {
+        "test": ["not cluster and not long", "cluster and not long"],
+        "test-all": ["not cluster", "cluster"],
+    }.items():
+        lines = [line for line in recipe(target) if "-m pytest" in line and "tests/" not in line]
+        assert [re.findall(r'-m "([^"]*)"', line) for line in lines] == [[selection] for selection in selections]
+        assert not any("--ignore" in line or "--deselect" in line for line in lines)
 
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {line.split()[1] for line in shell_lines() if line.startswith("make ")} <= targets
-
-
-def test_every_job_that_is_shown_is_there() -> None:
-    jobs = {path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text()}
-    shown = set(re.findall(r"python -m jobs\.(\w+)", README))
-    assert shown == jobs - {"sample_data"}  # The README shows `make run`, which runs it.
 
 
 def test_links_and_pictures_exist() -> None:

@@ -1,4 +1,4 @@
-"""Provide tiny real data, and one Ray head with token authentication that all cluster tests share."""
+"""Provide one Ray head with token authentication that all cluster tests share, and what runs on it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import ray
-from clip_training_support import write_tiny_images
-from corpus_support import write_corpus
 from node_support import RAY_OF_TESTS
 from readme_support import recipe, run_line
 from server_support import S3Server, free_port, wait_for_ports
@@ -27,9 +25,6 @@ from support import (
 
 from jobs.engine.ray_token import ensure_token
 from jobs.tasks.language_model.config import LanguageModelConfig
-from pipelines.archives import list_archives
-from pipelines.text.reading import Document, read_documents
-from pipelines.text.tokenization import train_wordpiece
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +94,6 @@ def cluster(ray_head: dict[str, str]) -> Iterator[dict[str, str]]:
         yield ray_head
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a few hundred documents of a small language with structure to learn (`corpus_support`)."""
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def tiny(corpus: Path, tmp_path: Path) -> Callable[..., LanguageModelConfig]:
     """Return `tiny(name, section={field: value})`, which makes a run by :func:`support.tiny_config`."""
@@ -113,32 +102,6 @@ def tiny(corpus: Path, tmp_path: Path) -> Callable[..., LanguageModelConfig]:
         return tiny_config(corpus, tmp_path / "runs", name, **sections)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_images(tmp_path_factory.mktemp("clip") / "images")
-
-
-@pytest.fixture(scope="session")
-def wordpiece(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a WordPiece tokenizer for encoders on the corpus, and return its directory."""
-    source, directory = str(corpus / "train"), tmp_path_factory.mktemp("wordpiece")
-    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
-    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def home_directory(corpus: Path, wordpiece: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory like that of a reader of the README, with the tests' data in the places of the sample data."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "data" / "sample").mkdir(parents=True)
-    places = {"text": corpus, "tokenizer": corpus / "tokenizer", "wordpiece": wordpiece, "images": images}
-    for name, directory in places.items():
-        (home / "data" / "sample" / name).symlink_to(directory)
-    (home / "README.md").symlink_to(ROOT / "README.md")
-    return home
 
 
 @pytest.fixture

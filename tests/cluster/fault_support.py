@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fault_site import DisturbedRun, Ending, History, Site
 from pyarrow.fs import FileSelector
@@ -80,16 +81,9 @@ def kill_mlflow(run: DisturbedRun) -> None:
     run.site.server.start()
 
 
-def let_the_store_fail(run: DisturbedRun) -> None:
-    """For some seconds 5 % of the requests for data fail."""
-    run.site.store.behave(share_failing=0.05)
-    time.sleep(run.site.seconds_of_trouble)
-    run.site.store.behave()
-
-
-def slow_the_store(run: DisturbedRun) -> None:
-    """For some seconds every request takes a third of a second more."""
-    run.site.store.behave(latency=0.3)
+def disturb_the_store(run: DisturbedRun, **behaviour: float) -> None:
+    """For some seconds the store is slow, or some of its requests fail."""
+    run.site.store.behave(**behaviour)
     time.sleep(run.site.seconds_of_trouble)
     run.site.store.behave()
 
@@ -179,8 +173,8 @@ FAULTS: dict[str, Callable[[DisturbedRun], None]] = {
     "head lost": lose_the_head,
     "control service killed": kill_the_control_service,
     "MLflow killed": kill_mlflow,
-    "store fails": let_the_store_fail,
-    "store slow": slow_the_store,
+    "store fails": partial(disturb_the_store, share_failing=0.05),  # 5 % of the requests for data
+    "store slow": partial(disturb_the_store, latency=0.3),
     "store read-only": let_the_store_refuse_writes,
     "clock jumps": let_a_clock_jump,
     "checkpoint damaged": damage_the_newest_checkpoint,
@@ -216,14 +210,12 @@ class Reference:
     digests: History
 
     @classmethod
-    def train(cls, site: Site) -> Reference:
+    def train(cls, site: Site, name: str = "undisturbed") -> Reference:
         """Train with one worker."""
-        job = site.start("undisturbed", "1")
+        job = site.start(name, "1")
         if job.end():
             raise RuntimeError(job.tail())
-        return cls(
-            losses=site.history("undisturbed", "train/loss"), digests=site.history("undisturbed", "train/batch_digest")
-        )
+        return cls(losses=site.history(name, "train/loss"), digests=site.history(name, "train/batch_digest"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,8 @@
-"""Train a pretrained model under ZeRO 3 on a rank of its own process, for tests and a benchmark of how it is loaded.
+"""Train a pretrained model under ZeRO 3, for a test and a benchmark of how it is loaded.
 
     python tests/cluster/loading_support.py RANK WORLD_SIZE PORT DIRECTORY HOW NUM_STEPS
 
-prints one line of JSON: losses averaged over the ranks, and the process's peak memory in bytes before DeepSpeed starts its
-engine. HOW is `whole` (every rank loads the model, which ZeRO 3 then divides) or `divided`
-(`jobs.engine.partitioned_loading`).
+does so on a rank of its own process, and prints what `train` returns as one line of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from server_support import free_port
 BATCH_SIZE, LENGTH = 4, 16
 
 
-def run_ranks(directory: Path, how: str, world_size: int, num_steps: int = 4) -> list[dict[str, Any]]:
+def run_ranks(directory: Path, how: str, world_size: int, num_steps: int) -> list[dict[str, Any]]:
     """Run all ranks, and return what each of them has printed."""
     port = str(free_port())
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "ERROR"}
@@ -39,7 +37,11 @@ def run_ranks(directory: Path, how: str, world_size: int, num_steps: int = 4) ->
 
 
 def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) -> dict[str, Any]:
-    """Train on one rank."""
+    """Train on one rank of a process group; return losses averaged over the ranks, and this process's peak of memory.
+
+    The peak is in bytes, before DeepSpeed starts its engine. With `how` = "whole" every rank loads the model, which ZeRO 3
+    then divides; with "divided", `jobs.engine.partitioned_loading` does.
+    """
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,8 +51,6 @@ def train(rank: int, world_size: int, directory: str, how: str, num_steps: int) 
     from jobs.engine.task import with_and_without_decay
     from tempnet.weights import WeightFiles
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")  # as Ray Train does; DeepSpeed does not know of it
     config = {
         "train_batch_size": BATCH_SIZE, "train_micro_batch_size_per_gpu": BATCH_SIZE // world_size,
         "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, "steps_per_print": 1 << 60,
@@ -96,4 +96,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     number, count, address, place, kind, steps = sys.argv[1:]
     os.environ.update(RANK=number, LOCAL_RANK="0", WORLD_SIZE=count, MASTER_ADDR="127.0.0.1", MASTER_PORT=address)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")  # as Ray Train does; DeepSpeed does not know of it
     print(json.dumps(train(int(number), int(count), place, kind, int(steps))), flush=True)

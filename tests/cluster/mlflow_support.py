@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sqlite3
@@ -12,17 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from mlflow import MlflowClient
 from server_support import WITHOUT_BACKGROUND_JOBS, free_port, wait_for_ports
 from support import BIN, wait_for
-
-
-def columns_of(client: MlflowClient, experiment: str) -> list[str]:
-    """Return the columns with which MLflow's list of runs of an experiment begins."""
-    found = client.get_experiment_by_name(experiment)
-    assert found is not None
-    columns: list[str] = json.loads(found.tags["mlflow.sharedViewState.figures"])["columnOrder"]
-    return columns
 
 
 class Server:

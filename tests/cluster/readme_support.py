@@ -1,4 +1,4 @@
-"""Find the shell lines of the README and the test that runs each of them, and run a line."""
+"""Find the shell lines of the README, and run a line."""
 
 from __future__ import annotations
 
@@ -15,57 +15,39 @@ README = (ROOT / "README.md").read_text()
 PYTHON = ".venv/bin/python -m "
 
 RUN_BY = {
-    "make run": "test_readme_text.py::test_what_make_run_runs",
-    # `make test` runs all tests, so none of them can run it. This one checks that it includes every cluster test.
-    "make test": "../test_readme.py::test_every_cluster_test_is_in_one_part_of_make_test",
-    "make wheel": "../test_wheel.py::test_the_wheel_holds_the_library_alone",
-    "pip install dist/*": "../test_wheel.py::test_it_works_with_its_dependencies_alone",
-    "make mlflow": "test_readme_text.py::test_mlflow_is_served_on_loopback",
-    "make mlflow-team": "test_readme_text.py::test_mlflow_is_served_for_a_team",
-    "infra/mlflow/add_user.sh *": "test_readme_text.py::test_mlflow_is_served_for_a_team",
-    "jobs.train_lm --help": "test_readme_text.py::test_looking_before_training",
-    "jobs.train_lm gpt2-scratch-small --dry-run": "test_readme_text.py::test_looking_before_training",
-    "jobs.train_lm * --workers.zero-stage 3": (
-        "test_train_lm_failures.py::test_a_killed_worker_costs_only_the_steps_since_the_checkpoint"
-    ),
-    "jobs.train_lm * --data.prepare streaming *": "test_growing_text.py::test_training_is_the_same",
-    "jobs.export *": "test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
-    "jobs.prepare_features *": "test_frozen_grid.py::test_a_grid_trains_from_stored_features",
-    "jobs.train_lm frozen-small *": "test_train_lm.py::test_a_tempnet_is_trained_on_a_frozen_base_in_bf16",
-    "jobs.runs *": "test_train_lm.py::test_the_run_is_listed",
-    "jobs.submit ray *": "test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
-    "jobs.submit render *": "../jobs/submission/test_readme_lines.py::test_rendering",
-    "jobs.submit rayjob *": "../jobs/submission/test_readme_lines.py::test_writing_a_ray_job",
-    "ray job submit *": "test_train_lm_failures.py::test_a_killed_job_goes_on_through_ray_job_submit",
-    "jobs.calibrate headroom *": "test_readme_text.py::test_measuring_headroom",
-    "jobs.calibrate rho *": "test_readme_text.py::test_calibrating_rho",
-    "echo * > prompts.txt": "test_readme_text.py::test_generating",
-    "jobs.generate *": "test_readme_text.py::test_generating",
-    "jobs.calibrate tau-max *": "test_readme_text.py::test_generating",
-    "echo * > rewards.py": "test_readme_text.py::test_learning_from_a_verifier",
-    "jobs.train_reward *": "test_readme_text.py::test_learning_from_a_verifier",
-    "jobs.playground *": "../jobs/scoring/test_playground.py::test_the_command_serves_until_ctrl_c",
-    "jobs.evaluate_lm *": "test_readme_text.py::test_evaluating",
-    "jobs.analyse subjectivity *": "test_readme_text.py::test_analysing_groups_of_texts",
-    "jobs.prepare_text *": "test_readme_text.py::test_preparing_text",
-    "jobs.predict_temperatures * --text *": "test_readme_text.py::test_predicting_temperatures_of_texts",
-    "jobs.reproduce *": "test_readme_text.py::test_reproducing",
-    "jobs.train_clip --help": "test_readme_images.py::test_looking_before_training",
-    "jobs.train_clip clip-cc3m-tempnet-small": "test_readme_images.py::test_training_and_scoring",
-    "jobs.evaluate_clip *": "test_readme_images.py::test_training_and_scoring",
-    "jobs.predict_temperatures * --images *": "test_readme_images.py::test_training_with_predicted_temperatures",
-    "jobs.train_clip clip-cc3m-sogclr-given-small": "test_readme_images.py::test_training_with_predicted_temperatures",
-    "jobs.train_clip clip-cc3m-isogclr-small *": "test_readme_images.py::test_training_another_loss",
-    "jobs.prepare_images *": "test_readme_images.py::test_preparing_images",
-    "jobs.train_sentences *": "test_readme_sentences.py::test_training_and_scoring",
-    "jobs.evaluate_sentences *": "test_readme_sentences.py::test_training_and_scoring",
-    "jobs.train_classifier *": "test_train_classifier.py::test_a_killed_cross_validation_goes_on_with_two_workers",
-    "jobs.sweep * --sweep.search band": "test_sweep.py::test_a_band_search_is_watched_reported_and_found_again",
-    "jobs.sweep frozen-rho-lr-small *": "test_frozen_grid.py::test_a_grid_trains_from_stored_features",
-    "jobs.sweep * --sweep.axes *": "test_readme_sentences.py::test_sweeping_some_values",
-    "jobs.sweep * --dry-run": "test_readme_sentences.py::test_looking_before_sweeping",
+    "sample_data": "cluster/test_readme_text.py::test_what_make_run_runs",
+    "train_lm": "cluster/test_train_lm.py::test_the_run_learned_and_left_everything_a_person_needs",
+    "export": "cluster/test_train_lm.py::test_an_export_is_made_of_a_checkpoint",
+    "runs": "cluster/test_train_lm.py::test_the_run_is_listed",
+    "calibrate": "cluster/test_readme_text.py::test_measuring_headroom",
+    "generate": "cluster/test_readme_text.py::test_generating",
+    "train_reward": "cluster/test_readme_text.py::test_learning_from_a_verifier",
+    "playground": "jobs/scoring/test_playground.py::test_the_command_serves_until_ctrl_c",
+    "evaluate_lm": "cluster/test_readme_text.py::test_evaluating",
+    "predict_temperatures": "cluster/test_readme_text.py::test_predicting_temperatures_of_texts",
+    "analyse": "cluster/test_readme_text.py::test_analysing_groups_of_texts",
+    "train_clip": "cluster/test_readme_images.py::test_training_and_scoring",
+    "evaluate_clip": "cluster/test_readme_images.py::test_training_and_scoring",
+    "prepare_text": "cluster/test_readme_text.py::test_preparing",
+    "prepare_images": "cluster/test_readme_text.py::test_preparing",
+    "train_sentences": "cluster/test_readme_sentences.py::test_training_and_scoring",
+    "evaluate_sentences": "cluster/test_readme_sentences.py::test_training_and_scoring",
+    "train_classifier": "cluster/test_train_classifier.py::test_a_cross_validation",
+    "sweep": "cluster/test_readme_sentences.py::test_sweeping_some_values",
+    "prepare_features": "cluster/test_frozen_grid.py::test_a_grid_trains_from_stored_features",
+    "reproduce": "cluster/test_reproduce.py::test_a_run_is_made_once_and_its_figures_are_in_the_table",
+    "revision": "jobs/test_exit_status.py::test_the_revision_is_that_of_the_checkout",
+    "submit": "cluster/test_submit.py::test_status_log_and_end_of_jobs_on_a_cluster",
+    "ray job submit": "cluster/test_train_lm_failures.py::test_a_killed_job_goes_on_through_ray_job_submit",
+    "echo ": "test_readme.py::reader",
+    "make run": "cluster/test_readme_text.py::test_what_make_run_runs",
+    "make test": "test_readme.py::test_make_test_and_make_test_all_run_every_test",
+    "make wheel": "test_wheel.py::test_the_wheel_holds_the_library_alone",
+    "pip install dist/": "test_wheel.py::test_it_works_with_its_dependencies_alone",
+    "make mlflow": "cluster/test_readme_text.py::test_mlflow_is_served_on_loopback",
+    "infra/mlflow/add_user.sh": "cluster/test_readme_text.py::test_mlflow_is_served_for_a_team",
 }
-"""Maps the pattern of a line (without `.venv/bin/python -m` and comments) to the test in this folder that runs it."""
+"""Maps a job, or the beginning of another line, to the test that runs one such line for real."""
 
 
 def shell_lines(page: str = README) -> list[str]:
@@ -75,14 +57,9 @@ def shell_lines(page: str = README) -> list[str]:
     return [line for line in lines if line]
 
 
-def patterns_of(line: str) -> list[str]:
-    """Return the patterns of `RUN_BY` that match a line, which is one pattern if a test runs the line."""
-    return [pattern for pattern in RUN_BY if fnmatchcase(line.removeprefix(PYTHON), pattern)]
-
-
 def lines_like(pattern: str) -> list[str]:
-    """Return the shell lines of the README that match a pattern of `RUN_BY`, in order; fail if there is none."""
-    found = [line for line in shell_lines() if patterns_of(line) == [pattern]]
+    """Return the shell lines of the README that match a pattern, without `.venv/bin/python -m`, in order; at least one."""
+    found = [line for line in shell_lines() if fnmatchcase(line.removeprefix(PYTHON), pattern)]
     assert found, f"the README has no line like {pattern!r}"
     return found
 

@@ -15,25 +15,17 @@ from killing import at_the_same_time, last_checkpoint
 from language_model_support import history
 from node_support import second_node
 from sample_state_support import sample_states
-from sentence_support import tiny_sentences
 from support import tiny_config, wait_for
 
 from jobs.engine.launch import train
 from jobs.engine.task import Plan
 from jobs.tasks.dual_encoder.plan import make_plan as plan_clip
 from jobs.tasks.language_model.plan import make_plan as plan_language_model
-from jobs.tasks.sentence_encoder.plan import make_plan as plan_sentences
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 NUM_STEPS = 400
 SMALLEST_TAU = 0.1
-# Another number of workers adds up gradients in another order. Training with high learning rates or low temperatures
-# multiplies such rounding errors, also between two runs with a fixed number of workers; with these it does not.
-GENTLE: dict[str, dict[str, Any]] = {
-    "optimizer": {"learning_rate_base": 1e-4, "learning_rate_tempnet": 3e-4, "epsilon": 1e-4}
-}
-TAU_RANGE = {"tau_min": SMALLEST_TAU, "tau_max": 0.5}
 
 MakePlan = Callable[[str, int, dict[str, Any]], Plan]
 """`make(name, checkpoint_every, workers)`."""
@@ -54,22 +46,15 @@ def language_model(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
 
 def images_with_captions(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
     tower = write_smooth_tower(storage.parent / "smooth")
-    temperature = {"loss": "isogclr", "target_tau": None, "tau": 0.2, "tau_step": 1e-3, **TAU_RANGE}
-    own = GENTLE | {"model": {"image_path": tower}, "temperature": temperature}
+    # Another number of workers adds up gradients in another order. Training with high learning rates or low temperatures
+    # multiplies such rounding errors, also between two runs with a fixed number of workers; with these it does not.
+    optimizer = {"learning_rate_base": 1e-4, "learning_rate_tempnet": 3e-4, "epsilon": 1e-4}
+    tau = {"target_tau": None, "tau": 0.2, "tau_step": 1e-3, "tau_min": SMALLEST_TAU, "tau_max": 0.5}
+    own = {"optimizer": optimizer, "model": {"image_path": tower}, "temperature": {"loss": "isogclr", **tau}}
 
     def make(name: str, checkpoint_every: int, workers: dict[str, Any]) -> Plan:
         changes = sections(checkpoint_every, workers) | own
         return plan_clip(tiny_clip_config(fixture("images"), storage, name, **changes))
-
-    return make
-
-
-def sentences(fixture: Callable[[str], Path], storage: Path) -> MakePlan:
-    own = GENTLE | {"temperature": TAU_RANGE}
-
-    def make(name: str, checkpoint_every: int, workers: dict[str, Any]) -> Plan:
-        changes = sections(checkpoint_every, workers) | own
-        return plan_sentences(tiny_sentences(fixture("corpus"), fixture("wordpiece"), storage, name, **changes))
 
     return make
 
@@ -111,18 +96,11 @@ def assert_same_training(outcome: dict[str, Any], undisturbed: dict[str, Any], c
         torch.testing.assert_close(states[name], values, rtol=0, atol=1e-5 / SMALLEST_TAU, msg=name)
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[object, dict[str, Any]]:
-    """Task → outcome of its run with one worker to which nothing happens, for the tasks that have been trained so far."""
-    return {}
-
-
 @pytest.mark.parametrize(
     ("task", "workers", "columns"),
     [
-        *(pytest.param(language_model, {"zero_stage": stage}, set(), id=f"zero-{stage}") for stage in range(4)),
+        pytest.param(language_model, {"zero_stage": 3}, set(), id="zero-3"),
         pytest.param(images_with_captions, {}, {"log_u", "tau", "momentum"}, id="images"),
-        pytest.param(sentences, {}, {"log_u"}, id="sentences"),
     ],
 )
 def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
@@ -130,15 +108,13 @@ def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    undisturbed: dict[object, dict[str, Any]],
     task: Callable[[Callable[[str], Path], Path], MakePlan],
     workers: dict[str, Any],
     columns: set[str],
 ) -> None:
-    """One worker and its readers fill a node. Every stage of ZeRO must train as the preset's does on one worker."""
+    """One worker and its readers fill a node. The language model must train as under the preset's ZeRO 2 on one worker."""
     make_plan = task(request.getfixturevalue, tmp_path / "runs")
-    if task not in undisturbed:
-        undisturbed[task] = train(make_plan("undisturbed", NUM_STEPS, {"num_workers": 1}))
+    undisturbed = train(make_plan("undisturbed", NUM_STEPS, {"num_workers": 1}))
     capsys.readouterr()
     outcome = train_through_loss_and_gain_of_a_node(
         make_plan("elastic", 5, workers | {"num_workers": "1:2", "cpus_per_worker": 3.0}), cluster
@@ -147,4 +123,4 @@ def test_a_run_shrinks_with_the_cluster_and_grows_with_it(
     assert "the cluster has room for 1 of 2 workers: the run goes on with 1" in said
     assert "the cluster has room for 2 workers: the run grows from 1, from step " in said
     assert outcome["world_size"] == 2
-    assert_same_training(outcome, undisturbed[task], columns)
+    assert_same_training(outcome, undisturbed, columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from extend_support import LINES, write_files
-from killing import last_checkpoint
 from mlflow import MlflowClient
 from safetensors.numpy import load_file
-from support import ROOT, run_until
+from support import ROOT
 
 from jobs.engine.metrics import metric_history
 from jobs.engine.tracking import TrackedRun
@@ -74,15 +72,6 @@ def history(outcome: dict[str, Any], key: str) -> dict[int, float]:
     return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), key)
 
 
-def assert_same(outcome: dict[str, Any], undisturbed: dict[str, Any], *, tolerance: float) -> None:
-    """Assert that two runs have seen the same batches, with nearly equal losses in all steps and nearly equal scores."""
-    assert history(outcome, "train/batch_digest") == history(undisturbed, "train/batch_digest")
-    losses, expected = history(outcome, "train/loss"), history(undisturbed, "train/loss")
-    assert sorted(losses) == sorted(expected) == list(range(1, NUM_STEPS + 1))
-    assert losses == pytest.approx(expected, abs=tolerance)
-    assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-3)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(reader: Path, environment: dict[str, str]) -> dict[str, Any]:
     """Train with one worker, and return the outcome, with the printed text as `said`."""
@@ -128,44 +117,3 @@ def test_a_reader_of_the_page_gets_a_trained_model_and_its_run_in_mlflow(
     right = [names[number] == label for number, (label, _) in zip(chosen, held_out, strict=True)]
     assert np.mean(right) == pytest.approx(undisturbed["validation"]["accuracy"], abs=1.5 / len(right))
     assert np.mean(right) > 0.8
-
-
-@pytest.mark.long
-def test_two_workers_train_what_one_trains(
-    reader: Path, environment: dict[str, str], undisturbed: dict[str, Any]
-) -> None:
-    train(reader, environment, *arguments_of(TOGETHER))
-    together = outcome_of(reader, "two-workers")
-    assert together["world_size"] == 2
-    assert_same(together, undisturbed, tolerance=1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("num_workers", "tolerance"), [(1, 1e-6), (2, 1e-4)])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
-    num_workers: int, tolerance: float, reader: Path, environment: dict[str, str], undisturbed: dict[str, Any]
-) -> None:
-    name = f"stopped-{num_workers}"
-    words = [*arguments_of(ALONE), f"--run.name={name}", "--run.checkpoint-every=3"]
-    status, said = run_until(
-        lambda: last_checkpoint(reader / "runs" / name) > 0, MODULE, words, environment, signal.SIGINT, reader
-    )
-    assert status == 130, said
-    train(reader, environment, *words, f"--workers.num-workers={num_workers}")
-    outcome = outcome_of(reader, name)
-    assert outcome["world_size"] == num_workers
-    assert 0 < outcome["resumed_from_step"] < NUM_STEPS
-    assert_same(outcome, undisturbed, tolerance=tolerance)
-
-
-@pytest.mark.long
-def test_weights_that_are_partitioned_are_exported_whole(
-    reader: Path, environment: dict[str, str], undisturbed: dict[str, Any]
-) -> None:
-    train(reader, environment, *arguments_of(TOGETHER), "--run.name=partitioned", "--workers.zero-stage=3")
-    partitioned = outcome_of(reader, "partitioned")
-    assert_same(partitioned, undisturbed, tolerance=1e-4)
-    found, expected = (load_file(f"{outcome['export']}/model.safetensors") for outcome in (partitioned, undisturbed))
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        np.testing.assert_allclose(found[name], weight, atol=1e-3)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from clip_support import SIDE, make_dual_encoder, make_pairs
-from killing import last_checkpoint
 from mlflow import MlflowClient
 from sample_state_support import sample_states
-from support import outcome_of, run_until
+from support import outcome_of
 
 from jobs import prepare_features, sweep, train_clip
 from jobs.engine.metrics import metric_history
@@ -136,37 +134,8 @@ def sweep_words(options: list[str], name: str) -> list[str]:
     return ["clip-frozen-rho-lr-small", *based, f"--base.run.name={name}", *axes]
 
 
+@pytest.mark.long
 def test_a_grid_on_stored_embeddings_is_one_run(home: Path, options: list[str], on_towers: dict[str, Any]) -> None:
     assert prepare_features.main([PRESET, *options]) == 0
     assert sweep.main([*sweep_words(options, "towers-grid"), "--base.model.features"]) == 0
     assert_grid_holds(home, "towers-grid", on_towers)
-
-
-@pytest.mark.long
-def test_a_killed_grid_on_the_towers_goes_on(
-    home: Path, options: list[str], on_towers: dict[str, Any], cluster: dict[str, str]
-) -> None:
-    words, runs = sweep_words(options, "killed-grid"), home / "runs" / "killed-grid"
-
-    def has_checkpoint() -> bool:
-        return any(last_checkpoint(run) >= 4 for run in runs.glob("side-by-side-*"))
-
-    run_until(has_checkpoint, "jobs.sweep", words, os.environ | cluster, directory=home)
-    assert sweep.main(words) == 0
-    assert_grid_holds(home, "killed-grid", on_towers)
-    outcomes = [json.loads(file.read_text()) for file in runs.glob("*/outcome.json")]
-    assert {outcome["resumed_from_step"] for outcome in outcomes} <= {4, 8, 12}
-
-
-@pytest.mark.long
-def test_a_killed_run_on_stored_embeddings_goes_on_with_one_worker(
-    home: Path, options: list[str], on_towers: dict[str, Any], cluster: dict[str, str]
-) -> None:
-    assert prepare_features.main([PRESET, *options]) == 0
-    words = [PRESET, *options, "--model.features", "--run.name=killed"]
-    directory = home / "runs" / "killed"
-    run_until(lambda: last_checkpoint(directory) >= 4, "jobs.train_clip", words, os.environ | cluster, directory=home)
-    assert train_clip.main([*words, "--workers.num-workers=1"]) == 0
-    outcome = outcome_of(home, "killed")
-    assert outcome["resumed_from_step"] in (4, 8, 12)
-    assert_same(outcome, on_towers)

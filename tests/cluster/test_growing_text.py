@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
@@ -44,14 +43,16 @@ pytestmark = pytest.mark.cluster
 SEED, WINDOW, BATCH = 5, 40, 8
 
 
+def documents(corpus: Path) -> list[str]:
+    """Return the training documents of the corpus, which need no escapes in JSON."""
+    place = str(corpus / "train")
+    items = [item for archive in list_archives(place) for item in read_documents(place, archive)]
+    return [item.text for item in items if isinstance(item, Document)]
+
+
 def json_lines(corpus: Path) -> list[str]:
     """Return the training documents of the corpus as JSON lines."""
-    lines = []
-    for archive in list_archives(str(corpus / "train")):
-        for item in read_documents(str(corpus / "train"), archive):
-            assert isinstance(item, Document)
-            lines.append(f'{{"text": "{item.text}"}}\n')
-    return lines
+    return [f'{{"text": "{text}"}}\n' for text in documents(corpus)]
 
 
 @pytest.fixture
@@ -113,12 +114,9 @@ def test_the_batches_are_those_of_data_that_were_prepared_ahead(
     assert isinstance(complete, Manifest)
     assert complete.digest == ahead.digest
     assert complete.archives == ahead.archives
-    # The number of a rank's tasks is bounded: short segments are joined without a seam, in mid-batch, too.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.stream._NUM_TASKS_PER_SEGMENT", 3)
-        assert same(stream(ahead).batches(0, stop), stream(ahead, num_readers=0).batches(0, stop))
 
 
+@pytest.mark.long
 def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them(
     cluster: dict[str, str], corpus: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +143,7 @@ def test_preparing_runs_ahead_by_a_bounded_number_of_parts_and_goes_on_from_them
     assert all((Path(growing.directory) / f"{name}.json").stat().st_mtime_ns == times[name] for name in expected)
 
 
+@pytest.mark.long
 def test_too_many_lost_records_and_a_file_that_is_gone_end_the_reading(
     cluster: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
@@ -190,77 +189,17 @@ def sentences(
 
 
 @pytest.mark.long
-def test_documents_have_the_spans_of_data_that_were_prepared_ahead(
+def test_a_text_whose_documents_are_too_short_ends_the_reading(
     cluster: dict[str, str], corpus: Path, wordpiece: Path, source: Path, tmp_path: Path
 ) -> None:
-    """Two epochs are the same for every number of workers, except for the numbers that documents do not have yet."""
-    configs = {
-        name: sentences(source, corpus, wordpiece, tmp_path / name, prepare=name) for name in ("ahead", "streaming")
-    }
-    texts = {name: prepare_documents(config)[0] for name, config in configs.items()}
-    ahead, growing = texts["ahead"], texts["streaming"]
-    assert isinstance(ahead, Manifest)
-    assert isinstance(growing, GrowingManifest)
-    stop = 2 * ahead.num_rows // BATCH * BATCH
-
-    def batches(name: str, rank: int, **reading: int) -> Iterator[Batch]:
-        ranks = RankStream(
-            source=span_source(configs[name], texts[name], seed=SEED),
-            plan=texts[name].plan(seed=SEED, window_size=60),
-            batch_size=BATCH,
-            rank=rank,
-            world_size=2,
-            **reading,
-        )
-        for batch in ranks.batches(0, stop):
-            assert (batch.pop("ids") < 0).all() == (name == "streaming")
-            yield batch
-
-    for rank in range(2):
-        assert same(batches("streaming", rank), batches("ahead", rank, num_readers=0))
-    assert growing.num_rows is None
-    complete = growing.latest()
-    assert isinstance(complete, Manifest)
-    assert complete.digest == ahead.digest
-
-
-@pytest.mark.parametrize(
-    ("size", "batch_size", "message"),
-    [
-        (200, 8, r"data\.train = .*' holds no document of 800 tokens.*data\.max_length = 200 .*: choose shorter spans"),
-        (12, 400, r"optimizer\.batch_size = 400 is more than the \d+ documents of data\.train: choose at most"),
-    ],
-)
-def test_a_text_with_too_few_documents_ends_the_reading(
-    cluster: dict[str, str],
-    corpus: Path,
-    wordpiece: Path,
-    source: Path,
-    tmp_path: Path,
-    size: int,
-    batch_size: int,
-    message: str,
-) -> None:
-    """The words are those with which text is refused that was prepared ahead."""
-    config = sentences(source, corpus, wordpiece, tmp_path, max_length=size, min_num_tokens=0 if size > 12 else 36)
-    config = replace(config, optimizer=replace(config.optimizer, batch_size=batch_size))
-    with pytest.raises(ValueError, match=message):
-        prepare_documents(replace(config, run=replace(config.run, prepared=str(tmp_path / "ahead"))))
-    # The validation text is long enough.
-    long = json.dumps({"text": " ".join(json.loads(line)["text"] for line in json_lines(corpus)[:40])})
-    (tmp_path / "long.jsonl").write_text(f"{long}\n")
-    config = replace(config, data=replace(config.data, prepare="streaming", validation=str(tmp_path / "long.jsonl")))
+    (tmp_path / "long.jsonl").write_text(f'{{"text": "{" ".join(documents(corpus)[:40])}"}}\n')
+    options = {"max_length": 200, "min_num_tokens": 0, "validation": str(tmp_path / "long.jsonl")}
+    config = sentences(source, corpus, wordpiece, tmp_path, prepare="streaming", **options)
     growing, _ = prepare_documents(config)
-    assert isinstance(growing, GrowingManifest)
-    reading = RankStream(
-        source=span_source(config, growing, seed=SEED),
-        plan=growing.plan(seed=SEED, window_size=20),
-        batch_size=batch_size,
-        rank=0,
-        world_size=1,
-    )
+    reading = replace(stream(growing), source=span_source(config, growing, seed=SEED))
+    message = r"data\.train = .*' holds no document of 800 tokens.*data\.max_length = 200 .*: choose shorter spans"
     with pytest.raises(ValueError, match=message):
-        next(reading.batches(0, batch_size))
+        next(reading.batches(0, BATCH))
 
 
 @pytest.mark.long

@@ -34,11 +34,6 @@ def export(home: Path) -> Path:
     return directory
 
 
-def test_looking_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_line(*lines_like("jobs.train_clip --help"))
-    assert "clip-cc3m-tempnet-small" in capsys.readouterr().out
-
-
 def test_training_and_scoring(home: Path, export: Path) -> None:
     assert {"image_encoder", "text_encoder", "tempnet_image", "tempnet_text"} <= {
         path.name for path in export.iterdir()
@@ -51,6 +46,7 @@ def test_training_and_scoring(home: Path, export: Path) -> None:
     assert column["metrics"]["concepts/num_classes"] == 2
 
 
+@pytest.mark.long
 def test_what_make_run_runs(home: Path, export: Path) -> None:
     """The encoder is trained as `export` is, so only its page is made."""
     train, predict = recipe("run")[2:]
@@ -63,6 +59,7 @@ def test_what_make_run_runs(home: Path, export: Path) -> None:
     assert "concept_frequency" in (home / "runs" / "clip-short" / "temperatures.html").read_text()
 
 
+@pytest.mark.long
 def test_the_notebook_on_temperatures_of_images(home: Path, export: Path) -> None:
     (home / "runs" / "clip-short").mkdir(exist_ok=True)
     (home / "runs" / "clip-short" / "export").symlink_to(export)
@@ -76,6 +73,7 @@ def test_the_notebook_on_temperatures_of_images(home: Path, export: Path) -> Non
     assert similarities == sorted(similarities, reverse=True)
 
 
+@pytest.mark.long
 def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_line(*lines_like("jobs.predict_temperatures * --images *"))
     shown = capsys.readouterr().out
@@ -97,13 +95,3 @@ def test_training_with_predicted_temperatures(home: Path, export: Path, capsys: 
         assert states["tau"][modality].tolist() == written[name].to_pylist()
     assert outcome["validation"]["tau_mean"] == pytest.approx(states["tau"].double().mean().item())
     assert sum(outcome["histograms"]["image"]) == written.num_rows == 100
-
-
-def test_training_another_loss(home: Path) -> None:
-    run_line(*lines_like("jobs.train_clip clip-cc3m-isogclr-small *"), *OPTIONS)
-    assert outcome_of(home, "isogclr-1")["num_steps"] == NUM_STEPS
-
-
-def test_preparing_images(home: Path) -> None:
-    run_line(*lines_like("jobs.prepare_images *"))
-    assert list((home / "runs" / "prepared").glob("train-pairs-*/manifest.json"))

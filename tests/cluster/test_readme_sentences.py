@@ -58,9 +58,3 @@ def test_sweeping_some_values(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row["point"] for row in rows] == [{"temperature.rho": rho} for rho in (2.0, 2.5, 3.0)]
     assert all(row["num_steps"] == 4 for row in rows)
     assert len(re.findall(r"mean τ \d", capsys.readouterr().out)) >= 3
-
-
-def test_looking_before_sweeping(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_line(*lines_like("jobs.sweep * --dry-run"))
-    assert "temperature.rho" in capsys.readouterr().out
-    assert not (home / "runs" / "clip-rho-lr-small").exists()

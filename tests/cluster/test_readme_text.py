@@ -38,19 +38,16 @@ def test_what_make_run_runs(home: Path, reference: dict[str, Any]) -> None:
     assert reference["run"] == "gpt2-scratch-small"
 
 
-def test_looking_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_line(*lines_like("jobs.train_lm --help"))
-    assert "gpt2-scratch-small" in capsys.readouterr().out
-    run_line(*lines_like("jobs.train_lm gpt2-scratch-small --dry-run"), "--run.name", "dry")
-    assert "target entropy" in capsys.readouterr().out
-    assert not (home / "runs" / "dry").exists()
-
-
-def test_preparing_text(home: Path) -> None:
+@pytest.mark.long
+def test_preparing(home: Path) -> None:
     run_line(*lines_like("jobs.prepare_text *"))
-    assert list((home / "runs" / "prepared").glob("train-128-*/manifest.json"))
+    run_line(*lines_like("jobs.prepare_images *"))
+    prepared = home / "runs" / "prepared"
+    assert list(prepared.glob("train-128-*/manifest.json"))
+    assert list(prepared.glob("train-pairs-*/manifest.json"))
 
 
+@pytest.mark.long
 def test_calibrating_rho(home: Path, reference: dict[str, Any]) -> None:
     run_line(*lines_like("jobs.calibrate rho *"), "--num-tokens", "1024")
     assert json.loads((home / "calibration" / "calibration.json").read_text())["tau_mean"] == pytest.approx(
@@ -76,6 +73,7 @@ def test_measuring_headroom(home: Path, reference: dict[str, Any], capsys: pytes
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"headroom.json", "reliability.png"}
 
 
+@pytest.mark.long
 def test_the_notebook_from_a_model_to_its_tempnet(home: Path, reference: dict[str, Any]) -> None:
     frozen = [
         "--run.num-steps=10", "--data.context-length=64", "--temperature.hidden-size=32",
@@ -151,6 +149,7 @@ def test_predicting_temperatures_of_texts(home: Path, reference: dict[str, Any])
     assert all(0.001 <= row["tau_mean"] <= 2.0 for row in rows)
 
 
+@pytest.mark.long
 def test_analysing_groups_of_texts(home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (home / "subjqa").mkdir()
     with (home / "subjqa" / "test.csv").open("w", newline="") as file:
@@ -177,23 +176,6 @@ def test_analysing_groups_of_texts(home: Path, reference: dict[str, Any], capsys
         "results.json",
         "results.md",
     }
-
-
-def test_reproducing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    guide, parameters, full, smoke = lines_like("jobs.reproduce *")
-    run_line(guide)
-    assert "T15" in capsys.readouterr().out
-    run_line(parameters)
-    assert "exact" in capsys.readouterr().out
-    run_line(full)
-    assert "GPU-hours" in capsys.readouterr().out
-    changes = {
-        "data.context_length": 64, "model.hidden_size": 64, "model.num_layers": 1, "model.num_heads": 4,
-        "temperature.hidden_size": 32, "temperature.num_prototypes": 16, "validation.num_oracle_tokens": 256,
-        "optimizer.batch_size": 8, "workers.num_workers": 1, "workers.zero_stage": 0,
-    }  # fmt: skip
-    run_line(smoke, "--arms", "ρ = 2", "--change", *(f"{name}={value}" for name, value in changes.items()))
-    assert "cannot be seen at this scale" in capsys.readouterr().out
 
 
 @contextmanager
@@ -247,6 +229,7 @@ def log_in(login: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.long
 def test_mlflow_is_served_for_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite takes the place of PostgreSQL, which need not be installed on a machine that runs tests."""
     assert lines_like("make mlflow-team") == ["make mlflow-team"]

@@ -1,13 +1,12 @@
-"""Test how much computing time a stream takes from the process that trains on it, what it fetches ahead, and
-that what its tasks count of repeated requests arrives."""
+"""Test data on Ray: prepared and streamed as without it, with little of a worker's time, on the nodes that read, counted."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,88 @@ import ray
 from ray.data import DataContext, ExecutionResources
 
 from jobs.engine.cluster import check_placement
+from pipelines import stream as stream_module
+from pipelines.images.manifest import ImageManifest
+from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.patience import Patience
 from pipelines.plan import StreamPlan
 from pipelines.recorded_tasks import run_recorded_tasks
 from pipelines.retries import RETRIES
-from pipelines.stream import Batch, RankStream
+from pipelines.stream import Batch, RankStream, Source
+from pipelines.text.blocks import BlockSource
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.cluster
 
 
-@dataclass(frozen=True)
-class Zeros:
-    """Reads items that are 1 MiB of zeros each."""
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """Let preparation and streams take Ray for not running."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        yield
 
-    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        return {"digest": rows, "x": np.zeros((len(rows), 1 << 18), dtype=np.float32)}
+
+def stream(source: Source, sizes: Sequence[int], rank: int = 0, world_size: int = 1, **options: Any) -> RankStream:
+    plan = StreamPlan(shard_sizes=tuple(sizes), seed=0, window_size=options.pop("window_size", 2**20))
+    return RankStream(source=source, plan=plan, rank=rank, world_size=world_size, **{"batch_size": 8} | options)
+
+
+def assert_same_stream(source: Source, sizes: Sequence[int], **options: int) -> None:
+    """Assert that Ray's tasks read what one process reads without them, from a place on to the end of two epochs."""
+    start, stop = 16, 2 * sum(sizes) // 8 * 8
+    for rank in range(2):
+        ranks = stream(source, sizes, rank, 2, window_size=20, num_batches_per_output=1, **options)
+        with without_ray():
+            expected = list(ranks.batches(start, stop))
+        for found, wanted in zip(ranks.batches(start, stop), expected, strict=True):
+            assert found.keys() == wanted.keys()
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_text_and_images_are_prepared_and_streamed_as_without_ray(
+    cluster: dict[str, str], corpus: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    layout = PackingConfig.for_tokenizer(tokenizer, 256)
+
+    def prepare(place: str) -> tuple[Manifest, ImageManifest]:
+        text = PrepareConfig(source=str(corpus / "validation"), tokenizer=str(corpus / "tokenizer"))
+        pairs = PrepareImagesConfig(source=str(images / "train"))
+        root = str(tmp_path / place)
+        return prepare_text(text, layout, root), prepare_images(pairs, root, part_bytes=20_000)
+
+    with without_ray():
+        expected = prepare("alone")
+    text, pairs = prepare("ray")
+    assert replace(text, directory=expected[0].directory) == expected[0]
+    assert replace(pairs, directory=expected[1].directory) == expected[1]
+    # The number of a rank's tasks is bounded: short segments are joined without a seam, in mid-batch, too.
+    monkeypatch.setattr(stream_module, "_NUM_TASKS_PER_SEGMENT", 3)
+    assert_same_stream(BlockSource(manifest=text), text.shard_sizes)
+    source = PairSource(manifest=pairs, tokenizer=tokenizer, image_size=16)
+    assert_same_stream(source, pairs.shard_sizes, num_readers=2, num_batches_per_task=4)
+
+
+class Named:
+    """Names items, for the sources below."""
 
     def name(self, shard: int, row: int) -> str:
         return f"{shard}/{row}"
 
 
+class Zeros(Named):
+    """Reads items that are 1 MiB of zeros each."""
+
+    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        return {"digest": rows, "x": np.zeros((len(rows), 1 << 18), dtype=np.float32)}
+
+
+@pytest.mark.long
 def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
     cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,30 +111,21 @@ def test_rays_loop_rests_while_all_memory_is_full_of_what_was_read_ahead(
     monkeypatch.setattr(Patience, "on_execution_step", counted)
     options = DataContext.get_current().execution_options
     monkeypatch.setattr(options, "resource_limits", ExecutionResources(object_store_memory=32 << 20))
-    batch_size = 4
-    stream = RankStream(
-        source=Zeros(),
-        plan=StreamPlan(shard_sizes=(200,), seed=0),
-        batch_size=batch_size,
-        rank=0,
-        world_size=1,
-        num_batches_per_task=8,
-        num_batches_per_output=1,
-    )
+    reading = stream(Zeros(), [200], batch_size=4, num_batches_per_task=8, num_batches_per_output=1)
     places = []
-    for number, batch in enumerate(stream.batches(0, 200)):
+    for number, batch in enumerate(reading.batches(0, 200)):
         places += batch["place"].tolist()
         if number == 3:
             # While the consumer computes, a step of Ray Data's loop takes at least 50 ms, however fast the machine is.
             begun = time.monotonic()
-            time.sleep(3)
-            during = [at for at in steps if begun < at < begun + 3]
-            assert 1 <= len(during) <= 3 / Patience.SECONDS + 2
+            time.sleep(2)
+            during = [at for at in steps if begun < at < begun + 2]
+            assert 1 <= len(during) <= 2 / Patience.SECONDS + 2
     assert places == list(range(200))
 
 
 @dataclass
-class Asked:
+class Asked(Named):
     """Returns with every item which shards were said to be needed before it was read."""
 
     asked: tuple[int, ...] = ()
@@ -84,21 +136,17 @@ class Asked:
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
         return {"digest": rows, "shard": shards, "asked": np.tile(self.asked, (len(rows), 1))}
 
-    def name(self, shard: int, row: int) -> str:
-        return f"{shard}/{row}"
 
-
+@pytest.mark.long
 @pytest.mark.parametrize("num_batches_per_task", [1, None])
 def test_a_stream_fetches_its_window_and_the_next_one_ahead_and_keeps_the_one_before_for_a_quarter(
     cluster: dict[str, str], num_batches_per_task: int | None
 ) -> None:
-    plan = StreamPlan(shard_sizes=(16,) * 5, seed=0, window_size=16)
-    stream = RankStream(
-        source=Asked(), plan=plan, batch_size=2, rank=0, world_size=1, num_batches_per_task=num_batches_per_task,
-        num_batches_per_output=1,
+    reading = stream(
+        Asked(), [16] * 5, batch_size=2, window_size=16, num_batches_per_task=num_batches_per_task, num_batches_per_output=1
     )  # fmt: skip
-    order = [window.shards[0] for window in plan.windows(0, 128)]
-    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in stream.batches(0, 128)]
+    order = [window.shards[0] for window in reading.plan.windows(0, 128)]
+    found = [(int(batch["shard"][0]), *batch["asked"][0].tolist()) for batch in reading.batches(0, 128)]
     assert found == [
         (now, now, later, before if batch < 2 else -1)
         for before, now, later in zip([-1, *order], order, [*order[1:], -1], strict=False)
@@ -116,74 +164,40 @@ def amount_taken() -> float:
     return amount
 
 
-class Places:
-    """Reads items that tell how much of the custom resource the reading task has."""
+class Reporting(Named):
+    """Reads items that tell how much of the custom resource the task has, and repeats a request for every item."""
 
     def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
+        for _ in rows:
+            RETRIES.add()
         return {"digest": rows, "amount": np.full(len(rows), amount_taken())}
 
-    def name(self, shard: int, row: int) -> str:
-        return f"{shard}/{row}"
 
+@pytest.mark.long
+def test_tasks_take_the_resources_of_their_nodes_and_send_their_counts(
+    cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(number: int) -> dict[str, Any]:
+        for _ in range(number):
+            RETRIES.add()
+        return {"number": number, "amount": amount_taken()}
 
-def test_tasks_that_prepare_and_read_take_the_resources_of_their_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
-    entries = run_recorded_tasks(lambda _: {"amount": amount_taken()}, ["a"], str(tmp_path), resources={HEAD: 0.25})
-    assert entries == [{"amount": 0.25}]
-    stream = RankStream(
-        source=Places(), plan=StreamPlan(shard_sizes=(8,), seed=0), batch_size=8, rank=0, world_size=1,
+    RETRIES.take()
+    entries = run_recorded_tasks(prepare, [f"unit-{n}" for n in range(4)], str(tmp_path), resources={HEAD: 0.25})
+    assert entries == [{"number": number, "amount": 0.25} for number in range(4)]
+    assert RETRIES.take() == 6
+    said = [line for line in capsys.readouterr().err.splitlines() if "were repeated" in line]
+    assert len(said) == 1
+    assert re.search(r": \d+; \d+ so far$", said[0])
+    reading = stream(
+        Reporting(), [8, 8, 16], window_size=8, num_readers=2, num_batches_per_task=2, num_batches_per_output=1,
         reader_resources={HEAD: 0.25},
     )  # fmt: skip
-    assert [batch["amount"].tolist() for batch in stream.batches(0, 8)] == [[0.25] * 8]
+    for batch in reading.batches(0, 64):
+        assert set(batch) == {"digest", "place", "amount"}
+        assert batch["amount"].tolist() == [0.25] * 8
+    assert RETRIES.take() == 64
     check_placement("data.reader_resources", {HEAD: 1.0})
     check_placement("data.reader_resources", {})
     with pytest.raises(ValueError, match=r"data.reader_resources = reader=0.5, but no node .* \(largest: reader=0\)"):
         check_placement("data.reader_resources", {"reader": 0.5})
-
-
-REASONS = ["slow_down", "network_connection"]
-
-
-class Failing:
-    """Repeats a request for every item, and two for the items of odd shards."""
-
-    def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> Batch:
-        for shard in shards:
-            for reason in REASONS[: 1 + shard % 2]:
-                RETRIES.add(f"s3://bucket-{epoch}", reason)
-        return {"digest": rows}
-
-    def name(self, shard: int, row: int) -> str:
-        return f"{shard}/{row}"
-
-
-@pytest.mark.parametrize("num_readers", [0, 2])
-def test_what_readers_count_arrives_with_the_batches(cluster: dict[str, str], num_readers: int) -> None:
-    RETRIES.take()
-    plan = StreamPlan(shard_sizes=(8, 8, 16), seed=0, window_size=8)
-    for rank in range(2):
-        stream = RankStream(
-            source=Failing(), plan=plan, batch_size=4, rank=rank, world_size=2, num_readers=num_readers,
-            num_batches_per_task=2, num_batches_per_output=1,
-        )  # fmt: skip
-        batches = list(stream.batches(0, 64))
-        assert all(set(batch) == {"digest", "place"} for batch in batches)
-        assert sum(len(batch["place"]) for batch in batches) == 32
-    epoch = {"slow_down": 32, "network_connection": 8}
-    assert json.loads(RETRIES.take()) == {"s3://bucket-0": epoch, "s3://bucket-1": epoch}
-
-
-def test_what_preparing_tasks_count_arrives_and_is_said(
-    cluster: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def prepare(number: int) -> dict[str, int]:
-        for _ in range(number):
-            RETRIES.add("s3://bucket", "slow_down")
-        return {"number": number}
-
-    RETRIES.take()
-    entries = run_recorded_tasks(prepare, [f"unit-{number}" for number in range(5)], str(tmp_path))
-    assert entries == [{"number": number} for number in range(5)]
-    assert json.loads(RETRIES.take()) == {"s3://bucket": {"slow_down": 10}}
-    said = [line for line in capsys.readouterr().err.splitlines() if "were repeated" in line]
-    assert len(said) == 1
-    assert re.search(r": \d+ to s3://bucket \(last reason: slow_down\); \d+ so far$", said[0])

@@ -42,6 +42,7 @@ def submit_line_of_the_readme(head: dict[str, str], corpus: Path, runs: Path) ->
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_status_log_and_end_of_jobs_on_a_cluster(
     ray_head: dict[str, str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
-"""Test that a run survives damaged checkpoints, a full disk, workers that die and nodes that are lost."""
+"""Test that a run survives a full disk, damaged files, workers that die and SIGTERM, and waits for machines to an end."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,66 +12,21 @@ from typing import Any
 import pytest
 import ray
 from killing import at_the_same_time, kill_workers, last_checkpoint
-from support import training_worker_pids, wait_for
+from language_model_support import assert_same_losses, options_of
+from mlflow import MlflowClient
+from support import run_until, training_worker_pids, wait_for
 
-from jobs.engine.checkpoint_files import find_changed_file, find_damage
 from jobs.engine.job import FatalTrainingError
 from jobs.engine.launch import train
-from jobs.engine.metrics import metric_history
+from jobs.engine.progress import PROGRESS_FILE
 from jobs.engine.resumption import SNAPSHOT_FILE
-from jobs.engine.tracking import TrackedRun
+from jobs.engine.run_list import list_runs
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 Make = Callable[..., LanguageModelConfig]
-
-
-def losses(outcome: dict[str, Any]) -> dict[int, float]:
-    return metric_history(TrackedRun(uri=outcome["tracking_uri"], run_id=outcome["mlflow_run_id"]), "train/loss")
-
-
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    cluster: dict[str, str], tiny: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny("damaged", run={"num_steps": 20})
-    run = Path(config.run.directory)
-    first = train(make_plan(config))
-    expected = losses(first)
-    assert sorted(expected) == list(range(1, 21))
-    newest = run / "checkpoint-00000020"
-    assert find_damage(str(newest)) == ""
-    lists = [json.loads((newest / f"files-0000{rank}.json").read_text()) for rank in (0, 1)]
-    assert lists[0]["group"] == lists[1]["group"] != ""
-    assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
-
-    # Change one byte, which only a reader of the whole file notices, and cut the snapshot in the middle.
-    damaged = next(newest.glob("deepspeed/*rank_1_*"))
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    (run / SNAPSHOT_FILE).write_text((run / SNAPSHOT_FILE).read_text()[:50])
-    (run / "outcome.json").unlink()
-    capsys.readouterr()
-    again = train(make_plan(config))
-    said = capsys.readouterr().out
-    assert f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide; going on from step 20" in said
-    assert f"checkpoint-00000020 cannot be used: deepspeed/{damaged.name} does not hold what was written; " in said
-    assert "going on from step 15\n" in said
-    assert again["resumed_from_step"] == 15
-    assert losses(again) == pytest.approx(expected, abs=1e-6)
-    assert again["validation"] == pytest.approx(first["validation"], abs=1e-6, nan_ok=True)
-    assert not any(find_changed_file(newest, rank=rank, world_size=2) for rank in (0, 1))
-
-    # If no checkpoint is usable, the job stops before it starts any workers, and leaves everything as it is.
-    for checkpoint in run.glob("checkpoint-*"):
-        if checkpoint.is_dir():
-            (checkpoint / "state.json").unlink()
-    (run / "outcome.json").unlink()
-    with pytest.raises(ValueError, match=r"00000015 cannot be used: state.json is missing. checkpoint-00000020 cannot"):
-        train(make_plan(config))
-    assert not (run / "lease.json").exists()
 
 
 def fill(disk: Path) -> None:
@@ -82,9 +39,10 @@ def fill(disk: Path) -> None:
                 continue
 
 
-def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
+def test_a_full_disk_ends_the_run_which_goes_on_from_the_checkpoint_that_is_whole_through_a_kill(
     cluster: dict[str, str], tiny: Make, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Ray Train's snapshot is cut, and a byte of the newest checkpoint changes, while there is no run."""
     disk = small_disk(64)
     # With `num_threads = 0`, a run has one thread here if it shares the cores with others, and all cores if alone.
     config = tiny(
@@ -96,7 +54,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     run = Path(config.run.directory)
 
     def fill_the_disk() -> None:
-        wait_for((run / SNAPSHOT_FILE).exists)
+        wait_for(lambda: last_checkpoint(run) >= 10)
         fill(disk)
 
     with at_the_same_time(fill_the_disk), pytest.raises(FatalTrainingError) as caught:
@@ -108,22 +66,32 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_killed_worker_says_so(
     assert "restart" not in capsys.readouterr().out
     step = int(message.split("checkpoint of step ")[1].split(",")[0])
     (disk / "filler").unlink()
+
+    damaged = next((run / f"checkpoint-{step:08d}").glob("deepspeed/*_states.pt"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (run / SNAPSHOT_FILE).write_text((run / SNAPSHOT_FILE).read_text()[:50])
     killed: list[int] = []
 
     def kill_a_worker() -> None:
-        # The full disk may have left files of later checkpoints, so only checkpoints that are noted from now on count.
         wait_for(lambda: bool(training_worker_pids(cluster)))
-        noted = last_checkpoint(run)
-        wait_for(lambda: last_checkpoint(run) > noted)
+        wait_for(lambda: last_checkpoint(run) > step)
         killed.extend(kill_workers(cluster))
 
     with at_the_same_time(kill_a_worker):
         outcome = train(make_plan(config))
     said = capsys.readouterr().out
+    assert f"{SNAPSHOT_FILE} is damaged: the checkpoints' own directories decide; going on from step {step}\n" in said
+    refusal = (
+        rf"checkpoint-{step:08d} cannot be used: deepspeed/{damaged.name} does not hold what was written; .*going on"
+    )
+    (before,) = map(int, re.findall(rf"{refusal} from step (\d+)\n", said))
+    assert 0 < before < step
+    assert f"continuing after step {before}\n" in said
     assert f"worker 0: its process {killed[0]} on " in said
     assert "died: killed by a signal, such as 9" in said
     assert f"; restart 1 of 3, from step {outcome['resumed_from_step']}\n" in said
-    assert f"continuing after step {step}\n" in said
     assert step <= outcome["resumed_from_step"] < 80
     # The continued run has as many threads as at its first start.
     assert json.loads((run / "checkpoint-00000080" / "state.json").read_text())["num_threads"] == 1
@@ -151,3 +119,34 @@ def test_waiting_for_machines_says_so_and_ends(
     finally:
         ray.kill(neighbour)
     assert capsys.readouterr().out.count("no room for 2 workers, as nodes are lost or busy, for 0.0") >= 2
+
+
+def test_sigterm_loses_no_step(
+    cluster: dict[str, str],
+    tiny: Make,
+    reference: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tiny("told-to-end", run={"checkpoint_every": 1000, "log_every": 1})
+    run = Path(config.run.directory)
+    environment = {name: value for name, value in cluster.items() if name != "RAY_ADDRESS"}
+    status, said = run_until(
+        (run / PROGRESS_FILE).exists,
+        "jobs.train_lm",
+        ["gpt2-scratch", *options_of(config)],
+        environment,
+        by=signal.SIGTERM,
+    )
+    assert status == 130, said
+    assert "the same command goes on" in said
+    (client,) = [MlflowClient(f"sqlite:///{config.run.resolved_storage}/mlflow.db")]
+    assert [found.info.status for found in client.search_runs(["1"])] == ["KILLED"]
+    # No checkpoint was due, but there is one, of the last step that was noted.
+    step = last_checkpoint(run)
+    assert step == json.loads((run / PROGRESS_FILE).read_text())["step"] > 0
+    (listed,) = (one for one in list_runs(config.run.storage) if one.name == "told-to-end")
+    assert (listed.state, listed.step) == ("interrupted", step)
+    outcome = train(make_plan(config))
+    assert outcome["resumed_from_step"] == step
+    assert f"before this start: step {step} of 40" in capsys.readouterr().out
+    assert_same_losses(outcome, reference)

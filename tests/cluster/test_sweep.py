@@ -9,17 +9,15 @@ import shlex
 import signal
 import sqlite3
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import ray
-from killing import kill_workers_after_checkpoints, last_checkpoint
+from killing import last_checkpoint
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from mlflow_support import columns_of
-from support import readme_lines, run_until, training_worker_pids, wait_for
+from support import readme_lines, run_until, wait_for
 from sweep_support import TINY
 
 from jobs.engine.command_line import parse_preset
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("by", [signal.SIGINT])
 def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_path: Path, by: signal.Signals) -> None:
     words = [*(word.replace("DIR", str(corpus)) for word in TINY), f"--base.run.storage={tmp_path}"]
     arguments = ["gpt2-rho-lr-small", "--sweep.search", "band", *words]
@@ -55,24 +53,17 @@ def test_ctrl_c_ends_the_trials_too(cluster: dict[str, str], corpus: Path, tmp_p
     wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
 
 
-def check_list_of_runs(client: MlflowClient, parent: Run, runs: Sequence[Run], rows: Sequence[Row]) -> None:
-    """Check that MLflow's list begins with what decides: of the trials, and the sweep's best loss, ρ, rate and child run."""
+def check_best_run(parent: Run, rows: Sequence[Row]) -> None:
+    """Check that the sweep's run in MLflow has its best loss, mean τ, ρ, rate and trial."""
     best = min((row for row in rows if row.is_in_band), key=lambda row: row.loss)
     assert parent.data.tags["best_run"] == best.name
     assert {name: value for name, value in parent.data.metrics.items() if name.startswith("best_")} == {
         "best_cross_entropy_tau": best.loss, "best_tau_mean": best.tau_mean, "best_rho": best.point["temperature.rho"],
         "best_learning_rate_base": best.point["optimizer.learning_rate_base"],
     }  # fmt: skip
-    (child,) = (run for run in runs if run.info.run_name == best.name)
-    logged = {f"metrics.`{name}`" for run in (parent, child) for name in run.data.metrics}
-    assert columns_of(client, "language-models") == [
-        "metrics.`validation/cross_entropy_tau`", "metrics.`validation/tau_mean`", "metrics.`validation/regret`",
-        "metrics.`verdict/beats_both_constants`", "metrics.`best_cross_entropy_tau`", "metrics.`best_tau_mean`",
-        "metrics.`best_rho`", "metrics.`best_learning_rate_base`", "tags.`best_run`",
-    ]  # fmt: skip
-    assert set(columns_of(client, "language-models")) <= logged | {"tags.`best_run`"}
 
 
+@pytest.mark.long
 def test_a_band_search_is_watched_reported_and_found_again(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +108,7 @@ def test_a_band_search_is_watched_reported_and_found_again(
         assert (run.data.tags["preset"], run.data.tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
         assert run.data.tags["ray_job_id"] == ray.get_runtime_context().get_job_id()
     assert "| trial" in parent.data.tags["mlflow.note.content"]
-    check_list_of_runs(client, parent, runs, results.rows)
+    check_best_run(parent, results.rows)
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
         "results.md", "results.json", "report.html",
     }  # fmt: skip
@@ -179,46 +170,6 @@ def grid_words(corpus: Path, storage: Path, rates: str, num_steps: int = 40) -> 
 
 
 @pytest.mark.long
-def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
-    cluster: dict[str, str], corpus: Path, tmp_path: Path
-) -> None:
-    # The last rate is so high that the loss is not finite, and the worker therefore ends the run.
-    words = grid_words(corpus, tmp_path, "1e-3,2e-3,1e30")
-    config, _ = parse_preset(PRESETS, words, job="sweep", purpose="")
-    killed, restarted, raised = (f"learning_rate_base{rate}" for rate in ("0.001", "0.002", "1e+30"))
-
-    def kill() -> None:
-        kill_workers_after_checkpoints(cluster, tmp_path / "rho" / killed, times=2)
-        kill_workers_after_checkpoints(cluster, tmp_path / "rho" / restarted, times=1)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    results = run_sweep(make_sweep(config))
-    killer.join()
-    assert results.failed.keys() == {killed, raised}
-    assert "the loss of step" in results.failed[raised]
-    assert "died" in results.failed[killed]
-    rows = {row.name: row for row in results.rows}
-    assert rows.keys() == {killed, restarted, raised}
-    assert [bool(rows[name].error) for name in (killed, restarted, raised)] == [True, False, True]
-    assert rows[restarted].num_steps == 40
-    outcome = json.loads((tmp_path / "rho" / restarted / "outcome.json").read_text())
-    assert outcome["resumed_from_step"] >= 4
-
-    written = json.loads((tmp_path / "rho" / "results.json").read_text())
-    assert written["failed"] == results.failed
-    assert results.table.count("FAILED") == 2
-    assert f"→ {restarted}" in results.table
-    client = MlflowClient(results.tracking_uri)
-    experiment = client.get_experiment_by_name("language-models")
-    assert experiment is not None
-    statuses = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
-    assert statuses == {"rho": "FAILED", killed: "FAILED", restarted: "FINISHED", raised: "FAILED"}
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
-    assert not training_worker_pids(cluster)
-
-
-@pytest.mark.long
 def test_a_killed_sweep_goes_on(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +207,7 @@ def test_a_killed_sweep_goes_on(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_a_band_search_that_starts_far_outside_its_band_finds_it(
     cluster: dict[str, str], corpus: Path, tmp_path: Path, seed: int
 ) -> None:

@@ -1,24 +1,21 @@
-"""Test the README's cross-validation on a real Ray: killed, continued with more workers, and beside failing trials."""
+"""Test the README's cross-validation on a real Ray, and trials that fail beside others."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import ray
-from classifier_support import NUM_STEPS, arguments, at, configuration, history, list_runs, named
-from killing import kill_workers_after_checkpoints
+from classifier_support import arguments, configuration, history, list_runs, named
 from safetensors.torch import load_file
-from support import run_until, training_worker_pids, wait_for
+from support import training_worker_pids, wait_for
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from jobs.engine.resumption import registered_step
-from jobs.engine.tracking import TrackedRun, open_run
 from jobs.engine.watch import Validation, Watch
 from jobs.studies.cross_validation.cross_validation import cross_validate, make_cross_validation
 from jobs.studies.cross_validation.table import Row
@@ -27,8 +24,7 @@ from jobs.studies.trials.parent import open_parent
 from jobs.studies.trials.run import run_trials
 from jobs.studies.trials.trial import Trial, one_round
 from jobs.tasks.classifier.config import ClassifierConfig
-from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
-from pipelines.storage import read_json
+from jobs.tasks.classifier.plan import make_plan
 from pipelines.text.tokenization import train_wordpiece
 
 pytestmark = pytest.mark.cluster
@@ -63,23 +59,14 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(ray_head: dict[str, str], downstream: Path, storage: Path) -> Results[Row]:
-    """Kill the README's cross-validation after its first cell, continue it with two workers, and return its results."""
-    words = arguments(downstream, storage)
-    first, _ = configuration(words).cells()
-    ended = Path(first.run.directory) / "outcome.json"
+    """Run the README's cross-validation, and return its results."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "PATH"):
             patch.setenv(name, ray_head[name])
-        run_until(ended.exists, "jobs.train_classifier", words, ray_head)
-        before = ended.stat().st_mtime_ns
-        results = cross_validate(make_cross_validation(configuration([*words, "--workers.num-workers", "2"])))
-    assert ended.stat().st_mtime_ns == before
-    return results
+        return cross_validate(make_cross_validation(configuration(arguments(downstream, storage))))
 
 
-def test_a_killed_cross_validation_goes_on_with_two_workers(
-    results: Results[Row], downstream: Path, storage: Path
-) -> None:
+def test_a_cross_validation(results: Results[Row], downstream: Path, storage: Path) -> None:
     assert not results.failed
     (row,) = results.rows
     assert (len(row.accuracies), row.num_failed) == (2, 0)
@@ -101,60 +88,6 @@ def test_a_killed_cross_validation_goes_on_with_two_workers(
     assert model.config.id2label == {0: "negative", 1: "positive"}
     assert AutoTokenizer.from_pretrained(export).encode("good film")
     assert load_file(export / "model.safetensors").keys() == dict(model.named_parameters()).keys()
-
-
-@pytest.mark.long
-def test_one_worker_trains_what_two_did_beside_trials_that_fail(
-    cluster: dict[str, str], results: Results[Row], downstream: Path, storage: Path, tmp_path: Path
-) -> None:
-    _, second = configuration(arguments(downstream, storage)).cells()
-    alone = at(second, tmp_path / "alone")
-    (parent,) = (run for run in list_runs(results.tracking_uri) if "mlflow.parentRunId" not in run.data.tags)
-    under = TrackedRun(uri=results.tracking_uri, run_id=parent.info.run_id)
-
-    # The functions are defined in the test, because the processes of trials cannot import the module of the test.
-    def gone(config: ClassifierConfig) -> ClassifierPlan:
-        raise OSError("the disk is gone")
-
-    def killed(config: ClassifierConfig) -> ClassifierPlan:
-        open_run(
-            uri=under.uri, experiment="classifiers", name="killed", directory=config.run.directory, parameters={},
-            tags={"mlflow.parentRunId": under.run_id}, data_sets={},
-        )  # fmt: skip
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    outcomes = run_trials(
-        one_round(
-            [
-                Trial(config=named(alone, "raises"), make_plan=gone),
-                Trial(config=named(alone, "killed"), make_plan=killed),
-                Trial(config=alone, make_plan=make_plan, keep_checkpoints=False),
-            ]
-        ),
-        length=3,
-        directory=str(tmp_path / "trials"),
-        parent=under,
-        num_concurrent=1,
-        data_cpus=0.0,
-        describe=lambda outcome: f"{outcome['num_steps']}",
-    )
-    assert list(outcomes.finished) == [alone.run.name]
-    assert outcomes.failed.keys() == {"raises", "killed"}
-    assert "the disk is gone" in outcomes.failed["raises"]
-    assert "died" in outcomes.failed["killed"]
-    # The killed process had no time to mark its run as failed.
-    (child,) = (run for run in list_runs(under.uri) if run.info.run_name == "killed")
-    assert child.info.status == "FAILED"
-    assert not list(Path(alone.run.directory).glob("checkpoint-*"))
-    # In the end nothing holds a resource of the cluster.
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
-
-    for key in ("train/loss", "train/batch_digest", "train/soft_triple", "validation/cross_entropy"):
-        found, expected = history(second, key), history(alone, key)
-        assert list(found) == list(expected)
-        assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4), key
-    assert len(history(second, "train/loss")) == NUM_STEPS
 
 
 def failing_watches(cell: ClassifierConfig, marker: Path) -> dict[str, Watch | None]:
@@ -237,34 +170,3 @@ def test_trials_whose_workers_die_are_restarted_or_failed_and_the_others_go_on(
     # The trial that was restarted has the losses of the trial that ran without an error.
     once, fine = (history(named(cell, name), "train/loss") for name in ("once", "fine"))
     assert once == pytest.approx(fine, abs=1e-6)
-
-
-@pytest.mark.long
-def test_a_cross_validation_shows_the_cell_whose_worker_was_killed_and_makes_it_good(
-    cluster: dict[str, str], downstream: Path, tmp_path: Path
-) -> None:
-    words = [*arguments(downstream, tmp_path), "--run.num-steps", "40"]  # `SETTINGS` allows no restarts.
-    first, second = configuration(words).cells()
-    killer = threading.Thread(
-        target=kill_workers_after_checkpoints, args=(cluster, first.run.directory), kwargs={"times": 1}
-    )
-    killer.start()
-    results = cross_validate(make_cross_validation(configuration(words)))
-    killer.join()
-    assert results.failed.keys() == {first.run.name}
-    (row,) = results.rows
-    assert (len(row.accuracies), row.num_failed) == (1, 1)
-
-    def statuses() -> dict[str | None, str]:
-        return {run.info.run_name: run.info.status for run in list_runs(results.tracking_uri)}
-
-    whole = configuration(words).run.name
-    assert statuses() == {whole: "FAILED", first.run.name: "FAILED", second.run.name: "FINISHED"}
-    wait_for(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], seconds=60)
-
-    results = cross_validate(make_cross_validation(configuration(words)))
-    assert not results.failed
-    (row,) = results.rows
-    assert (len(row.accuracies), row.num_failed) == (2, 0)
-    assert read_json(f"{first.run.directory}/outcome.json")["resumed_from_step"] >= 4
-    assert statuses() == dict.fromkeys((whole, first.run.name, second.run.name), "FINISHED")

@@ -10,22 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from language_model_support import Make, history, models_of, train
+from language_model_support import history, models_of
 from mlflow import MlflowClient
-from readme_support import lines_like, recipe, run_line
+from readme_support import lines_like, run_line
 from safetensors.torch import load_file
-from support import LANGUAGE_MODEL_OPTIONS, outcome_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support import outcome_of
+from transformers import AutoModelForCausalLM
 
 from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.tasks.language_model.plan import make_plan
 from jobs.tasks.presets.language_models import PRESETS
 from pipelines.storage import write_json
-from tempnet import TempNet
 from tempnet.base_model import BASE_FILE, BaseReference, base_digest, read_reference
 from tempnet.loading import load_causal_lm, load_tempnet
-from tempnet.models.packing import document_mask
 
 pytestmark = pytest.mark.cluster
 
@@ -80,63 +78,6 @@ def test_the_run_is_listed(home: Path, reference: dict[str, Any], capsys: pytest
     assert run["tau_mean"] == pytest.approx(reference["validation"]["tau_mean"])
 
 
-def test_the_export_loads_without_this_project_and_scores_the_same(
-    reference: dict[str, Any], home_directory: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(reference["export"]).eval()
-    tokenizer = AutoTokenizer.from_pretrained(reference["export"])
-    network = TempNet.from_pretrained(Path(reference["export"]) / "tempnet")
-    assert len(tokenizer) == network.config.input_size == 512
-    from pipelines.text.blocks import read_range
-    from pipelines.text.manifest import Manifest
-
-    (prepared,) = (home_directory / "runs" / "prepared").glob("validation-64-*")
-    blocks = {name: torch.from_numpy(value) for name, value in read_range(Manifest.load(str(prepared)), 0, 32).items()}
-    with torch.no_grad():
-        logits = model(
-            blocks["input_ids"],
-            position_ids=blocks["position_ids"],
-            attention_mask=document_mask(blocks["position_ids"]),
-        ).logits[..., :512]
-        tau = network(logits)
-    valid = blocks["targets"] != -100
-    cross_entropy = torch.nn.functional.cross_entropy
-    scores = reference["validation"]
-    assert cross_entropy(logits[valid], blocks["targets"][valid]).item() == pytest.approx(
-        scores["cross_entropy"], abs=1e-5
-    )
-    assert cross_entropy(logits[valid] / tau[valid][:, None], blocks["targets"][valid]).item() == pytest.approx(
-        scores["cross_entropy_tau"], abs=1e-5
-    )
-    assert tau[valid].mean().item() == pytest.approx(scores["tau_mean"], abs=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "workers",
-    [
-        {"num_workers": 1, "zero_stage": 2},
-        {"num_workers": 2, "zero_stage": 0},
-        {"num_workers": 2, "zero_stage": 1},
-        {"num_workers": 2, "zero_stage": 3},
-    ],
-    ids=lambda value: f"{value['num_workers']} workers, ZeRO {value['zero_stage']}",
-)
-def test_workers_and_stages_do_not_change_the_result(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any], workers: dict[str, int]
-) -> None:
-    # The single worker also accumulates over four micro-batches.
-    micro = {"micro_batch_size": 2} if workers["num_workers"] == 1 else {}
-    outcome = train(tiny("other", workers=workers, optimizer=micro))
-    for key in ("cross_entropy", "cross_entropy_tau", "robust_loss", "tau_mean"):
-        assert outcome["validation"][key] == pytest.approx(reference["validation"][key], abs=1e-4), key
-    assert history(outcome, "train/batch_digest") == history(reference, "train/batch_digest")
-    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
-    assert [losses[step] for step in sorted(losses)] == pytest.approx(
-        [expected[step] for step in sorted(expected)], abs=1e-4
-    )
-
-
 def test_a_tempnet_is_trained_on_a_frozen_base_in_bf16(
     home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,47 +130,3 @@ def test_an_export_is_made_of_a_checkpoint(home: Path, reference: dict[str, Any]
         assert made.keys() == own.keys()
         assert all(torch.equal(made[name], own[name]) for name in own)
     assert not list((home / "runs" / "gpt2-scratch-small").glob(".export*"))
-
-
-@pytest.mark.long
-def test_a_run_starts_from_a_step_of_another_with_its_own_learning_rates(
-    home: Path, reference: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    train_line, start = recipe("run")[1], ["--run.name=started", "--run.start-from=gpt2-scratch-small@35"]
-    with pytest.raises(AssertionError, match="exit status 2"):
-        run_line(train_line, *LANGUAGE_MODEL_OPTIONS, *start, "--run.seed=3")
-    assert "that run differs in what shapes the weights or orders the data: run.seed: 0 → 3" in capsys.readouterr().err
-
-    # With such learning rates the weights stay those of step 35.
-    rates = ["--optimizer.learning-rate-base=1e-30", "--optimizer.learning-rate-tempnet=1e-30"]
-    run_line(train_line, *LANGUAGE_MODEL_OPTIONS, *start, *rates)
-    outcome = outcome_of(home, "started")
-    assert (outcome["started_at_step"], outcome["num_steps"]) == (35, 40)
-    losses, expected = history(outcome, "train/loss"), history(reference, "train/loss")
-    assert sorted(losses) == [36, 37, 38, 39, 40]
-    assert losses[36] == pytest.approx(expected[36], abs=1e-6)
-    assert losses[40] != pytest.approx(expected[40], abs=1e-6)
-    digests = history(reference, "train/batch_digest")
-    assert history(outcome, "train/batch_digest") == {step: digests[step] for step in losses}
-    (line,) = lines_like("jobs.export *")
-    output = home / "exports" / "step-35"
-    run_line(line, "--step=35", f"--output={output}")
-    for place in (Path(), Path("tempnet")):
-        made, own = (load_file(export / place / "model.safetensors") for export in (output, Path(outcome["export"])))
-        assert made.keys() == own.keys()
-        assert all(torch.equal(made[name], own[name]) for name in own)
-
-
-def test_finetuning_starts_from_the_saved_weights(
-    cluster: dict[str, str], tiny: Make, reference: dict[str, Any]
-) -> None:
-    config = tiny(
-        "finetune",
-        model={"path": reference["export"], "freeze": False},
-        temperature={"loss": "ce"},
-        workers={"precision": "bf16", "activation_checkpointing": True, "num_workers": 1},
-        run={"num_steps": 5},
-    )
-    outcome = train(config)
-    assert history(outcome, "train/loss")[1] == pytest.approx(reference["validation"]["cross_entropy"], abs=0.5)
-    assert not (Path(outcome["export"]) / "tempnet").exists()

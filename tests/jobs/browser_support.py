@@ -64,12 +64,12 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def open_page(url: str, profile: Path, width: int = 1000) -> AsyncIterator[Page]:
-    """Start a browser with an empty profile and a window of a width in pixels, and open a page."""
+async def open_page(url: str, profile: Path) -> AsyncIterator[Page]:
+    """Start a browser with an empty profile, and open a page."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM, "--headless", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={profile}",
-        f"--window-size={width},700", *(["--no-sandbox"] if os.getuid() == 0 else []), "about:blank",
+        "--window-size=1000,700", *(["--no-sandbox"] if os.getuid() == 0 else []), "about:blank",
     ]  # fmt: skip
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

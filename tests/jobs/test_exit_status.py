@@ -1,11 +1,12 @@
-"""Tests the exit status of every job: 2 with a message if it refuses its input, 1 if it fails, and 130 on Ctrl-C."""
+"""Test what holds for every job: its exit status and message, its help, what it loads, and where Ray has unpacked it."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,64 +14,137 @@ from pathlib import Path
 
 import pytest
 
-from jobs.engine.command_line import fail
+from jobs.engine import revision
+from jobs.engine.command_line import fail, run_job
+from jobs.engine.hints import with_hint
+from jobs.engine.revision import checkout_revision, revision_tags
+from jobs.tasks.presets import clip, language_models, sentences
+from pipelines.sources import check_source
 
 ROOT = Path(__file__).parents[2]
+JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text())
+MODEL = "runs/gpt2-scratch-small/export"
+EXPORT = "This model is made by: python -m jobs.train_lm gpt2-scratch-small"
+SAMPLE = "The sample data are made by: python -m jobs.sample_data"
 
 REFUSED = {
-    "train_lm": ["gpt2-scratch-small", "--data.train", "nowhere"],
-    "train_clip": ["clip-cc3m-clip-small", "--data.train", "nowhere"],
-    "train_sentences": ["declutr-small-small", "--data.train", "nowhere"],
-    "train_classifier": ["triple-entropy-small", "--data.directory", "nowhere"],
-    "sweep": ["gpt2-rho-lr-small", "--base.data.train", "nowhere"],
-    "reproduce": ["T16", "--change", "data.train=nowhere"],
-    "evaluate_lm": ["--models", "nowhere", "--wikitext", "nowhere"],
-    "evaluate_clip": ["--models", "nowhere", "--retrieval", "test=nowhere"],
-    "evaluate_sentences": ["--models", "nowhere", "--data", "nowhere"],
-    "predict_temperatures": ["--model", "nowhere", "--text", "nowhere"],
-    "predict_temperatures --images": ["--images", "nowhere", "--model", "nowhere", "--output", "tables"],
-    "generate": ["--model", "nowhere", "--prompts", "nowhere", "--output", "texts.jsonl"],
-    "train_reward": ["--model", "nowhere", "--prompts", "nowhere", "--verifier.name", "exact"],
-    "playground": ["--model", "nowhere"],
-    "analyse subjectivity": ["subjectivity", "--model", "nowhere", "--data", "nowhere", "--output", "analysis"],
-    "analyse instructions": ["instructions", "--model", "nowhere", "--data", "nowhere", "--output", "analysis"],
-    "analyse openness": ["openness", "--runs", "nowhere", "--output", "analysis"],
-    "analyse decoders": ["decoders", "--model", "nowhere", "--text", "nowhere", "--output", "analysis"],
-    "calibrate headroom": ["headroom", "--model", "nowhere", "--text", "nowhere"],
-    "calibrate headroom --images": ["headroom", "--model", "nowhere", "--images", "nowhere"],
-    "calibrate rho": ["rho", "--model", "nowhere", "--text", "nowhere"],
-    "calibrate tau-max": ["tau-max", "--model", "nowhere", "--prompts", "nowhere"],
-    "export": ["runs/nowhere"],
-    "prepare_features": ["frozen-small", "--model.path", "nowhere", "--data.train", "nowhere"],
-    "prepare_text": ["--source", "nowhere", "--tokenizer", "nowhere", "--context-length", "64"],
-    "prepare_images": ["--source", "nowhere"],
-    "sample_data": ["--vocab-size", "1"],
-    "revision": ["nowhere"],
-    "runs": ["nowhere"],
-    "submit": ["ray", "--address", "http://head:8265", "--working-dir", "nowhere", "--", "train_lm", "gpt2-scratch"],
+    "train_lm gpt2-scratch-small --data.train nowhere": "nowhere",
+    "train_lm gpt2-scratch-small --dry-run": SAMPLE,
+    "train_clip clip-cc3m-clip-small --data.train nowhere": "nowhere",
+    "train_sentences declutr-small-small --data.train nowhere": "nowhere",
+    "train_classifier triple-entropy-small --data.directory nowhere": "nowhere",
+    "sweep gpt2-rho-lr-small --base.data.train nowhere": "nowhere",
+    "sweep clip-rho-lr-small --dry-run": SAMPLE,
+    "reproduce T16 --change data.train=nowhere": "nowhere",
+    "evaluate_lm --models nowhere --wikitext nowhere": "nowhere",
+    f"evaluate_lm --models {MODEL} --wikitext text.txt": EXPORT,
+    "evaluate_clip --models nowhere --retrieval test=nowhere": "nowhere",
+    "evaluate_sentences --models nowhere --data nowhere": "nowhere",
+    "predict_temperatures --model nowhere --text nowhere": "nowhere",
+    "predict_temperatures --images nowhere --model nowhere --output tables": "nowhere",
+    "generate --model nowhere --prompts nowhere --output texts.jsonl": "nowhere",
+    f"generate --model {MODEL} --prompts text.txt --output texts.jsonl": EXPORT,
+    f"generate --model {MODEL} --prompts q.txt --output texts.jsonl": "prompts = 'q.txt' is missing: there is no such file",
+    "train_reward --model nowhere --prompts nowhere --verifier.name exact": "nowhere",
+    "playground --model nowhere": "nowhere",
+    "analyse subjectivity --model nowhere --data nowhere --output analysis": "nowhere",
+    "analyse instructions --model nowhere --data nowhere --output analysis": "nowhere",
+    "analyse openness --runs nowhere --output analysis": "nowhere",
+    "analyse decoders --model nowhere --text nowhere --output analysis": "nowhere",
+    "calibrate headroom --model nowhere --text nowhere": "nowhere",
+    "calibrate headroom --model nowhere --images nowhere": "nowhere",
+    "calibrate rho --model nowhere --text nowhere": "nowhere",
+    "calibrate tau-max --model nowhere --prompts nowhere": "nowhere",
+    "calibrate tau-max --model . --prompts text.txt --mean-tau .5": "nowhere to save tau_max_eval",
+    "export runs/nowhere": "nowhere",
+    "prepare_features frozen-small --model.path nowhere --data.train nowhere": "nowhere",
+    "prepare_text --source nowhere --tokenizer nowhere --context-length 64": "nowhere",
+    "prepare_images --source nowhere": "nowhere",
+    "sample_data --vocab-size 1": "vocab_size = 1 is too small",
+    "revision nowhere": "nowhere",
+    "runs nowhere": "nowhere",
+    "submit ray --address http://head:8265 --working-dir nowhere -- train_lm gpt2-scratch": "nowhere",
 }
-"""Maps each job to arguments that name something missing or impossible."""
+"""Maps commands that name something missing or impossible to what their messages say."""
 
 
 def test_every_job_is_tried() -> None:
-    jobs = {path.stem for path in (ROOT / "jobs").glob("*.py") if "run_job(main)" in path.read_text()}
-    assert {job.split()[0] for job in REFUSED} == jobs
+    assert {command.split()[0] for command in REFUSED} == set(JOBS)
 
 
-@pytest.mark.parametrize("job", REFUSED)
+@pytest.mark.parametrize("command", REFUSED)
 def test_what_is_refused_ends_with_2_and_a_message(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("TEMPNET_HOME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
+    Path("text.txt").write_text("= A =\n\nsome words\n")
+    job, *arguments = shlex.split(command)
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"jobs.{job.split()[0]}").main(REFUSED[job])
+        importlib.import_module(f"jobs.{job}").main(arguments)
     assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert re.search("^error: .*(nowhere|vocab_size = 1 is too small)", message), message
-    assert "Traceback" not in message
-    assert not list(tmp_path.iterdir())  # The refused job leaves no file behind.
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ")
+    assert REFUSED[command] in said
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]  # The refused job leaves no file behind.
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_shows_its_help_also_where_ray_unpacks_it(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enter_uploaded(tmp_path, monkeypatch)
+    presets = {
+        "train_lm": "gpt2-scratch-small", "train_clip": "clip-cc3m-tempnet-small", "train_sentences": "declutr-small-small",
+        "train_classifier": "triple-entropy-small", "sweep": "gpt2-rho-lr-small", "prepare_features": "frozen-small",
+        "reproduce": "T4",
+    }  # fmt: skip
+    try:
+        status = importlib.import_module(f"jobs.{job}").main([*filter(None, [presets.get(job)]), "--help"])
+    except SystemExit as ended:
+        status = ended.code
+    printed, said = capsys.readouterr()
+    assert (status, said) == (0, "")
+    assert "usage: " in printed
+
+
+def enter_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter a directory like the one where Ray unpacks a submitted job, and deletes it afterwards."""
+    uploaded = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    uploaded.mkdir(parents=True)
+    monkeypatch.chdir(uploaded)
+    monkeypatch.delenv("TEMPNET_HOME", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        ("train_lm gpt2-scratch-small --data.train {0} --data.validation {0}", "--run.storage"),
+        ("train_classifier triple-entropy-small --data.directory {0} --data.tokenizer {0}", "--run.storage"),
+        ("sweep gpt2-rho-lr-small --base.data.train {0} --base.data.validation {0}", "--base.run.storage"),
+    ],
+)
+def test_a_submitted_job_keeps_nothing_in_the_directory_that_ray_deletes(
+    command: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enter_uploaded(tmp_path, monkeypatch)
+    missing = str(tmp_path / "missing")
+    job, *arguments = shlex.split(command.format(missing))
+
+    def said(*more: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"jobs.{job}").main([*arguments, "--dry-run", *more])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    refusal = "error: run.storage = {!r} is relative to the uploaded working directory"
+    assert said().startswith(refusal.format("runs"))
+    assert said(field, "here/runs").startswith(refusal.format("here/runs"))
+    # These storages are accepted, so the job refuses the missing data instead.
+    assert missing in said(field, str(tmp_path))
+    monkeypatch.setenv("TEMPNET_HOME", str(tmp_path))
+    assert missing in said()
 
 
 def test_an_unknown_option_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,32 +160,131 @@ def test_what_fails_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: the loss of step 3 is nan\n"
 
 
-def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+def test_the_status_is_the_one_that_the_job_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["job", "--some", "words"])
+    with pytest.raises(SystemExit) as ended:
+        run_job(len)
+    assert ended.value.code == 2
+
+
+def start_job(body: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process whose job has the given body."""
     code = "import sys, time; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
-    code += "def main(arguments):\n    print('started', flush=True)\n    time.sleep(60)\n    return 0\nrun_job(main)"
-    job = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    code += f"def main(arguments):\n    {body}\n    return 0\nrun_job(main)"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    job = start_job("print('started', flush=True); time.sleep(60)")
     assert job.stdout is not None
     assert job.stdout.readline() == "started\n"
     time.sleep(0.1)
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=60)
-    assert job.returncode == 130
-    assert said == "\ninterrupted\n"
+    assert (job.returncode, said) == (130, "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_ends_with_141_and_no_traceback(unbuffered: str) -> None:
-    code = "import sys; from jobs.engine.command_line import run_job; sys.argv[1:] = []\n"
-    code += "def main(arguments):\n    print('line\\n' * 100_000)\n    return 0\nrun_job(main)"
-    job = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    job = start_job("print('line\\n' * 100_000)", PYTHONUNBUFFERED=unbuffered)
     assert job.stdout is not None
     assert job.stderr is not None
     assert job.stdout.readline() == "line\n"
     job.stdout.close()
     assert job.wait(timeout=60) == 141
     assert job.stderr.read() == ""
+
+
+def test_commands_and_workers_start_without_what_they_need_later_or_not_at_all() -> None:
+    """Commands without presets are loaded whole."""
+    commands = sorted({*JOBS} - {"prepare_images", "prepare_text", "sample_data"})
+    tasks = sorted(path.parent.name for path in (ROOT / "jobs/tasks").glob("*/task.py"))
+    assert len(tasks) >= 4
+    code = f"""
+import importlib, sys
+def load(heavy, *names):
+    for name in names:
+        importlib.import_module(name)
+        print(name, *sorted(heavy & set(sys.modules)))
+load({{"deepspeed", "mlflow", "ray", "transformers"}}, *(f"jobs.{{name}}" for name in {commands}))
+parts = [f"jobs.tasks.{{task}}.{{part}}" for task in {tasks} for part in ("create", "task")]
+load({{"matplotlib", "jobs.engine.launch"}}, "jobs.engine.loop", *parts)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in shown.splitlines() if line.startswith("jobs.")]
+    assert len(lines) == len(commands) + 1 + 2 * len(tasks)
+    assert [line for line in lines if " " in line] == []
+
+
+@pytest.mark.parametrize("source", [MODEL, "/nowhere", "./model", "../model", "~/no/model", "here/model"])
+def test_a_missing_path_is_called_missing(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    with pytest.raises(ValueError, match=r"is missing: there is no such file or directory$") as refused:
+        check_source(source)
+    assert repr(source) in str(refused.value)
+    check_source("here")
+
+
+def test_a_hub_without_a_network_is_given_up_at_once() -> None:
+    """It runs in its own process, as the hub's library reads the address and the offline mode on import."""
+    with socket.socket() as taken:  # Nobody listens on this port.
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        script = "from pipelines.sources import check_source\ncheck_source('no-such-owner/no-such-model')"
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: 'no-such-owner/no-such-model' is no local directory")
+    assert f"the hub at {address} cannot be reached from here: give the path of a directory" in last
+
+
+def test_the_command_that_makes_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert with_hint("'data/sample/text/train': no such file.") == f"'data/sample/text/train': no such file. {SAMPLE}"
+    assert with_hint("/a/clip-cc3m-tempnet-small/export is none").endswith("jobs.train_clip clip-cc3m-tempnet-small")
+    for message in ("runs/mine/export is missing", "run.num_steps = 0 must be positive"):
+        assert with_hint(message) == message
+    for job, presets in (("train_lm", language_models), ("train_clip", clip), ("train_sentences", sentences)):
+        for name in presets.PRESETS:
+            is_twin = name.endswith("-small") and name.removesuffix("-small") in presets.PRESETS
+            command = f" This model is made by: python -m jobs.{job} {name}" if is_twin else ""
+            assert with_hint(f"runs/{name}/export is missing.") == f"runs/{name}/export is missing.{command}"
+    Path(MODEL).mkdir(parents=True)
+    assert with_hint(f"{MODEL!r} holds no tokenizer") == f"{MODEL!r} holds no tokenizer"
+
+
+def test_the_revision_is_that_of_the_checkout(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "a"], [*name, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = checkout_revision(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "new").write_text("1")
+    assert checkout_revision(tmp_path) == f"{clean}-dirty"
+    (tmp_path / "new").unlink()
+    (tmp_path / "a").write_text("2")
+    assert checkout_revision(tmp_path) == f"{clean}-dirty"
+    (tmp_path / "site-packages").mkdir()  # It lies inside another project's checkout.
+    assert checkout_revision(tmp_path / "site-packages") == ""
+
+
+def test_without_a_checkout_the_revision_is_what_was_told_and_else_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv("TEMPNET_REVISION", told)
+    assert revision_tags()["git.revision"] == checkout_revision().removesuffix("-dirty") != told
+    monkeypatch.setattr(revision, "checkout_revision", lambda: "")
+    assert revision_tags() == {"git.revision": told, "git.dirty": "false"}
+    monkeypatch.setenv("TEMPNET_REVISION", f"{told}-dirty")
+    assert revision_tags() == {"git.revision": told, "git.dirty": "true"}
+    monkeypatch.setenv("TEMPNET_REVISION", "")
+    assert revision_tags().keys() == {"git.revision"}
+    assert revision_tags()["git.revision"].startswith("not recorded: ")

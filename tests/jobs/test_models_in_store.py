@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support import write_jsonl_zst
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from jobs.engine.fingerprints import model_digest
+from jobs.engine.identity import with_fields
 from jobs.scoring.dual_encoders.encoder import Encoder, caption_encoder
 from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.generation.records import RecordFile
@@ -36,6 +38,8 @@ from pipelines.sentences.senteval import present_tasks, read_task
 from pipelines.storage import read_bytes, write_bytes, write_json
 from pipelines.text.tokenization import load_tokenizer, tokenizer_digest, train_wordpiece
 from tempnet.loading import load_tempnet
+
+FROZEN = "train_lm frozen-small --dry-run --data.train text --data.validation text --tracking.no-enabled"
 
 
 def run(job: str, *arguments: object) -> None:
@@ -137,20 +141,27 @@ def test_temperatures_are_shown_on_a_page(remote: str, export: Path, tmp_path: P
     assert read_bytes(f"{home}/page.html").decode() == page
 
 
-def test_only_the_networks_configuration_in_the_store_is_written(
-    s3_server: S3Server, remote: str, export: Path, tmp_path: Path
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "in a store"])
+def test_only_the_networks_configuration_is_written_by_a_calibration(
+    is_remote: bool, remote: str, export: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the cat\non the mat\n")
     network = load_tempnet(export).config
     middle = (network.tau_min + network.tau_max) / 2
-    sizes = ["--num-new-tokens", "4", "--tolerance", "0.9", "--mean-tau", middle]
-    run("calibrate", "tau-max", "--model", remote, "--prompts", prompts, *sizes)
-    after = s3_server.download(remote.removeprefix("s3://"), tmp_path / "after")
-    files = [path.relative_to(export) for path in export.rglob("*") if path.is_file()]
-    changed = {str(name) for name in files if (export / name).read_bytes() != (after / name).read_bytes()}
-    assert changed == {"tempnet/config.json"}
-    assert load_tempnet(after).config.tau_max_eval is not None
+    model = remote if is_remote else str(shutil.copytree(export, tmp_path / "model"))
+    words = ["tau-max", "--model", model, "--prompts", prompts, "--num-new-tokens", 4, "--tolerance", 0.9]
+
+    def changed() -> set[str]:
+        files = [path.relative_to(export) for path in export.rglob("*") if path.is_file()]
+        return {str(name) for name in files if (export / name).read_bytes() != read_bytes(f"{model}/{name}")}
+
+    run("calibrate", *words, "--mean-tau", middle, "--dry-run")
+    assert changed() == set()
+    # Naming the model as the place of the TempNet must not write over the model itself.
+    run("calibrate", *words, "--mean-tau", middle, *([] if is_remote else ["--tempnet", model]))
+    assert changed() == {"tempnet/config.json"}
+    assert load_tempnet(local_copy(f"{model}/tempnet")).config.tau_max_eval is not None
 
 
 def test_dual_encoders_and_their_tokenizers_are_read(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
@@ -163,10 +174,7 @@ def test_dual_encoders_and_their_tokenizers_are_read(s3_server: S3Server, bucket
     rows = [Encoder(spec, precision="fp32", batch_size=2).texts(["a cat", "a dog"]) for spec in (here, there)]
     np.testing.assert_array_equal(*rows)
     config = CLIP_PRESETS["clip-cc3m-tempnet-small"]()
-    set_path = type(config.model)(path=uri)
-    assert type(config)(
-        data=type(config.data)(train="a", validation="b"), run=config.run, model=set_path
-    ).tokenizer == (f"{uri}/text_encoder")
+    assert with_fields(config, {"model.path": uri, "data.tokenizer": ""}).tokenizer == f"{uri}/text_encoder"
 
 
 def test_sentence_encoders_and_their_data_are_read(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
@@ -204,57 +212,50 @@ def test_a_runs_stored_temperatures_are_read_from_its_last_checkpoint(bucket: st
 
 
 def test_training_is_planned_from_a_model_and_a_tempnet_in_the_store(
-    remote: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    remote: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_jsonl_zst(tmp_path / "text" / "a.jsonl.zst", ["the cat sat on the mat"])
-    shared = [
-        "frozen-small", "--dry-run", f"--data.train={tmp_path}/text", f"--data.validation={tmp_path}/text",
-        "--data.context-length=8", f"--run.storage={tmp_path}/runs", "--tracking.no-enabled", "--temperature.rho=1",
-        "--optimizer.batch-size=8",
-    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    shared = [*FROZEN.split(), "--data.context-length=8", "--temperature.rho=1", "--optimizer.batch-size=8"]
     plans = []
     for place in (export, remote):
-        run("train_lm", *shared, f"--model.path={place}", f"--temperature.path={place}/tempnet")
+        run(*shared, f"--model.path={place}", f"--temperature.path={place}/tempnet")
         # The place of the model is a part of what identifies a run.
         plans.append(re.sub(r"configuration \w+", "", capsys.readouterr().out))
     assert plans[0] == plans[1]
     assert "(frozen)" in plans[0]
-    said = refused(capsys, "train_lm", *shared, f"--model.path={remote}", f"--temperature.path={remote}/nothing")
+    said = refused(capsys, *shared, f"--model.path={remote}", f"--temperature.path={remote}/nothing")
     assert re.search(r"error: temperature\.path = 's3://.*/nothing' is missing", said)
-    said = refused(capsys, "train_lm", *shared, f"--model.path={remote}", f"--temperature.path={tmp_path}")
+    said = refused(capsys, *shared, f"--model.path={remote}", f"--temperature.path={tmp_path}")
     assert re.search(r"error: temperature\.path = .* holds no TempNet", said)
 
 
 @pytest.mark.parametrize(
-    ("job", "arguments", "field"),
+    ("command", "field"),
     [
-        ("train_lm", ["frozen-small", "--dry-run", "--data.train=DATA", "--data.validation=DATA",
-                      "--tracking.no-enabled", "--model.path=URI"], "tokenizer = "),
-        ("train_lm", ["frozen-small", "--dry-run", "--data.train=DATA", "--data.validation=DATA",
-                      "--tracking.no-enabled", "--model.path=URI", "--data.tokenizer=TOKENIZER"], "model.path = "),
-        ("evaluate_lm", ["--models", "URI", "--wikitext", "TEXT"], "models: "),
-        ("evaluate_lm", ["--models", "MODEL", "--wikitext", "URI"], "wikitext = "),
-        ("evaluate_lm", ["--models", "MODEL", "--tasks", "x", "--include-path", "URI"], "include_path = "),
-        ("evaluate_clip", ["--models", "URI", "--retrieval", "a=b"], "models: "),
-        ("evaluate_sentences", ["--models", "URI", "--data", "URI"], "data: "),
-        ("generate", ["--model", "URI", "--prompts", "TEXT", "--output", "o.jsonl"], "tokenizer = "),
-        ("generate", ["--model", "MODEL", "--prompts", "URI", "--output", "o.jsonl"], "prompts = "),
-        ("generate", ["--model", "MODEL", "--tempnet", "URI", "--prompts", "TEXT", "--output", "o"], "tempnet = "),
-        ("predict_temperatures", ["--model", "URI", "--text", "TEXT"], "model = "),
-        ("predict_temperatures", ["--model", "URI", "--images", "DATA", "--output", "o"], ""),
-        ("calibrate", ["tau-max", "--model", "URI", "--prompts", "TEXT"], "model = "),
+        (f"{FROZEN} --model.path URI", "tokenizer = "),
+        (f"{FROZEN} --model.path URI --data.tokenizer MODEL", "model.path = "),
+        ("evaluate_lm --models URI --wikitext text.txt", "models: "),
+        ("evaluate_lm --models MODEL --wikitext URI", "wikitext = "),
+        ("evaluate_lm --models MODEL --tasks x --include-path URI", "include_path = "),
+        ("evaluate_clip --models URI --retrieval a=b", "models: "),
+        ("evaluate_sentences --models URI --data URI", "data: "),
+        ("generate --model URI --prompts text.txt --output o", "tokenizer = "),
+        ("generate --model MODEL --prompts URI --output o", "prompts = "),
+        ("generate --model MODEL --tempnet URI --prompts text.txt --output o", "tempnet = "),
+        ("predict_temperatures --model URI --text text.txt", "model = "),
+        ("predict_temperatures --model URI --images text --output o", ""),
+        ("calibrate tau-max --model URI --prompts text.txt", "model = "),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_in_the_store_is_named_before_anything_starts(
-    job: str, arguments: list[str], field: str, export: Path, bucket: str, tmp_path: Path,
+    command: str, field: str, export: Path, bucket: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     write_jsonl_zst(tmp_path / "text" / "a.jsonl.zst", ["the cat sat on the mat"])
     Path("text.txt").write_text("the cat sat on the mat\n")
     uri = f"s3://{bucket}/gpt2-scratch-small/export"
-    places = {"URI": uri, "MODEL": str(export), "TEXT": "text.txt", "DATA": "text", "TOKENIZER": str(export)}
-    pattern = re.compile("|".join(places))
-    said = refused(capsys, job, *(pattern.sub(lambda name: places[name[0]], word) for word in arguments))
+    said = refused(capsys, *command.replace("URI", uri).replace("MODEL", str(export)).split())
     if field:
         assert said == f"error: {field}{uri!r} is missing: there is no such file or directory, or no such bucket\n"

@@ -111,16 +111,16 @@ def commands_in(text: str) -> list[str]:
     ]
 
 
-def test_every_job_has_a_parser_and_shows_a_command() -> None:
+def test_every_job_has_a_parser() -> None:
     assert set(PARSERS) == set(JOBS)
-    for job in JOBS:
-        assert commands_in(importlib.import_module(f"jobs.{job}").__doc__ or ""), job
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_what_help_shows_parses(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Every file that a command names is made here.
-    for command in commands_in(importlib.import_module(f"jobs.{job}").__doc__ or ""):
+    shown = commands_in(importlib.import_module(f"jobs.{job}").__doc__ or "")
+    assert shown
+    for command in shown:
         for word in shlex.split(command):
             if word.endswith((".txt", ".jsonl", ".json", ".md")) and "=" not in word:
                 Path(word).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Test that the cache of blocks stays below its limit and gives the right bytes to threads and processes that share it."""
+"""The cache of blocks: what makes room for what, its limit, and threads, processes and forks that share it."""
 
 from __future__ import annotations
 
@@ -8,67 +8,85 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from process_support import run_together
 
-from pipelines.block_cache import BlockCache
+from pipelines import block_cache
+from pipelines.block_cache import BlockCache, Needs
+
+STORED = 1004
+"""Size of a block of 1 000 bytes with its checksum."""
+ALL_NAMES = [f"{name}-{number}" for name in "abcd" for number in range(3)]
+NAMES = st.sampled_from(ALL_NAMES)
+STEPS = st.one_of(
+    st.tuples(st.just("open"), NAMES),
+    st.tuples(st.just("fetch"), NAMES),
+    st.tuples(st.just("need"), st.tuples(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("abcd")))),
+)
 
 
-def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 10 * 1004)
-    fetched: list[str] = []
+@given(st.lists(STEPS, min_size=10, max_size=40), st.integers(1, 6))
+def test_the_cache_does_what_a_list_of_blocks_does(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, object]], room: int
+) -> None:
+    """What is read replaces what is not needed, then what is near; what is fetched ahead only what is not needed."""
+    cache = BlockCache(tmp_path_factory.mktemp("cache"), room * STORED)
+    held: list[str] = []  # From the one that was not used for longest to the one that was used last.
+    now, near = set[str](), set[str]()
 
-    def fetch(name: str) -> Callable[[], bytes]:
-        def get() -> bytes:
-            fetched.append(name)
-            return name.encode() * 250
+    def level(name: str) -> int:
+        return 2 if name[0] in now else 1 if name[0] in near else 0
 
-        return get
+    for time_ns, (kind, value) in enumerate(steps, start=1):
+        if kind == "need":
+            now, near = value  # type: ignore[misc]
+            cache.needs = Needs(frozenset(now), frozenset(near))
+            continue
+        name, fetched = str(value), list[str]()
+        is_there = name in held
+        if not is_there and len(held) == room:
+            limit = min(level(name), 1) if kind == "open" else 0
+            candidates = sorted((level(other), at) for at, other in enumerate(held) if level(other) <= limit)
+            if candidates:
+                del held[candidates[0][1]]
+        is_stored = is_there or len(held) < room
+        content = name.encode().ljust(1000)
+        found = getattr(cache, kind)(name, 1000, lambda get=(fetched, name, content): get[0].append(get[1]) or get[2])
+        assert bool(found) == is_stored
+        assert fetched == [name] * (is_stored and not is_there), "what is there, or has no room, is not fetched"
+        if kind == "open" and found:
+            with found:
+                assert found.read(1000) == content
+        if is_stored and (kind == "open" or not is_there):
+            held = [other for other in held if other != name] + [name]
+            assert (cache.directory / name).stat().st_mtime_ns > 10**15, "it was not noted that the block is used"
+            os.utime(cache.directory / name, ns=(time_ns, time_ns))  # The filesystem's own clock is too coarse.
+        assert {name for name in ALL_NAMES if cache.holds(name)} == set(held)
+        assert cache.num_bytes() == len(held) * STORED
+    # Room is made only for a block that will fit.
+    assert cache.open("e-0", room * STORED, lambda: b"") is None
+    assert {name for name in ALL_NAMES if cache.holds(name)} == set(held)
 
-    def read(name: str) -> bytes:
-        file = cache.open(name, 1000, fetch(name))
-        assert file is not None
-        with file:
-            return file.read(1000)
 
-    names = [f"{number:04d}" for number in range(40)]
-    for name in names:
-        assert read(name) == name.encode() * 250
-        assert read("0000") == b"0000" * 250
-        assert cache.num_bytes() <= cache.max_bytes
-        time.sleep(0.002)  # The clock of the filesystem must go on between two uses.
-    assert fetched == names
-    assert [name for name in names if cache.holds(name)] == ["0000", *names[-9:]]
-    assert cache.open("large", 20_000, fetch("large")) is None
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: cache.fetch(name, 1000, fetch(name)), names * 3))
-    assert cache.num_bytes() <= cache.max_bytes
+@pytest.mark.parametrize("damage", ["changed", "cut", "empty"])
+def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
+    BlockCache(tmp_path, 10**6).fetch("block", 1000, lambda: b"first".ljust(1000))
+    content = bytearray((tmp_path / "block").read_bytes())
+    content[500] ^= 1
+    (tmp_path / "block").write_bytes({"changed": content, "cut": content[:-5], "empty": b""}[damage])
+    file = BlockCache(tmp_path, 10**6).open("block", 1000, lambda: b"second".ljust(1000))
+    assert file is not None
+    with file:
+        assert file.read(1000) == b"second".ljust(1000)
 
 
-def test_threads_read_the_right_blocks_while_others_make_room(tmp_path: Path) -> None:
-    caches = [BlockCache(tmp_path, 5 * 1004) for _ in range(2)]  # as two processes have
-    too_large: list[int] = []
-
-    def work(seed: int) -> None:
-        for number in np.random.default_rng(seed).integers(12, size=150):
-            content = bytes([number]) * 1000
-            file = caches[seed % 2].open(f"{number}", 1000, lambda content=content: content)
-            if file is not None:  # Otherwise all the room is that of blocks that are being fetched.
-                with file:
-                    assert file.read(1000) == content
-            if (num_bytes := caches[0].num_bytes()) > 5 * 1004:
-                too_large.append(num_bytes)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert not too_large
-
+# ---- threads and processes -------------------------------------------------------------------------------------------
 
 THREADS = """
 import random, sys
@@ -93,43 +111,42 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
-def test_threads_of_several_processes_stay_below_the_limit_together(tmp_path: Path) -> None:
+def test_threads_of_several_processes_read_the_right_blocks_and_stay_below_the_limit(tmp_path: Path) -> None:
     outputs = run_together(THREADS, [[str(tmp_path), str(number)] for number in range(3)], dict(os.environ))
-    assert all(0 < int(output) <= 5 * 1004 for output in outputs)
-    assert BlockCache(tmp_path, 5 * 1004).num_bytes() <= 5 * 1004
+    assert all(0 < int(output) <= 5 * STORED for output in outputs)
+    assert BlockCache(tmp_path, 5 * STORED).num_bytes() <= 5 * STORED
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(tmp_path: Path) -> None:
-    content = bytes(2**27)  # It takes so long to write that the lock is taken long before it is written.
+def test_a_block_gets_its_name_only_while_nobody_else_looks_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, is_locked, write = threading.Event(), threading.Event(), block_cache._write
+
+    def write_once_locked(file: BinaryIO, content: bytes) -> None:
+        writing.set()
+        assert is_locked.wait(60)
+        write(file, content)
+
+    monkeypatch.setattr(block_cache, "_write", write_once_locked)
     with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(BlockCache(tmp_path, 2**28).open, "block", len(content), lambda: content)
-        while not (tmp_path / "block.partial").exists() or not (tmp_path / "block.partial").stat().st_size:
-            assert not opened.done()
+        opened = pool.submit(BlockCache(tmp_path, 10**6).open, "block", 7, lambda: b"content")
+        assert writing.wait(60)
         with (tmp_path / ".lock").open("wb") as lock:  # as another process does that wants to know what room there is
             fcntl.flock(lock, fcntl.LOCK_EX)
-            names = {file.name for file in tmp_path.iterdir()}
-            time.sleep(0.5)
-            assert {file.name for file in tmp_path.iterdir()} == names
+            is_locked.set()
+            time.sleep(0.3)
+            assert {file.name for file in tmp_path.iterdir()} == {".lock", "block.partial"}
         file = opened.result()
     assert file is not None
     file.close()
     assert {file.name for file in tmp_path.iterdir()} == {".lock", "block"}
 
 
-def test_room_is_made_only_for_a_block_that_will_fit(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 3 * 1004)
-    for name in ("first", "second"):
-        cache.fetch(name, 1000, lambda: bytes(1000))
-    assert cache.open("large", 3009, lambda: bytes(3009)) is None
-    assert cache.holds("first")
-    assert cache.holds("second")
-
-
 def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = BlockCache(tmp_path, 2 * 1004)
+    cache = BlockCache(tmp_path, 2 * STORED)
     for name in ("old", "older"):
         assert cache.fetch(name, 1000, lambda: bytes(1000))
     other = threading.Thread(target=lambda: cache.fetch("other", 1000, lambda: bytes(1000)))
@@ -139,7 +156,7 @@ def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
         """Let the other thread remove files that nobody has locked, between the creation of the partial file and its lock."""
         if other.ident is None and os.readlink(f"/proc/self/fd/{file.fileno()}").endswith("block.partial"):
             other.start()
-            other.join(1)
+            other.join(0.5)
         lock(file, operation)
 
     monkeypatch.setattr("pipelines.file_locks.fcntl.flock", make_room_before_locking)
@@ -149,29 +166,15 @@ def test_a_block_is_fetched_ahead_although_another_thread_makes_room_meanwhile(
     assert cache.holds("other")
 
 
-def test_a_block_whose_fetching_process_died_is_fetched_by_another(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from pipelines.block_cache import BlockCache\n"
-        "BlockCache(Path(sys.argv[1]), 10**6).open('block', 7, lambda: os._exit(3))"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
-    assert (tmp_path / "block.partial").exists()
-    file = BlockCache(tmp_path, 10**6).open("block", 7, lambda: b"content")
-    assert file is not None
-    with file:
-        assert file.read(7) == b"content"
-    assert not (tmp_path / "block.partial").exists()
-
-
 def test_what_a_process_that_died_had_reserved_is_free(tmp_path: Path) -> None:
     for name in ("block", "other"):
-        (tmp_path / f"{name}.partial").write_bytes(bytes(1004))
-    cache = BlockCache(tmp_path, 2 * 1004)
-    assert cache.num_bytes() == 2 * 1004
+        (tmp_path / f"{name}.partial").write_bytes(bytes(STORED))
+    cache = BlockCache(tmp_path, 2 * STORED)
+    assert cache.num_bytes() == 2 * STORED
     for name in ("block", "new"):
         cache.fetch(name, 1000, lambda: bytes(1000))
         assert cache.holds(name)
-    assert cache.num_bytes() == 2 * 1004
+    assert cache.num_bytes() == 2 * STORED
     assert {file.name for file in tmp_path.iterdir()} == {".lock", "block", "new"}
 
 
@@ -204,10 +207,9 @@ assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
 
 
 def test_an_error_while_fetching_reaches_everyone_who_waits(tmp_path: Path) -> None:
-    cache, begun = BlockCache(tmp_path, 10**6), threading.Event()
+    cache = BlockCache(tmp_path, 10**6)
 
     def fail() -> bytes:
-        begun.set()
         time.sleep(0.05)
         raise OSError("the store failed")
 

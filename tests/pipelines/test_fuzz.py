@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,7 @@ from pipelines.images.archives import list_image_archives, read_samples
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import ImageError, check_image
 from pipelines.images.samples import ImageSample, LeftOut
+from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 from pipelines.problems import Problem
 from pipelines.sentences.senteval import read_judgements, read_labelled, read_task
 from pipelines.text.reading import read_documents
@@ -43,9 +45,7 @@ SECONDS_PER_CASE = 20
 
 TEXTS = [f"document {number}: all work and no play \u2603 " * (number + 1) for number in range(12)]
 LINES = b"".join(json.dumps({"text": text, "meta": {"n": [1.5, None]}}).encode() + b"\n" for text in TEXTS)
-SENTENCES = "".join(
-    f"{number % 3}\ta sentence of {number} words caf\u00e9\tand another\n" for number in range(40)
-).encode()
+SENTENCES = "".join(f"{number % 3}\ta sentence of {number} words caf\u00e9\tand another\n" for number in range(40))
 
 
 def tar(members: dict[str, bytes], form: int) -> bytes:
@@ -59,9 +59,8 @@ def tar(members: dict[str, bytes], form: int) -> bytes:
 
 
 def image(form: str) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 20, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, form)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 20, 3), dtype=np.uint8)).save(buffer, form)
     return buffer.getvalue()
 
 
@@ -78,11 +77,10 @@ IMAGE_MEMBERS = {
     for number, (directory, form) in enumerate([("", "jpeg"), (LONG, "png"), ("\u2603", "webp")])
     for suffix, data in {form: image(form), "txt": b"a caption", "json": b'{"caption": ["one", "two"]}'}.items()
 }
+SPLIT = [{"filename": f"{number}.jpg", "split": "test", "sentences": [{"raw": "one"}]} for number in range(4)]
 CAPTIONS = {
     "listed": [{"image": f"{number}.jpg", "caption": ["one", "two"]} for number in range(4)],
-    "karpathy": {
-        "images": [{"filename": f"{number}.jpg", "split": "test", "sentences": [{"raw": "one"}]} for number in range(4)]
-    },
+    "karpathy": {"images": SPLIT},
 }
 
 
@@ -95,9 +93,8 @@ def read_text(path: Path) -> Counter[str]:
 
 
 def read_images(path: Path, captions: CaptionFile | None = None) -> Counter[str]:
-    return sum(
-        (counted(read_samples(str(path), found, captions)) for found in list_image_archives(str(path))), Counter()
-    )
+    found = list_image_archives(str(path))
+    return sum((counted(read_samples(str(path), archive, captions)) for archive in found), Counter())
 
 
 def read_directory(path: Path) -> Counter[str]:
@@ -105,8 +102,7 @@ def read_directory(path: Path) -> Counter[str]:
     folder.mkdir()
     path.rename(folder / "0.jpg")
     (folder / "1.jpg").write_bytes(image("jpeg"))
-    named = CaptionFile(captions={"0.jpg": ("one",), "1.jpg": ("two",)})
-    return read_images(folder, named)
+    return read_images(folder, CaptionFile(captions={"0.jpg": ("one",), "1.jpg": ("two",)}))
 
 
 def read_captions(path: Path) -> Counter[str]:
@@ -124,10 +120,10 @@ def read_sst(path: Path) -> Counter[str]:
     return Counter(read_task(path.with_suffix(""), "SST2").problems)
 
 
-def counted(items: object) -> Counter[str]:
+def counted(items: Iterable[Any]) -> Counter[str]:
     """Count the items by kind, and check that everything that a person is shown can be printed."""
     counts: Counter[str] = Counter()
-    for item in items:  # type: ignore[attr-defined]
+    for item in items:
         if isinstance(item, LeftOut):
             item.kind.encode()
             continue
@@ -137,9 +133,12 @@ def counted(items: object) -> Counter[str]:
         if isinstance(item, ImageSample):
             " ".join(item.captions).encode()
             try:
-                check_image(item.data)
+                check_image(item.data, 2**20)
             except ImageError as error:
                 str(error).encode()
+            else:
+                evaluation_view(item.data, 16)
+                training_view(item.data, 16, AugmentationConfig(), np.random.default_rng(0))
         elif not isinstance(item, Problem):
             item.text.encode()
     return counts
@@ -162,8 +161,8 @@ CASES: list[tuple[str, bytes, Reader]] = [
     ("i-gnu.tar", tar(IMAGE_MEMBERS, tarfile.GNU_FORMAT), read_images),
     *[(f"{form}.jpg", image(form), read_directory) for form in ("jpeg", "png", "webp", "gif", "bmp")],
     *[(f"{name}.json", json.dumps(content).encode(), read_captions) for name, content in CAPTIONS.items()],
-    ("labelled.txt", SENTENCES, lambda path: Counter(read_labelled(path).problems)),
-    ("judgements.txt", SENTENCES, lambda path: Counter(read_judgements(path, "a").problems)),
+    ("labelled.txt", SENTENCES.encode(), lambda path: Counter(read_labelled(path).problems)),
+    ("judgements.txt", SENTENCES.encode(), lambda path: Counter(read_judgements(path, "a").problems)),
     ("sst.txt", b"".join(b"sentence %d\t%d\n" % (number, number % 2) for number in range(40)), read_sst),
 ]
 
@@ -186,11 +185,8 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
             case 0:
                 data = data[:start] + noise + data[start + len(noise) :]
             case 1:
-                data = (
-                    data[:start]
-                    + bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[start : start + 2])
-                    + data[start + 2 :]
-                )
+                flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[start : start + 2])
+                data = data[:start] + flipped + data[start + 2 :]
             case 2:
                 data = data[:start] + noise + data[start:]
             case 3:
@@ -215,11 +211,8 @@ def with_changed_header(data: bytes, at: int, rng: np.random.Generator) -> bytes
     """Give a block of a tar another type, size or name, and the correct checksum of a header."""
     block = bytearray(data[at : at + 512].ljust(512, b"\0"))
     block[156:157] = rng.choice(list(b"0\0LKxgS12567XV")).item().to_bytes()
-    sizes = [
-        b"%011o\0" % int(rng.choice([0, 5, 600, 70_000, 2**33 - 1])),
-        b"\xff" * 12,
-        b"\x80" + b"\0" * 3 + b"\x7f" * 8,
-    ]
+    size = int(rng.choice([0, 5, 600, 70_000, 2**33 - 1]))
+    sizes = [b"%011o\0" % size, b"\xff" * 12, b"\x80" + b"\0" * 3 + b"\x7f" * 8]
     if rng.random() < 0.5:
         block[124:136] = sizes[rng.integers(len(sizes))]
     if rng.random() < 0.3:
@@ -255,29 +248,24 @@ def run_cases(directory: Path, first: int, end: int) -> None:
     print(json.dumps({"kinds": sorted(counts), "peak_bytes": peak}))
 
 
-def check_cases(directory: Path, first: int, end: int) -> None:
-    process = subprocess.run(
-        [sys.executable, __file__, directory, str(first), str(end)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    last = process.stdout.splitlines()[-1:]
-    assert process.returncode == 0, f"exit status {process.returncode} at {last}\n{process.stderr[-4000:]}"
-    print(*last)
-    kinds = json.loads(last[0])["kinds"]
-    assert {"read", "refused", "truncated_archive", "unreadable_archive", "invalid_json"} <= set(kinds)
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_a_reader_survives_much_damage(tmp_path: Path, first: int) -> None:
+    check_cases(tmp_path, first, first + 1000)
 
 
 def test_a_reader_survives_damage(tmp_path: Path) -> None:
     check_cases(tmp_path, 0, 200)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
-def test_a_reader_survives_much_damage(tmp_path: Path, first: int) -> None:
-    check_cases(tmp_path, first, first + 1000)
+def check_cases(directory: Path, first: int, end: int) -> None:
+    command = [sys.executable, __file__, directory, str(first), str(end)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    last = process.stdout.splitlines()[-1:]
+    assert process.returncode == 0, f"exit status {process.returncode} at {last}\n{process.stderr[-4000:]}"
+    kinds = json.loads(last[0])["kinds"]
+    assert {"read", "refused", "truncated_archive", "unreadable_archive", "invalid_json"} <= set(kinds)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.archives import list_archives
@@ -33,26 +33,24 @@ from pipelines.archives import list_archives
 from pipelines.problems import Problem
 from pipelines.text.reading import read_documents
 
-kind, path = sys.argv[1:]
-(archive,) = (list_archives if kind == "text" else list_image_archives)(path)
-items = (read_documents if kind == "text" else read_samples)(path, archive)
-counts = Counter(item.kind if isinstance(item, Problem) else "read" for item in items)
+kind, *paths = sys.argv[1:]
+counts = []
+for path in paths:
+    (archive,) = (list_archives if kind == "text" else list_image_archives)(path)
+    items = (read_documents if kind == "text" else read_samples)(path, archive)
+    counts.append(Counter(item.kind if isinstance(item, Problem) else "read" for item in items))
 peak = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
 print(json.dumps([counts, int(peak[1]) * 1024]))
 """
 
 
-def read_in_child(kind: str, path: Path) -> tuple[dict[str, int], int]:
-    """Return what was read and lost, by kind, and the peak of the process's memory in bytes."""
+def read_in_child(kind: str, *paths: Path) -> tuple[list[dict[str, int]], int]:
+    """Return what was read and lost of each archive, by kind, and the peak of the process's memory in bytes."""
     process = subprocess.run(
-        [sys.executable, "-c", _READ_IN_CHILD, kind, path], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _READ_IN_CHILD, kind, *paths], capture_output=True, text=True, timeout=120, check=False
     )
     assert process.returncode == 0, process.stderr
     return tuple(json.loads(process.stdout))
-
-
-def line(opening: bytes, unit: bytes, closing: bytes, num_bytes: int) -> bytes:
-    return opening + unit * (num_bytes // len(unit)) + closing
 
 
 def member(name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -64,10 +62,7 @@ def member(name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
 LARGEST = MAX_RECORD_BYTES - 64
 BOMBS = {
     "objects, compressed": (b'{"m":[', b"{},", b"0]}", 200 * 2**20, "oversized_record"),
-    "a text of 200 MB": (b'{"text":"', b"words ", b'"}', 200 * 10**6, "oversized_record"),
-    "objects, as long as is read": (b'{"m":[', b"{},", b"0]}", LARGEST, "missing_text"),
     "lists in objects": (b'{"m":[', b'{"":[0]},', b"0]}", LARGEST, "missing_text"),
-    "lists in lists": (b'{"m":[', b"[[]],", b"0]}", LARGEST, "missing_text"),
     "wide characters": ('{"text":"\U0001f600'.encode(), b"words ", b'"}', LARGEST, "read"),
 }
 
@@ -75,21 +70,22 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_reader_of_lines_stays_below_a_gigabyte_and_goes_on(name: str, tmp_path: Path) -> None:
     opening, unit, closing, num_bytes, kind = BOMBS[name]
-    data = zstandard.compress(b'"before"\n' + line(opening, unit, closing, num_bytes) + b'\n"after"\n')
+    line = opening + unit * (num_bytes // len(unit)) + closing
+    data = zstandard.compress(b'"before"\n' + line + b'\n"after"\n')
     assert len(data) < 40_000
     (tmp_path / "a.jsonl.zst").write_bytes(data)
-    counts, memory = read_in_child("text", tmp_path / "a.jsonl.zst")
+    (counts,), memory = read_in_child("text", tmp_path / "a.jsonl.zst")
     assert counts == Counter(["read", "read", kind])
     assert memory < MAX_MEMORY_BYTES
 
 
-def test_lines_of_200_megabytes_in_a_plain_file_cost_themselves(tmp_path: Path) -> None:
+def test_a_line_of_400_megabytes_in_a_plain_file_is_not_held(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("wb") as file:
-        for _ in range(2):
-            file.writelines([b'{"text":"', *[b"words " * 10**6] * 33, b'"}\n', b'"after"\n'])
-    counts, memory = read_in_child("text", tmp_path / "a.jsonl")
-    assert counts == {"oversized_record": 2, "read": 2}
-    assert memory < 400 * 10**6, "the line is not held"
+        file.seek(400 * 10**6)  # zeros, which take no room on the disk
+        file.write(b'\n"after"\n')
+    (counts,), memory = read_in_child("text", tmp_path / "a.jsonl")
+    assert counts == {"oversized_record": 1, "read": 1}
+    assert memory < 400 * 10**6
 
 
 def test_a_message_does_not_repeat_a_record(tmp_path: Path) -> None:
@@ -104,23 +100,20 @@ def test_a_message_does_not_repeat_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "images"])
-@pytest.mark.parametrize(
-    ("header_type", "content"),
-    [
+def test_a_hostile_header_costs_the_rest_of_the_tar_at_once(kind: str, tmp_path: Path) -> None:
+    headers = [
         (tarfile.XHDTYPE, b"1" * 2 * 10**6),
         (tarfile.XGLTYPE, b"1" * 2 * 10**6),
         (tarfile.XHDTYPE, b"1" * MAX_HEADER_BYTES),
         (tarfile.GNUTYPE_LONGNAME, b"n" * 2 * 10**6),
-    ],
-)
-def test_a_hostile_header_costs_the_rest_of_the_tar_at_once(
-    kind: str, header_type: bytes, content: bytes, tmp_path: Path
-) -> None:
+    ]
     first = member("1.jsonl", b'"one"') if kind == "text" else member("1.jpg", b"?") + member("1.txt", b"caption")
-    (tmp_path / "a.tar").write_bytes(first + member("h", content, header_type) + first + b"\0" * 1024)
+    paths = [tmp_path / f"{number}.tar" for number in range(len(headers))]
+    for path, (header_type, content) in zip(paths, headers, strict=True):
+        path.write_bytes(first + member("h", content, header_type) + first + b"\0" * 1024)
     started = time.monotonic()
-    counts, memory = read_in_child(kind, tmp_path / "a.tar")
-    assert counts == {"read": 1, "truncated_archive": 1}
+    counts, memory = read_in_child(kind, *paths)
+    assert counts == [{"read": 1, "truncated_archive": 1}] * len(headers)
     assert time.monotonic() - started < 10
     assert memory < 400 * 10**6
 
@@ -147,7 +140,6 @@ NAMES = st.text(st.characters(min_codepoint=33, exclude_categories=["Cs", "Cc"])
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(NAMES, st.binary(max_size=1500)), min_size=1, max_size=6),
     st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),

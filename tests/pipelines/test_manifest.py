@@ -1,56 +1,95 @@
-"""Manifests of prepared text and images: what is written is read again, and another kind or version is refused."""
+"""What preparation records: manifests that are read again or refused, and every lost record, listed and counted."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from image_archive_support import prepare
 
+from pipelines.archives import list_archives
+from pipelines.images.assembly import ASSEMBLY
+from pipelines.images.caption_files import CaptionFile
+from pipelines.images.index import index_name
 from pipelines.images.manifest import ImageManifest
+from pipelines.losses import list_losses, losses_name
 from pipelines.manifest import MANIFEST_FILE
 from pipelines.text.documents import DocumentConfig
-from pipelines.text.manifest import Manifest
+from pipelines.text.manifest import Manifest, archive_from_json
+from pipelines.text.packing import PackingConfig
+from pipelines.text.part_preparation import PartTask, list_archive_parts
+from pipelines.text.tokenization import train_bpe
 
 
-def save_text(directory: Path) -> Manifest:
-    """Write the manifest of a text without archives."""
-    layout = DocumentConfig(least_num_tokens=4, vocab_size=50)
-    manifest = Manifest(directory=str(directory), tokenizer_digest="abc", layout=layout, archives=[])
-    manifest.save()
-    return manifest
-
-
-def save_images(directory: Path) -> ImageManifest:
-    """Write the manifest of images without archives."""
-    manifest = ImageManifest(directory=str(directory), source="data", max_pixels=100, shards=[], captions=None)
-    manifest.save()
-    return manifest
-
-
-def test_a_saved_manifest_is_read_again(tmp_path: Path) -> None:
-    assert save_text(tmp_path) == Manifest.load(str(tmp_path))
-    assert save_images(tmp_path) == ImageManifest.load(str(tmp_path))
-
-
-def test_a_directory_without_a_manifest_is_not_prepared(tmp_path: Path) -> None:
+def test_a_manifest_is_read_again_and_another_kind_version_or_none_is_refused(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     for kind in (Manifest, ImageManifest):
         with pytest.raises(FileNotFoundError, match=r"it is not a \(completely\) prepared data set"):
-            kind.load(str(tmp_path))
-
-
-def test_a_manifest_of_the_other_kind_is_refused(tmp_path: Path) -> None:
-    save_text(tmp_path)
-    with pytest.raises(ValueError, match=r"does not hold prepared images of version 3.*: prepare it again"):
-        ImageManifest.load(str(tmp_path))
-    save_images(tmp_path)
+            kind.load(directory)
+    images = ImageManifest(directory=directory, source="data", max_pixels=100, shards=[], captions=None)
+    images.save()
+    assert ImageManifest.load(directory) == images
     with pytest.raises(ValueError, match=r"does not hold prepared text of version 4.*: prepare it again"):
-        Manifest.load(str(tmp_path))
-
-
-def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
-    save_text(tmp_path)
+        Manifest.load(directory)
+    layout = DocumentConfig(least_num_tokens=4, vocab_size=50)
+    text = Manifest(directory=directory, tokenizer_digest="abc", layout=layout, archives=[])
+    text.save()
+    assert Manifest.load(directory) == text
+    with pytest.raises(ValueError, match=r"does not hold prepared images of version 3.*: prepare it again"):
+        ImageManifest.load(directory)
     file = tmp_path / MANIFEST_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
     with pytest.raises(ValueError, match="does not hold prepared text of version 4"):
-        Manifest.load(str(tmp_path))
+        Manifest.load(directory)
+
+
+BAD = [b"<html>", b'{"body": 1}', b'{"text": "caf\xe9"}', b'{"text": ""}']
+KINDS = ["invalid_json", "missing_text", "invalid_utf8", "empty_document"]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_lost_document_is_listed(tmp_path: Path) -> None:
+    source = tmp_path / "data"
+    source.mkdir()
+    for name in ("a", "b"):
+        (source / f"{name}.jsonl").write_bytes(b'{"text": "good"}\n' + b"\n".join(BAD * 10))
+    tokenizer = train_bpe(["good"], 300)
+    archives = list_archives(str(source))
+    task = PartTask(
+        source=str(source),
+        text_field="text",
+        layout=PackingConfig.for_tokenizer(tokenizer, 32),
+        tokenizer=tokenizer.backend_tokenizer,
+        tokenizer_digest="",
+        directory=str(tmp_path),
+        parts=list_archive_parts(str(source), archives),
+    )
+    entries = [archive_from_json(task.run(number)) for number in (1, 0)]  # the order of the tasks does not matter
+    list_losses(str(tmp_path), [losses_name(part.name) for part in task.parts], str(tmp_path / "all.jsonl"))
+    losses = read(tmp_path / "all.jsonl")
+    expected = [(kind, f"{name}.jsonl:{1 + place}") for name in ("a", "b") for place, kind in enumerate(KINDS * 10)]
+    assert [(loss["kind"], loss["where"]) for loss in losses] == expected
+    assert [Path(loss["archive"]).name for loss in losses] == ["a.jsonl"] * 40 + ["b.jsonl"] * 40
+    assert all(loss["message"] for loss in losses)
+    assert Counter(loss["kind"] for loss in losses) == sum((Counter(entry.problems) for entry in entries), Counter())
+
+
+def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp_path: Path) -> None:
+    source, prepared = tmp_path / "images", tmp_path / "prepared"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.jpg").write_bytes(b"no image")
+    named = [{"image": f"{number}.jpg", "caption": "c"} for number in range(30)]
+    (tmp_path / "captions.json").write_text(json.dumps(named))
+    manifest = prepare(source, prepared, CaptionFile.load(str(tmp_path / "captions.json")))
+    list_losses(str(prepared), [losses_name(index_name(0)), losses_name(ASSEMBLY)], str(tmp_path / "all.jsonl"))
+    losses = read(tmp_path / "all.jsonl")
+    assert {(loss["kind"], loss["where"]) for loss in losses} == {
+        ("corrupt_image" if number < 20 else "absent_image", f"{number}.jpg") for number in range(30)
+    }
+    assert Counter(loss["kind"] for loss in losses) == manifest.problems

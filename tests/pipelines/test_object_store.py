@@ -1,222 +1,455 @@
-"""Test that what is read from a real S3 server is what was stored there, in few requests and with a cache."""
+"""Reading from a real S3 server: the right bytes in few requests, a cache that holds its window, and a store that fails."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tarfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from process_support import run_together
-from s3_support import ObjectStore
+from pyarrow import fs
+from s3_support import ObjectStore, run_object_store
 
+from pipelines import object_store, ranges
+from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
 from pipelines.images.archives import list_image_archives
 from pipelines.images.units import divide_archive
-from pipelines.object_store import BLOCK_BYTES, open_for_reading
+from pipelines.local_copy import local_copy
+from pipelines.object_store import TRAFFIC, RemoteObject, name_object, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
-from pipelines.tars import tar_members
-from tests.pipelines.stored_contents import CONTENTS, SIZES, expected, path, random_ranges
+from pipelines.retries import RETRIES
+from pipelines.storage import create_directory, read_json, write_json
+from pipelines.store_errors import RefusedWriteError, explain
+
+BLOCK = 2**18
+"""Size of a block in these tests, which is 2**23 in the product."""
+# Sizes at and around the bounds of blocks; objects shorter than two blocks are one block.
+SIZES = {"empty": 0, "small": 1000, "large": 2 * BLOCK - 1, "two": 2 * BLOCK, "rest": 3 * BLOCK + 777}
+CONTENTS = {name: np.random.default_rng(size).bytes(size) for name, size in SIZES.items()}
+WINDOWS = [[f"bucket/windows/{2 * number}", f"bucket/windows/{2 * number + 1}"] for number in range(3)]
+"""Paths of the objects of three windows, each object of two blocks."""
+WINDOW_BYTES = 4 * (BLOCK + 4)
+TOO_SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_ranges_are_those_of_the_local_files(store: ObjectStore, tmp_path: Path, has_cache: bool) -> None:
-    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30) if has_cache else None)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    directory = tmp_path_factory.mktemp("store")
+    stored = {f"data/{name}": content for name, content in CONTENTS.items()}
+    for number, path in enumerate(itertools.chain(*WINDOWS)):
+        stored[path.removeprefix("bucket/")] = bytes([number]) * (2 * BLOCK)
+    for path, content in stored.items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_bytes(content)
+    with run_object_store(directory / "log") as server:
+        for name in ("data", "windows"):
+            server.upload(directory / name, f"bucket/{name}")
+        yield server
 
-    @given(st.sampled_from(sorted(SIZES)), st.integers(-40, 40), st.integers(0, 4), st.integers(0, 3 * BLOCK_BYTES))
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+@pytest.fixture
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """Return the server, which does not fail until it is told to; pauses and blocks are short."""
+    server.behave()
+    monkeypatch.setattr(object_store, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(object_store, "_LONGEST_PAUSE", 0.01)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+def random_ranges(count: int, seed: int = 0) -> list[ByteRange]:
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice([name for name, size in SIZES.items() if size], size=count)
+    return [
+        ByteRange(f"bucket/data/{name}", int(rng.integers(SIZES[name])), int(rng.integers(BLOCK))) for name in chosen
+    ]
+
+
+def expected(parts: list[ByteRange]) -> list[bytes]:
+    return [CONTENTS[part.path.split("/")[-1]][part.offset :][: part.size] for part in parts]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, BLOCK // 2, None])
+def test_ranges_and_files_are_those_that_were_stored(
+    store: ObjectStore, tmp_path: Path, cache_bytes: int | None
+) -> None:
+    """With a cache, without one, and with one that has no room for a block."""
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, cache_bytes) if cache_bytes else None)
+
+    @given(st.sampled_from(sorted(SIZES)), st.integers(-40, 40), st.integers(0, 4), st.integers(0, 3 * BLOCK))
+    @TOO_SLOW
     def check(name: str, shift: int, block: int, size: int) -> None:
-        part = ByteRange(path(name), max(0, block * BLOCK_BYTES + shift), size)
+        part = ByteRange(f"bucket/data/{name}", max(0, block * BLOCK + shift), size)
         assert reader.read([part]) == expected([part])
 
     check()
-
-
-def test_every_byte_is_read_once_in_blocks_although_ranges_are_random(store: ObjectStore, tmp_path: Path) -> None:
-    ranges = random_ranges(200)
-    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
-    counts = store.counts()
-    assert counts.num_gets == 1 + 1 + 2 + 3
-    assert counts.num_bytes == sum(SIZES.values())
-    other = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))  # as another process of the node does
-    assert list(other.stream(ranges)) == expected(ranges)
-    assert store.counts().num_gets == counts.num_gets
-
-
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_a_whole_file(store: ObjectStore, tmp_path: Path, has_cache: bool) -> None:
-    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30) if has_cache else None)
+    store.behave()
     for name, content in CONTENTS.items():
-        assert reader.read_file(path(name)).to_pybytes() == content
-        assert reader.read_file(path(name)).to_pybytes() == content
-    assert store.counts().num_bytes == sum(SIZES.values()) * (1 if has_cache else 2)
+        for _ in range(2):
+            assert reader.read_file(f"bucket/data/{name}").to_pybytes() == content
+    if cache_bytes != BLOCK // 2:
+        assert store.counts().num_bytes == sum(SIZES.values()) * (1 if cache_bytes else 2)
 
 
-def test_what_is_fetched_ahead_is_not_fetched_again(store: ObjectStore, tmp_path: Path) -> None:
-    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
-    reader.read_ahead([path(name) for name in ("rest", "two")])
-    deadline = time.monotonic() + 60
-    while (num_gets := store.counts().num_gets) < 5 or list(tmp_path.glob("*.partial")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert num_gets == 5
-    part = ByteRange(path("rest"), 5, SIZES["rest"])
-    assert reader.read([part]) == expected([part])
-    assert store.counts().num_gets == 5
-
-
-@pytest.mark.parametrize("name", sorted(SIZES))
-def test_a_file_read_from_front_to_back_takes_one_request_a_block(store: ObjectStore, name: str) -> None:
-    with open_for_reading(store.filesystem, path(name)) as file:
-        assert file.size() == SIZES[name]
-        assert b"".join(iter(lambda: file.read(2**20 + 1), b"")) == CONTENTS[name]
-        assert file.read(1) == b""
+def test_every_byte_is_read_once_in_blocks_although_ranges_are_random_and_readers_many(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    store.behave(latency=0.1)
+    parts = random_ranges(200)
+    # Two that read at the same time, as processes of a node do, and one that comes later.
+    readers = [RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)) for _ in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda reader: reader.read(parts), readers[:2])) == [expected(parts)] * 2
+    assert list(readers[2].stream(parts)) == expected(parts)
     counts = store.counts()
-    assert counts.num_bytes == SIZES[name]
-    assert counts.num_gets == (max(1, SIZES[name] // BLOCK_BYTES) if SIZES[name] else 0)
+    assert (counts.num_gets, counts.num_bytes) == (1 + 1 + 2 + 3, sum(SIZES.values()))
+
+
+def test_a_file_read_from_front_to_back_takes_one_request_a_block(store: ObjectStore) -> None:
+    for name, size in SIZES.items():
+        store.behave()
+        with open_for_reading(store.filesystem, f"bucket/data/{name}") as file:
+            assert file.size() == size
+            assert b"".join(iter(lambda file=file: file.read(2**15 + 1), b"")) == CONTENTS[name]
+            assert file.read(1) == b""
+        counts = store.counts()
+        assert (counts.num_gets, counts.num_bytes) == (max(1, size // BLOCK) if size else 0, size)
 
 
 def test_an_open_file_is_like_a_local_one(store: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "rest").write_bytes(CONTENTS["rest"])
     size = SIZES["rest"]
     steps = st.one_of(
-        st.tuples(st.just("read"), st.integers(0, BLOCK_BYTES + 5)),
+        st.tuples(st.just("read"), st.integers(0, BLOCK + 5)),
         st.tuples(st.just("seek"), st.integers(0, size + 5)),
         st.tuples(st.just("read_at"), st.integers(0, 1000), st.integers(0, size - 1)),
         st.tuples(st.just("tell")),
     )
 
     @given(st.lists(steps, max_size=12))
-    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @TOO_SLOW
     def check(walk: list[Any]) -> None:
-        with open_for_reading(store.filesystem, path("rest")) as remote, (tmp_path / "rest").open("rb") as reference:
+        with (
+            open_for_reading(store.filesystem, "bucket/data/rest") as remote,
+            (tmp_path / "rest").open("rb") as reference,
+        ):
             for name, *arguments in walk:
                 if name == "read_at":
-                    expected = os.pread(reference.fileno(), *arguments)
+                    wanted = os.pread(reference.fileno(), *arguments)
                 else:
-                    expected = getattr(reference, name)(*arguments)
-                assert getattr(remote, name)(*arguments) == expected
+                    wanted = getattr(reference, name)(*arguments)
+                assert getattr(remote, name)(*arguments) == wanted
 
     check()
 
 
-def test_a_file_is_read_ahead_once_it_is_read_beyond_a_block(store: ObjectStore) -> None:
-    with open_for_reading(store.filesystem, path("rest")) as file:
-        assert file.read(BLOCK_BYTES) == CONTENTS["rest"][:BLOCK_BYTES]
+def test_a_file_is_read_ahead_only_beyond_its_first_block_and_before_its_stop(store: ObjectStore) -> None:
+    with open_for_reading(store.filesystem, "bucket/data/rest") as file:
+        assert file.read(BLOCK) == CONTENTS["rest"][:BLOCK]
         assert store.counts().num_gets == 1
-        assert file.read(1) == CONTENTS["rest"][BLOCK_BYTES : BLOCK_BYTES + 1]
-        deadline = time.monotonic() + 60
-        while store.counts().num_gets < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert file.read() == CONTENTS["rest"][BLOCK_BYTES + 1 :]
+        assert file.read(1) == CONTENTS["rest"][BLOCK : BLOCK + 1]
+        wait_for(lambda: store.counts().num_gets == 3)
+        assert file.read() == CONTENTS["rest"][BLOCK + 1 :]
     assert store.counts().num_gets == 3
-
-
-def test_a_part_of_a_file_is_read_without_what_follows_it(store: ObjectStore) -> None:
-    stop = BLOCK_BYTES + 100
-    with open_for_reading(store.filesystem, path("rest"), stop=stop) as file:
+    store.behave()
+    stop = 2 * BLOCK + 100
+    with open_for_reading(store.filesystem, "bucket/data/rest", stop=stop) as file:
         file.seek(50)
         assert file.read(stop - 50) == CONTENTS["rest"][50:stop]
-    assert store.counts().num_bytes == stop - 50
-    assert store.counts().num_gets == 1
+    assert (store.counts().num_gets, store.counts().num_bytes) == (2, stop - 50)
 
 
-def test_members_of_a_tar_in_a_bucket(store: ObjectStore) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for number in range(40):
-            info = tarfile.TarInfo(f"{number}.bin")
-            info.size = 2**19
-            tar.addfile(info, io.BytesIO(np.random.default_rng(number).bytes(2**19)))
-    with store.filesystem.open_output_stream("bucket/other.tar") as stream:
-        stream.write(buffer.getvalue())
-    store.behave()
-    with open_for_reading(store.filesystem, "bucket/other.tar") as file:
-        for number, (info, member) in enumerate(tar_members(file)):
-            assert info.name == f"{number}.bin"
-            assert member.read(info.size) == np.random.default_rng(number).bytes(2**19)
-    counts = store.counts()
-    assert counts.num_bytes <= len(buffer.getvalue())
-    assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
-
-
-def test_a_tar_in_a_bucket_is_divided_as_a_local_one_in_large_requests(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_tar_is_divided_as_a_local_one_in_large_requests(store: ObjectStore, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "small.tar", "w") as tar:
         for number in range(300):
-            for suffix, size in (("jpg", 2**16 + number), ("txt", 40)):
+            for suffix, size in (("jpg", 2**12 + number), ("txt", 40)):
                 info = tarfile.TarInfo(f"{number}.{suffix}")
                 info.size = size
                 tar.addfile(info, io.BytesIO(bytes(size)))
     store.upload(tmp_path, "bucket/tars")
     store.behave()
-    uri = "s3://bucket/tars/small.tar"
-    (local,), (remote,) = list_image_archives(str(tmp_path / "small.tar")), list_image_archives(uri)
-    parts = divide_archive(uri, remote, 2**20)
-    assert parts == divide_archive(str(tmp_path / "small.tar"), local, 2**20)
-    assert len(parts) > 15
+    found = []
+    for uri in ("s3://bucket/tars/small.tar", str(tmp_path / "small.tar")):
+        (archive,) = list_image_archives(uri)
+        found.append(divide_archive(uri, archive, 2**16))
+    assert found[0] == found[1]
+    assert len(found[0]) > 15
     counts = store.counts()
-    assert counts.num_bytes <= 1.05 * local.num_bytes
-    assert counts.num_bytes / counts.num_gets >= BLOCK_BYTES
+    assert counts.num_bytes <= 1.05 * archive.num_bytes
+    assert counts.num_bytes / counts.num_gets >= BLOCK
 
 
-def test_a_full_disk_means_reading_without_the_cache(store: ObjectStore, tmp_path: Path) -> None:
-    reader = RangeReader(store.filesystem, BlockCache(tmp_path, BLOCK_BYTES // 2))
-    ranges = random_ranges(10)
-    assert reader.read(ranges) == expected(ranges)
-    assert reader.read_file(path("rest")).to_pybytes() == CONTENTS["rest"]
+def test_a_stream_of_any_filesystem_reads_64_mebibytes_at_a_time() -> None:
+    memory = MemoryFileSystem()
+    memory.pipe("/bucket/small", CONTENTS["small"])
+    memory.pipe("/bucket/large", bytes(2**26))
+    reader = RangeReader(fs.PyFileSystem(fs.FSSpecHandler(memory)))
+    assert reader.read([ByteRange("/bucket/small", 9, 50)]) == [CONTENTS["small"][9:59]]
+    with pytest.raises(FileNotFoundError):
+        reader.read([ByteRange("/bucket/9", 0, 1)])
+    # A file that is gone is not noticed before its turn.
+    stream = reader.stream([ByteRange("/bucket/large", 0, 2**26), ByteRange("/bucket/9", 0, 1)])
+    assert len(next(stream)) == 2**26
+    with pytest.raises(FileNotFoundError):
+        next(stream)
 
 
-PROCESS = """
-import sys
-from pathlib import Path
-import numpy as np
-from pipelines.block_cache import BlockCache
-from pipelines.ranges import ByteRange, RangeReader
-from pipelines.storage import resolve
-filesystem, path = resolve("s3://bucket/data/rest")
-reader = RangeReader(filesystem, BlockCache(Path(sys.argv[1]), 2**30))
-print("ready", flush=True)
-sys.stdin.readline()
-rng = np.random.default_rng(int(sys.argv[2]))
-ranges = [ByteRange(path, int(at), 1000) for at in rng.integers(3 * 2**23, size=200)]
-reader.read_ahead([path])
-print(hash(b"".join(reader.read(ranges))), flush=True)
-"""
-
-
-def test_two_processes_fetch_a_block_once(store: ObjectStore, tmp_path: Path) -> None:
-    store.behave(latency=0.3)
-    environment = {**os.environ, **store.environment, "PYTHONHASHSEED": "0"}
-    outputs = run_together(PROCESS, [[str(tmp_path), "5"]] * 2, environment)
-    assert outputs[0] == outputs[1] != ""
-    counts = store.counts()
-    assert counts.num_gets == 3
-    assert counts.num_bytes == SIZES["rest"]
-
-
-@pytest.mark.parametrize("damage", ["changed", "cut", "empty"])
-def test_a_damaged_block_is_fetched_again(store: ObjectStore, tmp_path: Path, damage: str) -> None:
-    ranges = random_ranges(50)
-    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
-    blocks = [file for file in tmp_path.iterdir() if file.name != ".lock"]
-    for block in blocks:
-        content = bytearray(block.read_bytes())
-        content[len(content) // 2] ^= 1
-        block.write_bytes({"changed": content, "cut": content[:-5], "empty": b""}[damage])
-    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(ranges) == expected(ranges)
-    assert store.counts().num_gets == 2 * len(blocks)
-
-
-def test_an_object_that_was_written_again_is_not_served_from_the_cache(store: ObjectStore, tmp_path: Path) -> None:
+def test_versions_of_an_object_share_the_beginning_of_their_names_but_no_blocks(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    keys = []
     for number in range(2):
         with store.filesystem.open_output_stream("bucket/again") as stream:
             stream.write(bytes([number]) * 1000)
         reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
         assert reader.read([ByteRange("bucket/again", 10, 5)]) == [bytes([number]) * 5]
+        keys.append(RemoteObject(store.filesystem, "bucket/again").key)
+    assert keys[0] != keys[1]
+    assert {key.partition("-")[0] for key in keys} == {name_object(store.filesystem, "bucket/again")}
+    assert name_object(store.filesystem, "bucket/other") != name_object(store.filesystem, "bucket/again")
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def read_window(reader: RangeReader, window: list[str], seed: int = 0) -> None:
+    """Read ranges of a window in random order, as samples are read."""
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        path = window[rng.integers(len(window))]
+        (data,) = reader.read([ByteRange(path, int(rng.integers(2 * BLOCK - 1000)), 1000)])
+        assert data == bytes([int(path[-1])]) * 1000
+
+
+def num_held(cache: BlockCache, store: ObjectStore, paths: list[str]) -> int:
+    """Return how many blocks of some objects the cache holds."""
+    names = {name_object(store.filesystem, path) for path in paths}
+    return sum(file.name.partition("-")[0] in names and file.suffix == "" for file in cache.directory.iterdir())
+
+
+@pytest.mark.parametrize("num_windows", [1.0, 1.5, 3.0])
+def test_every_block_is_fetched_once_if_the_cache_holds_a_window(
+    store: ObjectStore, tmp_path: Path, num_windows: float
+) -> None:
+    cache = BlockCache(tmp_path, int(num_windows * WINDOW_BYTES))
+    reader = RangeReader(store.filesystem, cache)
+    for before, window, later in zip([[], *WINDOWS], WINDOWS, [*WINDOWS[1:], []], strict=False):
+        reader.read_ahead(window, later, before)
+        read_window(reader, window)
+        reader.read_ahead(window, later)
+        read_window(reader, window, seed=1)
+        room = min(4, int(4 * num_windows) - 4) if later else 0
+        wait_for(lambda names=later, room=room: num_held(cache, store, names) >= room)
+        assert num_held(cache, store, window) == 4
+    assert (store.counts().num_gets, store.counts().num_bytes) == (12, 12 * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "wanted", "num_held_before"), [(1, WINDOWS[1:], 0), (2, WINDOWS[:2], 7)], ids=["other", "same"]
+)
+def test_a_fetch_that_found_no_room_takes_nothing_from_the_request_that_has_replaced_its_own(
+    store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_threads: int,
+    wanted: list[list[str]],
+    num_held_before: int,
+) -> None:
+    """It does not end a request for other blocks, and tries again for one that needs its block too."""
+    monkeypatch.setattr(ranges, "_NUM_THREADS_AHEAD", num_threads)
+    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
+    reader = RangeReader(store.filesystem, cache)
+    begun, replaced, attempts = threading.Event(), threading.Event(), itertools.count()
+    reserve = cache._reserve
+
+    def reserve_in_vain_at_first(*arguments: Any) -> bool:
+        if next(attempts):
+            return reserve(*arguments)
+        begun.set()
+        assert replaced.wait(60)
+        return False
+
+    monkeypatch.setattr(cache, "_reserve", reserve_in_vain_at_first)
+    reader.read_ahead(WINDOWS[0], () if wanted[0] is WINDOWS[0] else WINDOWS[1])
+    assert begun.wait(60)
+    reader.read_ahead(*wanted)
+    wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == num_held_before)
+    replaced.set()
+    wait_for(lambda: num_held(cache, store, [*wanted[0], *wanted[1]]) == 8)
+
+
+def test_a_slower_reader_finds_its_window_while_a_faster_one_begins_the_next(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    slow, fast = (RangeReader(store.filesystem, BlockCache(tmp_path, 2 * WINDOW_BYTES)) for _ in range(2))
+    for reader in (slow, fast):
+        reader.read_ahead(WINDOWS[0], WINDOWS[1])
+        read_window(reader, WINDOWS[0])
+    cache = BlockCache(tmp_path, 2 * WINDOW_BYTES)
+    wait_for(lambda: num_held(cache, store, WINDOWS[1]) == 4)
+    # What the slower reader has asked for is there, but a thread of it that comes late would fetch what was removed again.
+    wait_for(lambda: slow._ahead._num_threads == 0)
+    fast.read_ahead(WINDOWS[1], WINDOWS[2], WINDOWS[0])
+    read_window(fast, WINDOWS[1])
+    read_window(slow, WINDOWS[0], seed=1)
+    assert store.counts().num_gets == 8
+    fast.read_ahead(WINDOWS[1], WINDOWS[2])
+    wait_for(lambda: num_held(cache, store, WINDOWS[2]) == 4)
+    assert num_held(cache, store, WINDOWS[0]) == 0
+    assert store.counts().num_gets == 12
+
+
+# ---- a store that fails, refuses, or is not there --------------------------------------------------------------------
+
+
+def test_requests_that_fail_lose_nothing(store: ObjectStore, tmp_path: Path) -> None:
+    store.behave(share_failing=0.2, seed=1)
+    parts = random_ranges(30)
+    assert RangeReader(store.filesystem).read(parts) == expected(parts)
+    assert RangeReader(store.filesystem, BlockCache(tmp_path, 2**30)).read(parts) == expected(parts)
+    assert store.counts().num_failed > 0
+
+
+class FlakyFile:
+    """A file whose first reads fail, in turn with an error and with an answer that is cut."""
+
+    def __init__(self, file: Any, num_failures: int) -> None:
+        self.file, self.num_failures = file, num_failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def read_at(self, num_bytes: int, offset: int) -> bytes:
+        self.num_failures -= 1
+        if self.num_failures >= 0 and self.num_failures % 2:
+            raise OSError("AWS Error SLOW_DOWN during GetObject operation: ")
+        data: bytes = self.file.read_at(num_bytes, offset)
+        return data[:-1] if self.num_failures >= 0 else data
+
+
+def test_reads_are_repeated_after_errors_and_cut_answers_which_is_counted_and_ends(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, num_failures = RemoteObject.__init__, 0
+
+    def begin_flaky(remote: RemoteObject, filesystem: fs.FileSystem, path: str) -> None:
+        """Let the first reads of every object fail, behind pyarrow's client, which tries again itself."""
+        begin(remote, filesystem, path)
+        remote._file = FlakyFile(remote._file, num_failures)
+
+    monkeypatch.setattr(RemoteObject, "__init__", begin_flaky)
+    RETRIES.take()
+    for num_failures in (0, 7):
+        remote = RemoteObject(store.filesystem, "bucket/data/small")
+        before = RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes
+        assert remote.read(0, 1000) == CONTENTS["small"]
+        after = RETRIES.num_total, TRAFFIC.num_gets, TRAFFIC.num_bytes
+        assert after == (before[0] + num_failures, before[1] + 1, before[2] + 1000)
+    num_failures = 8
+    with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
+        RemoteObject(store.filesystem, "bucket/data/small").read(0, 1000)
+    assert (RETRIES.take(), RETRIES.take()) == (14, 0)
+    # Nothing is lost by whoever reads ranges.
+    num_failures = 6
+    parts = random_ranges(60)
+    for cache in (None, BlockCache(tmp_path / "cache", 2**30)):
+        assert RangeReader(store.filesystem, cache).read(parts) == expected(parts)
+    monkeypatch.setenv("TEMPNET_MODELS", str(tmp_path / "copies"))
+    copy = Path(local_copy("s3://bucket/data"))
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == CONTENTS
+
+
+def test_an_object_that_is_gone_is_named_at_once(store: ObjectStore, tmp_path: Path) -> None:
+    reader = RangeReader(store.filesystem, BlockCache(tmp_path, 2**30))
+    assert reader.read([ByteRange("bucket/data/rest", 0, 10)]) == [CONTENTS["rest"][:10]]
+    store.behave(gone="rest")
+    retries = RETRIES.num_total
+    for call in (
+        lambda: reader.read([ByteRange("bucket/data/rest", 2 * BLOCK, 10)]),
+        lambda: open_for_reading(store.filesystem, "bucket/data/rest"),
+    ):
+        with pytest.raises(FileNotFoundError, match="s3://bucket/data/rest: there is no such object"):
+            call()
+    assert RETRIES.num_total == retries
+
+
+def test_a_store_that_refuses_or_lacks_the_bucket_is_explained(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = (list_archives, read_json), (create_directory, lambda uri: write_json(uri, {}))
+    store.behave(refuses_writes=True)
+    for write in writes:
+        wanted = (
+            "^s3://bucket/new: the store refuses to write there: check that AWS_ACCESS_KEY_ID .* permission to write"
+        )
+        with pytest.raises(RefusedWriteError, match=wanted):
+            write("s3://bucket/new")
+    assert read_json("s3://bucket/new") is None
+    store.behave()
+    for write in writes:
+        write("s3://bucket/new")
+    for call in (list_archives, writes[1]):
+        with pytest.raises(FileNotFoundError, match=r"^s3://bucket2/data: there is no such bucket"):
+            call("s3://bucket2/data")
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+        list_archives("s3://bucket/absent")
+    store.behave(needs_keys=True)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    for read in reads:
+        with pytest.raises(
+            PermissionError, match=r"^s3://bucket/data: the store refuses access: set AWS_ACCESS_KEY_ID"
+        ):
+            read("s3://bucket/data")
+
+
+UNREACHABLE = r"^s3://bucket/data: the store cannot be reached: set AWS_ENDPOINT_URL"
+
+
+def test_a_store_that_cannot_be_reached_is_explained() -> None:
+    error = OSError(
+        "AWS Error NETWORK_CONNECTION during ListObjectsV2 operation: curlCode: 7, Couldn't connect to server"
+    )
+    with pytest.raises(ConnectionError, match=UNREACHABLE):
+        raise explain(error, "s3://bucket/data")
+
+
+@pytest.mark.long
+def test_failures_of_a_real_client_are_named(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long, because pyarrow's client tries for some seconds before it fails."""
+    remote = RemoteObject(store.filesystem, "bucket/data/small")
+    RETRIES.take()
+    store.behave(share_failing=1.0)
+    with pytest.raises(OSError, match=r"^s3://bucket/data/small: the store failed, also when asked again"):
+        remote.read(0, 1000)
+    assert RETRIES.take() == 7
+    assert store.counts().num_failed >= 8
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=UNREACHABLE):
+        list_archives("s3://bucket/data")

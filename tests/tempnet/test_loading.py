@@ -1,4 +1,4 @@
-"""Tests of loading our own directories and the published LLaMA-2-Chat heads from every kind of file, and of refusals."""
+"""Loading our own directories, published heads from every kind of file, exports that refer to a base, and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.base_model import BASE_FILE, BaseReference, base_digest, find_base, load_base
 from tempnet.loading import load_causal_lm, load_tempnet, released_tempnet
+from tempnet.models.towers import load_tower
+from tempnet.weights import check_weight_files
 
 # The published networks are for 32 000 tokens; ρ = 10 is only possible above e¹⁰ of them.
 VOCABULARY, WIDTH, PROTOTYPES = 32_000, 6, 5
@@ -72,33 +75,21 @@ def write_sharded(directory: Path, extension: str) -> None:
 
 def write(directory: Path, layout: str) -> Path:
     """Write the network in one of the layouts, and return the path to load it from."""
-    state = published_state()
-    model = {"lm_head.weight": torch.ones(4, 4)}
-    if layout == "tempnet.safetensors":
-        save_file(state, directory / layout)
-    elif layout == "tempnet.bin":
-        torch.save(state, directory / layout)
-    elif layout == "a file":
-        save_file(prefixed(state), directory / "anything.safetensors")
-        return directory / "anything.safetensors"
-    elif layout == "model.safetensors":
-        save_file(model | prefixed(state), directory / layout)
-    elif layout == "pytorch_model.bin":
-        torch.save(model | prefixed(state), directory / layout)
-    else:
+    state, model = published_state(), {"lm_head.weight": torch.ones(4, 4)}
+    save = torch.save if layout.endswith(".bin") else save_file
+    if layout.startswith("shards"):
         write_sharded(directory, layout.rsplit(".", 1)[1])
-    return directory
+    elif layout.startswith("tempnet"):
+        save(state, directory / layout)
+    else:
+        save(model | prefixed(state), directory / layout)
+    return directory / layout if layout.startswith("anything") else directory
 
 
 LAYOUTS = [
-    "tempnet.safetensors",
-    "tempnet.bin",
-    "a file",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "shards.safetensors",
-    "shards.bin",
-]
+    "tempnet.safetensors", "tempnet.bin", "anything.safetensors", "model.safetensors", "pytorch_model.bin",
+    "shards.safetensors", "shards.bin",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -119,29 +110,18 @@ def test_the_published_head_gives_the_published_tau(layout: str, tmp_path: Path)
         assert not torch.equal(network(logits), network(logits)), "dropout belongs to training"
 
 
-def test_half_precision_files_become_float32() -> None:
-    state = {name: value.bfloat16() for name, value in published_state().items()}
-    network = released_tempnet(state)
-    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
-    logits = torch.randn(3, VOCABULARY)
-    torch.testing.assert_close(network(logits), published_tau(state, logits).float(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_released_network_survives_our_own_format(tmp_path: Path) -> None:
-    network = released_tempnet(published_state())
-    network.save_pretrained(tmp_path / "tempnet")
-    logits = torch.randn(3, VOCABULARY)
-    for source in (tmp_path, tmp_path / "tempnet", str(tmp_path)):
-        torch.testing.assert_close(load_tempnet(source)(logits), network(logits), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("head", ["llama2", "llama1", "gpt2"])
-def test_the_heads_of_the_authors_differ_in_range_and_input(head: str) -> None:
-    state = published_state()
-    network = released_tempnet(state, head=head)
-    logits = torch.randn(5, VOCABULARY) * 2 + 3
-    expected = published_tau(state, logits, head)
-    torch.testing.assert_close(network(logits).double(), expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("vocabulary", [5, VOCABULARY])
+def test_the_heads_of_the_authors_differ_in_range_and_input(vocabulary: int) -> None:
+    """ρ of the paper is infeasible for the small vocabulary; the published head takes it all the same."""
+    state = published_state() | {"proj.0.weight": torch.randn(WIDTH, vocabulary)}
+    half = {name: value.bfloat16() for name, value in state.items()}
+    logits = torch.randn(4, vocabulary) * 2 + 3
+    for head in ("llama2", "llama1", "gpt2"):
+        for tensors in (state, half):
+            network = released_tempnet(tensors, head=head)
+            assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+            expected = published_tau(tensors, logits, head)
+            torch.testing.assert_close(network(logits).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_the_files_show_decides_which_head_it_is(tmp_path: Path) -> None:
@@ -212,51 +192,101 @@ def test_files_that_hold_no_tensors_are_refused(name: str, tmp_path: Path) -> No
             load_tempnet(tmp_path)
 
 
-def test_a_model_and_its_network(tmp_path: Path) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Write a base model with its TempNet."""
+    torch.manual_seed(0)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
-    base.save_pretrained(tmp_path)
-    network = TempNet(TempNetConfig.for_logits(61, rho=1.5, hidden_size=8, num_prototypes=4))
-    network.save_pretrained(tmp_path / "tempnet")
-    loaded, tempnet = load_causal_lm(tmp_path, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "model")
+    make_tempnet().save_pretrained(tmp_path / "model" / "tempnet")
+    return tmp_path / "model"
+
+
+def make_tempnet(size: int = 61, kind: str = "logits") -> TempNet:
+    make = TempNetConfig.for_logits if kind == "logits" else TempNetConfig.for_embeddings
+    return TempNet(make(size, rho=1.5, hidden_size=8, num_prototypes=4))
+
+
+def test_a_model_and_its_network(model: Path, tmp_path: Path) -> None:
+    loaded, tempnet = load_causal_lm(model, dtype=torch.bfloat16)
     assert (loaded.training, tempnet.training) == (False, False)
     assert loaded.dtype == torch.bfloat16
     assert next(tempnet.parameters()).dtype == torch.float32
-    assert tempnet.config == network.config
-    big = TempNet(TempNetConfig.for_logits(65, rho=1.5, hidden_size=8, num_prototypes=4))
-    big.save_pretrained(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="vocabulary of 65, the base model has 64 logits"):
-        load_causal_lm(tmp_path, tmp_path / "elsewhere")
-    pair = TempNet(TempNetConfig.for_embeddings(8, rho=1.5, hidden_size=8, num_prototypes=4))
-    pair.save_pretrained(tmp_path / "pair")
-    with pytest.raises(ValueError, match="reads embeddings, not the logits"):
-        load_causal_lm(tmp_path, tmp_path / "pair")
+    assert tempnet.config == make_tempnet().config
+    for network, message in (
+        (make_tempnet(65), "vocabulary of 65, the base model has 64 logits"),
+        (make_tempnet(8, "embeddings"), "reads embeddings, not the logits"),
+    ):
+        network.save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match=message):
+            load_causal_lm(model, tmp_path / "other")
 
 
-def test_weights_that_hold_nan_are_said_to(tmp_path: Path) -> None:
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
-    network = TempNet(TempNetConfig.for_logits(61, rho=1.5, hidden_size=8, num_prototypes=4))
-    network.save_pretrained(tmp_path / "tempnet")
+def test_weights_that_hold_nan_are_said_to(model: Path, tmp_path: Path) -> None:
+    base, network = GPT2LMHeadModel.from_pretrained(model), make_tempnet()
     with torch.no_grad():
         base.transformer.h[0].mlp.c_fc.weight[3, :2] = math.nan
         network.pool_weight[1] = math.nan
-    base.save_pretrained(tmp_path)
+    base.save_pretrained(model)
     network.save_pretrained(tmp_path / "damaged")
     with pytest.raises(
-        ValueError, match=rf"weights of {tmp_path} hold NaN: 2 of the 1024 numbers of .*h\.0\.mlp\.c_fc\.weight"
+        ValueError, match=rf"weights of {model} hold NaN: 2 of the 1024 numbers of .*h\.0\.mlp\.c_fc\.weight"
     ):
-        load_causal_lm(tmp_path)
+        load_causal_lm(model)
     with pytest.raises(ValueError, match=r"weights of .*damaged hold NaN: 1 of the 4 numbers of pool_weight"):
         load_tempnet(tmp_path / "damaged")
     with pytest.raises(ValueError, match=r"hold NaN: 6 of the 6 numbers of transform\.0\.bias"):
         released_tempnet(published_state() | {"proj.0.bias": torch.full((WIDTH,), math.nan)})
 
 
-@pytest.mark.parametrize("vocabulary", [5, 1_000, 22_026])
-def test_a_published_head_takes_a_vocabulary_for_which_rho_of_the_paper_is_infeasible(vocabulary: int) -> None:
-    state = published_state()
-    state["proj.0.weight"] = torch.randn(WIDTH, vocabulary)
-    logits = torch.randn(4, vocabulary)
-    for head in ("llama2", "llama1", "gpt2"):
-        network = released_tempnet(state, head=head)
-        expected = published_tau(state, logits, head)
-        torch.testing.assert_close(network(logits).double(), expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("num_bytes", [0, 5, 100, -1])
+def test_weights_that_are_cut_are_refused_in_one_line(model: Path, num_bytes: int) -> None:
+    check_weight_files(model)
+    check_weight_files("owner/name")  # a hub name is passed over
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    for load in (check_weight_files, load_causal_lm, lambda path: load_tower(path, "text")):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors \(\d+ bytes\) is cut or corrupt: .*; copy or"
+        ) as error:
+            load(model)
+        assert "\n" not in str(error.value)
+    file = model / "tempnet" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"tempnet/model\.safetensors \(\d+ bytes\) is cut"):
+        load_tempnet(model)
+
+
+@pytest.fixture
+def export(model: Path, tmp_path: Path) -> Path:
+    """Write an export that refers to the base model beside it."""
+    make_tempnet().save_pretrained(tmp_path / "export" / "tempnet")
+    BaseReference(path=str(model), digest=base_digest(str(model))).save(tmp_path / "export")
+    return tmp_path / "export"
+
+
+def test_the_base_is_loaded_from_where_the_export_says_and_no_other(export: Path, model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")  # changes no weight
+    base, network = load_causal_lm(export)
+    whole = GPT2LMHeadModel.from_pretrained(model)
+    assert all(torch.equal(base.state_dict()[name], value) for name, value in whole.state_dict().items())
+    assert network.config.input_size == 61
+    assert find_base(model) == (str(model), None)
+    assert sum(file.stat().st_size for file in export.rglob("*")) < 20_000
+    with torch.no_grad():
+        whole.lm_head.weight[0, 0] += 1.0
+    whole.save_pretrained(model)
+    with pytest.raises(ValueError, match="is not the one that its TempNet was trained on"):
+        load_causal_lm(export)
+
+
+def test_a_missing_base_and_a_damaged_reference_are_refused(export: Path, model: Path) -> None:
+    model.rename(model.with_name("elsewhere"))
+    with pytest.raises(FileNotFoundError, match=f"write its new place into .*{BASE_FILE}"):
+        load_base(export)
+    # A caller may know where it is.
+    assert load_base(export, fetch=lambda path: path.replace("/model", "/elsewhere")).config.vocab_size == 64
+    for content in ("", "[]", '{"path": "a"}'):
+        (export / BASE_FILE).write_text(content)
+        with pytest.raises(ValueError, match="is damaged: it must hold path and digest"):
+            load_base(export)

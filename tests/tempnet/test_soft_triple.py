@@ -1,15 +1,19 @@
-"""SoftTriple against its formula written out in float64, tile by tile and whole, in any dtype."""
+"""SoftTriple against its formula in float64, and TripleEntropy on real classifiers against its own, also over ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import SoftTripleLoss
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from tempnet import soft_triple
+from tempnet.contrastive.world import World
+from tempnet.models.triple_entropy_classifier import TripleEntropyClassifier
 from tempnet.soft_triple import SoftTriple, SoftTripleConfig, token_labels
 
 
@@ -41,15 +45,13 @@ def by_the_formula(x: Tensor, labels: Tensor, centers: Tensor, config: SoftTripl
     return loss
 
 
-@pytest.fixture(params=[1 << 22, 7, 1], ids=lambda size: f"tiles of {size}")
+@pytest.fixture(params=[1 << 22, 7], ids=lambda size: f"tiles of {size}")
 def tile_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(soft_triple, "_TILE_VALUES", request.param)
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "num_centers", "regularizer"), [(2, 1, 0.0), (3, 4, 0.0), (3, 4, 0.2), (5, 2, 0.2)]
-)
+@pytest.mark.parametrize(("num_classes", "num_centers", "regularizer"), [(2, 1, 0.0), (3, 4, 0.2)])
 def test_loss_and_gradients(tile_values: int, num_classes: int, num_centers: int, regularizer: float) -> None:
     config = SoftTripleConfig(num_centers=num_centers, regularizer=regularizer, gamma=0.2, margin=0.1)
     torch.manual_seed(num_classes)
@@ -64,20 +66,6 @@ def test_loss_and_gradients(tile_values: int, num_classes: int, num_centers: int
         torch.autograd.grad(loss, [x, module.centers]), torch.autograd.grad(expected, [x, module.centers]), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
-
-
-def test_the_public_library_agrees() -> None:
-    config = SoftTripleConfig(num_centers=5, gamma=0.07, scale=8.0, margin=0.1)
-    torch.manual_seed(7)
-    module = SoftTriple(12, 4, config).double()
-    theirs = SoftTripleLoss(4, 12, centers_per_class=5, la=8.0, gamma=0.07, margin=0.1).double()
-    with torch.no_grad():
-        theirs.fc.copy_(module.centers.view(20, 12).T)
-    x, labels = torch.randn(30, 12, dtype=torch.float64, requires_grad=True), torch.randint(4, (30,))
-    found, expected = module(x, labels), theirs(x, labels)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    for value, wanted in zip(torch.autograd.grad(found, x), torch.autograd.grad(expected, x), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -99,19 +87,17 @@ def test_the_arithmetic_is_float32_and_parameters_keep_their_dtype(dtype: torch.
     assert torch.isfinite(module.centers.grad).all()
 
 
-def test_equal_centres_have_finite_gradients() -> None:
+def test_equal_centres_have_finite_gradients_and_nothing_to_count_is_no_loss() -> None:
     module = SoftTriple(4, 2, SoftTripleConfig(num_centers=3, regularizer=1.0))
     with torch.no_grad():
         module.centers.copy_(torch.ones_like(module.centers))
     module(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)).backward()
     assert torch.isfinite(module.centers.grad).all()
-
-
-def test_nothing_to_count_is_no_loss() -> None:
-    module = SoftTriple(4, 2, SoftTripleConfig(num_centers=2))
-    loss = module(torch.randn(3, 4, requires_grad=True), torch.full((3,), -100))
-    assert float(loss) == 0.0
-    loss.backward()
+    nothing = SoftTriple(4, 2, SoftTripleConfig(num_centers=2))(
+        torch.randn(3, 4, requires_grad=True), torch.full((3,), -100)
+    )
+    assert nothing.item() == 0.0
+    nothing.backward()
 
 
 def test_class_similarities_are_what_the_loss_compares() -> None:
@@ -121,7 +107,7 @@ def test_class_similarities_are_what_the_loss_compares() -> None:
     x, labels = torch.randn(2, 7, 6, dtype=torch.float64), torch.randint(4, (2, 7))
     scores = module.class_similarities(x)
     assert scores.shape == (2, 7, 4)
-    expected = torch.nn.functional.cross_entropy(config.scale * scores.flatten(0, 1), labels.flatten())
+    expected = F.cross_entropy(config.scale * scores.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(module(x, labels), expected)
 
 
@@ -146,13 +132,122 @@ def test_impossible_settings_are_refused_by_name(values: dict[str, float], messa
         SoftTripleConfig(**values)
 
 
-@pytest.mark.parametrize("label", [-1, 3])
-def test_labels_out_of_range_are_refused(label: int) -> None:
+def test_labels_out_of_range_and_one_class_are_refused() -> None:
     module = SoftTriple(4, 3, SoftTripleConfig(num_centers=2))
-    with pytest.raises(ValueError, match=rf"label {label} is not in \[0, 3\)"):
-        module(torch.randn(2, 4), torch.tensor([0, label]))
-
-
-def test_one_class_is_refused() -> None:
+    for label in (-1, 3):
+        with pytest.raises(ValueError, match=rf"label {label} is not in \[0, 3\)"):
+            module(torch.randn(2, 4), torch.tensor([0, label]))
     with pytest.raises(ValueError, match="num_classes = 1"):
         SoftTriple(4, 1, SoftTripleConfig())
+
+
+CLASSES, WIDTH, TOKENS, SENTENCES = 3, 16, 7, 6
+KINDS: dict[str, dict[str, Any]] = {
+    "roberta": {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "bert": {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "distilbert": {"dim": WIDTH, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
+}
+
+
+class OneOfTwo(World):
+    """One rank of two, whose sums over ranks are given values."""
+
+    total: Tensor
+
+    def sum(self, x: Tensor) -> Tensor:
+        return OneOfTwo.total.to(x)
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=40, num_labels=CLASSES, pad_token_id=0, **KINDS[kind])
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def make_centres(**settings: Any) -> SoftTriple:
+    torch.manual_seed(1)
+    return SoftTriple(
+        WIDTH, CLASSES, SoftTripleConfig(**{"num_centers": 4, "regularizer": 0.2, "beta": 0.6, **settings})
+    )
+
+
+def make_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, TOKENS + 1, (SENTENCES,), generator=generator)
+    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+    ids = torch.randint(1, 40, (SENTENCES, TOKENS), generator=generator) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(SENTENCES) % CLASSES}
+
+
+def triple_entropy_by_the_formula(model: PreTrainedModel, centres: SoftTriple, batch: dict[str, Tensor]) -> Tensor:
+    """Compute the loss sentence by sentence, without padding; SoftTriple has its own tests."""
+    crosses, tokens, labels = [], [], []
+    for ids, mask, label in zip(*batch.values(), strict=True):
+        length = int(mask.sum())
+        few = {"input_ids": ids[None, :length], "attention_mask": mask[None, :length]}
+        crosses.append(F.cross_entropy(model(**few)["logits"], label[None]))
+        tokens.append(model.base_model(**few)["last_hidden_state"][0])
+        labels += [int(label)] * length
+    beta = centres.config.beta
+    return beta * torch.stack(crosses).mean() + (1 - beta) * centres(torch.cat(tokens), torch.tensor(labels))
+
+
+def gradients(*parts: torch.nn.Module) -> list[Tensor]:
+    return [parameter.grad for part in parts for parameter in part.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_triple_entropy_and_its_gradients_equal_the_formula(kind: str) -> None:
+    batch = make_batch()
+    model, centres = make_model(kind), make_centres()
+    output = TripleEntropyClassifier(model, centres)(**batch)
+    output["loss"].backward()
+    other, other_centres = make_model(kind), make_centres()
+    expected = triple_entropy_by_the_formula(other, other_centres, batch)
+    expected.backward()
+    torch.testing.assert_close(output["loss"], expected, rtol=1e-5, atol=1e-6)
+    for found, wanted in zip(gradients(model, centres), gradients(other, other_centres), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    few = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(output["logits"], other(**few)["logits"].detach())
+
+
+def test_two_ranks_with_unequal_parts_average_to_the_whole() -> None:
+    batch = make_batch()
+    model, centres = make_model("bert"), make_centres()
+    whole = TripleEntropyClassifier(model, centres)(**batch)
+    whole["loss"].backward()
+    OneOfTwo.total = torch.tensor([SENTENCES, int(batch["attention_mask"].sum())])
+    other, other_centres = make_model("bert"), make_centres()
+    losses = []
+    for rank, part in enumerate((slice(0, 2), slice(2, SENTENCES))):
+        module = TripleEntropyClassifier(other, other_centres, world=OneOfTwo(rank, 2))
+        losses.append(module(**{name: value[part] for name, value in batch.items()})["loss"])
+    average = torch.stack(losses).mean()
+    average.backward()
+    torch.testing.assert_close(average, whole["loss"])
+    for found, wanted in zip(gradients(other, other_centres), gradients(model, centres), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_triple_entropy_without_centres_is_plain_cross_entropy() -> None:
+    batch, model = make_batch(), make_model("roberta")
+    output = TripleEntropyClassifier(model, None)(**batch)
+    assert output["soft_triple"] is None
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
+    torch.testing.assert_close(output["loss"], F.cross_entropy(logits, batch["labels"]))
+
+
+def test_padding_can_be_counted_as_the_authors_code_does() -> None:
+    batch = make_batch()
+    model, centres = make_model("bert"), make_centres(regularizer=0.0, beta=0.0)
+    counted = TripleEntropyClassifier(model, centres, with_padding=True)(**batch)["loss"]
+    few = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    hidden = model.base_model(**few)["last_hidden_state"]
+    torch.testing.assert_close(counted, centres(hidden, batch["labels"][:, None].expand(SENTENCES, TOKENS)))
+    assert not torch.allclose(counted, TripleEntropyClassifier(model, centres)(**batch)["loss"])
+
+
+def test_centres_of_other_classes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the centres are for 2 classes of width 16, the model's are \(3, 16\)"):
+        TripleEntropyClassifier(make_model("bert"), SoftTriple(WIDTH, 2, SoftTripleConfig(num_centers=2)))

@@ -1,40 +1,36 @@
-"""The logged statistics against direct computation, and their additivity."""
+"""Logged statistics, rank correlations and rival constants against direct computation, scans and textbook intervals."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
+from scipy.stats import t as student
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from tempnet import optimal_temperature, robust_loss
-from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, token_statistics
+from tempnet import best_constant_temperature, optimal_temperature, robust_loss
+from tempnet.rivals import compare_with_constants, half_width
+from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, spearman_interval, token_statistics
 
-RHO = 1.5
+RHO, TAU_MIN, TAU_MAX = 1.5, 0.001, 2.0
 
 
-def sample(num_tokens: int = 500, vocabulary: int = 60) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sample() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(num_tokens, vocabulary, generator=generator)
-    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
-    tau = 0.001 + 1.999 * torch.rand(num_tokens, generator=generator)
-    return logits, targets, tau
+    logits = 3 * torch.randn(500, 60, generator=generator)
+    targets = torch.randint(60, (500,), generator=generator)
+    return logits, targets, TAU_MIN + (TAU_MAX - TAU_MIN) * torch.rand(500, generator=generator)
 
 
-def statistics_of(logits: torch.Tensor, targets: torch.Tensor, tau: torch.Tensor) -> TemperatureStatistics:
-    values = TokenValues.from_logits(logits, targets, tau)
-    oracle_logits = logits[targets != -100]
+def statistics_of(logits: Tensor, targets: Tensor, tau: Tensor) -> TemperatureStatistics:
     return token_statistics(
-        values,
-        targets,
-        tau,
-        vocab_size=logits.shape[-1],
-        rho=RHO,
-        tau_min=0.001,
-        tau_max=2.0,
-        oracle_logits=oracle_logits,
-    )
+        TokenValues.from_logits(logits, targets, tau), targets, tau, vocab_size=60, rho=RHO, tau_min=TAU_MIN,
+        tau_max=TAU_MAX, oracle_logits=logits[targets != -100],
+    )  # fmt: skip
 
 
 def test_summary_equals_direct_computation() -> None:
@@ -42,7 +38,6 @@ def test_summary_equals_direct_computation() -> None:
     targets[:17] = -100
     summary = statistics_of(logits, targets, tau).summary()
     logits, targets, tau = logits[17:].double(), targets[17:], tau[17:].double()
-    cross_entropy = torch.nn.functional.cross_entropy
     log_p = torch.log_softmax(logits, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     losses = robust_loss(logits, targets, tau, RHO)
@@ -65,19 +60,15 @@ def test_summary_equals_direct_computation() -> None:
         assert summary[name] == pytest.approx(tau.quantile(share).item(), abs=0.02), name
 
 
-def test_sums_add_up_over_micro_batches() -> None:
+def test_sums_add_up_over_micro_batches_and_extremes_are_no_errors() -> None:
     logits, targets, tau = sample()
     whole = statistics_of(logits, targets, tau).summary()
-    parts = TemperatureStatistics.zeros(0.001, 2.0)
+    parts = TemperatureStatistics.zeros(TAU_MIN, TAU_MAX)
     for part in (slice(0, 123), slice(123, 400), slice(400, 500)):
         parts.sums += statistics_of(logits[part], targets[part], tau[part]).sums
     for name, value in parts.summary().items():
         if name != "tau_entropy_spearman":  # a mean over micro-batches by definition
             assert value == pytest.approx(whole[name], rel=1e-6), name
-
-
-def test_no_valid_token_and_constant_temperature() -> None:
-    logits, targets, tau = sample()
     empty = statistics_of(logits, torch.full_like(targets, -100), tau)
     assert empty.sums.sum() == 0
     assert math.isnan(empty.summary()["tau_mean"])
@@ -86,7 +77,84 @@ def test_no_valid_token_and_constant_temperature() -> None:
     assert constant["tau_std"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_spearman_equals_scipy_with_ties() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randint(0, 6, (2, 200), generator=generator).float()
-    assert spearman(x, y + x).item() == pytest.approx(spearmanr(x, y + x).statistic, rel=1e-9)
+def test_rank_correlations_are_scipys_and_their_intervals_hold_the_true_one_in_95_of_100_samples() -> None:
+    x, y = torch.randint(0, 6, (2, 200), generator=torch.Generator().manual_seed(1)).float()
+    assert spearman(x, y + x).item() == pytest.approx(spearmanr(x, y + x).statistic, rel=1e-9)  # with ties
+    rng, covered = np.random.default_rng(0), []
+    population = np.array([[1.0, 0.6], [0.6, 1.0]])
+    true = 6 / np.pi * np.arcsin(0.6 / 2)  # Spearman's correlation of a normal distribution
+    for _ in range(300):
+        x, y = torch.from_numpy(rng.multivariate_normal([0, 0], population, size=80).T.copy())
+        r, half = spearman_interval(x, y)
+        assert r == pytest.approx(spearmanr(x, y).statistic, abs=1e-12)
+        covered.append(abs(r - true) <= half)
+    assert 0.93 <= np.mean(covered) <= 0.99
+    r, half = spearman_interval(torch.arange(9.0), torch.arange(9.0))
+    assert r == pytest.approx(1.0)
+    assert 0 <= half < 1e-3
+    assert spearman_interval(torch.ones(9), torch.arange(9.0))[0] == 0.0
+    with pytest.raises(ValueError, match="needs 4 values, not 3"):
+        spearman_interval(torch.arange(3.0), torch.arange(3.0))
+
+
+NUM_ROWS = 400
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Return float64 logits of very different spread, and a target for each row."""
+    generator = torch.Generator().manual_seed(4)
+    spread = 0.5 + 4 * torch.rand(NUM_ROWS, 1, generator=generator, dtype=torch.float64)
+    logits = spread * torch.randn(NUM_ROWS, 64, generator=generator, dtype=torch.float64)
+    return logits, torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def compare(tau: Tensor, *, rho: float | None = 1.8) -> dict[str, float]:
+    """Compare temperatures with constants by the robust loss, or without ρ by the cross-entropy."""
+    logits, targets = rows()
+
+    def losses(temperature: Tensor) -> Tensor:
+        if rho is not None:
+            return robust_loss(logits, targets, temperature, rho)
+        return cross_entropy(logits / temperature[:, None], targets, reduction="none")
+
+    return compare_with_constants(losses, tau, torch.arange(NUM_ROWS) // 10, tau_min=TAU_MIN, tau_max=TAU_MAX)
+
+
+def test_the_best_constant_is_that_of_the_oracle_or_of_a_scan_and_may_lie_at_an_end() -> None:
+    logits, targets = rows()
+    ones = torch.ones(NUM_ROWS, dtype=torch.float64)
+    expected = best_constant_temperature(logits, 1.8)
+    found = compare(ones)
+    assert found["best_constant_tau"] == pytest.approx(expected, rel=2e-3)
+    least = robust_loss(logits, targets, expected, 1.8).mean().item()
+    assert found["best_constant_loss"] == pytest.approx(least, abs=1e-6)
+    scan = [cross_entropy(logits / tau, targets).item() for tau in torch.logspace(-0.2, 0.2, 400)]
+    assert compare(ones, rho=None)["best_constant_loss"] == pytest.approx(min(scan), abs=1e-6)
+    for rho, end in ((0.0, TAU_MAX), (math.log(64) - 1e-9, TAU_MIN)):
+        assert compare(ones, rho=rho)["best_constant_tau"] == pytest.approx(end)
+
+
+def test_the_right_spread_beats_both_constants_and_the_wrong_one_neither() -> None:
+    logits, _ = rows()
+    oracle = optimal_temperature(logits, 1.8, TAU_MIN, TAU_MAX)
+    mean = oracle.mean()
+    mirrored = (2 * mean - oracle).clamp(min=0.05)
+    right, wrong = compare(oracle), compare(mirrored)
+    for constant in ("best_constant", "mean_shift"):
+        assert right[f"{constant}_gain"] > right[f"{constant}_gain_half_width"]
+        assert wrong[f"{constant}_gain"] < -wrong[f"{constant}_gain_half_width"]
+    assert wrong["mean_shift_tau"] == pytest.approx(mirrored.mean().item())
+    # The level alone is no rival that is beaten by being constant.
+    level = compare(torch.full_like(oracle, float(mean)))
+    assert level["mean_shift_gain"] == pytest.approx(0.0, abs=1e-12)
+    assert level["best_constant_gain"] <= 1e-9
+
+
+def test_half_width_is_the_textbook_interval_and_copies_within_a_group_add_nothing() -> None:
+    values = np.random.default_rng(0).normal(size=30)
+    expected = student.ppf(0.975, 29) * values.std(ddof=1) / math.sqrt(30)
+    each = torch.arange(30)
+    assert half_width(torch.from_numpy(values), each) == pytest.approx(expected)
+    copied = torch.from_numpy(values).repeat_interleave(7).view(2, -1)
+    assert half_width(copied, each.repeat_interleave(7).view(2, -1)) == pytest.approx(expected)
+    assert math.isnan(half_width(torch.from_numpy(values), torch.zeros(30)))

@@ -1,7 +1,8 @@
 """Calibrates ρ on a base model: finds the ρ that gives a wanted mean optimal temperature on a sample of prepared text.
 
 The calibration runs as a Ray task, or in this process where Ray is not running. The sample consists of blocks spread evenly
-over the data, which the model reads as in training. The result is stored as `calibration.json` in the run's directory, so that a continued run keeps its ρ.
+over the data, which the model reads as in training. The result is stored as `calibration.json` in the run's directory, so
+that a continued run keeps its ρ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests the FLOPs per token against a count by hand, the memory of the training state, and the threads of a worker."""
+"""Tests the FLOPs per token against a count by hand, and the threads of a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second, state_bytes_per_worker
+from jobs.engine.hardware import num_threads_per_worker, peak_flops_per_second
 from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.flops import flops_per_token
 from jobs.tasks.presets.language_models import PRESETS
@@ -42,18 +42,6 @@ def test_flops_equal_a_count_by_hand(freeze: bool) -> None:
 
 def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops_per_second(torch.device("cpu")) is None
-
-
-def test_zero_stages_divide_optimizer_gradients_and_weights_in_turn() -> None:
-    config = PRESETS["gpt2-scratch-small"]()
-
-    def bytes_at(stage: int, num_frozen: int = 0) -> float:
-        workers = replace(config.workers, num_workers=4, zero_stage=stage, precision="bf16")
-        return state_bytes_per_worker(1000, num_frozen, workers)
-
-    assert [bytes_at(stage) for stage in (0, 1, 2, 3)] == [16_000, 11_000, 8_000, 5_000]
-    assert bytes_at(3, num_frozen=400) - bytes_at(3) == 200
-    assert bytes_at(0, num_frozen=400) - bytes_at(0) == 800
 
 
 def test_runs_side_by_side_do_not_take_each_others_cores(monkeypatch: pytest.MonkeyPatch) -> None:

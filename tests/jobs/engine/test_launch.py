@@ -1,26 +1,33 @@
-"""Tests what is refused before Ray starts, and the message for a run name that is already taken."""
+"""Test what a run may take and begin with before Ray starts: its name, its driver, other runs' checkpoints, an export."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from ray.train.torch import TorchTrainer
 
-from jobs import train_lm
-from jobs.engine import cluster, launch, lease, rivals
+from jobs.engine import late_export, launch, lease
+from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine.command_line import run_job
+from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
+from jobs.engine.identity import configuration_hash, with_fields
+from jobs.engine.late_export import configure, find_checkpoint
 from jobs.engine.launch import claim_directory
-from jobs.engine.resumption import write_snapshot
+from jobs.engine.resumption import checkpoint_name, write_snapshot
+from jobs.engine.start import check_start, start_checkpoint
+from jobs.engine.worker_settings import WorkersSection
 from jobs.tasks.language_model.config import LanguageModelConfig
 from jobs.tasks.language_model.plan import make_plan
-from jobs.tasks.presets.language_models import PRESETS
+from jobs.tasks.presets.language_models import PRESETS, gpt2_scratch
+from pipelines.storage import write_json
 from pipelines.text.tokenization import train_bpe
 
 Change = Callable[..., LanguageModelConfig]
@@ -28,99 +35,36 @@ Change = Callable[..., LanguageModelConfig]
 
 @pytest.fixture
 def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
-    """Returns a function that makes the small preset on tiny files, with changed sections; starting Ray is an error."""
+    """Return a function that makes the small preset on tiny files, with changed fields; starting Ray is an error."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(lease, "_SECONDS_TO_SETTLE", 0.05)
 
     def start_ray() -> None:
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr(launch, "start_ray", start_ray)
-    for split in ("train", "validation"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "a.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(json.dumps({"text": "a b c"}) + "\n")
     train_bpe(["a b c d e f g"], 400).save_pretrained(tmp_path / "tokenizer")
-
-    def make(**sections: dict[str, Any]) -> LanguageModelConfig:
-        config = PRESETS["gpt2-scratch-small"]()
-        defaults: dict[str, dict[str, Any]] = {
-            "run": {"storage": str(tmp_path / "runs")},
-            "data": {
-                "train": str(tmp_path / "train"),
-                "validation": str(tmp_path / "validation"),
-                "tokenizer": str(tmp_path / "tokenizer"),
-            },
-        }
-        for name in defaults.keys() | sections.keys():
-            values = {**defaults.get(name, {}), **sections.get(name, {})}
-            config = replace(config, **{name: replace(getattr(config, name), **values)})
-        return config
-
-    return make
-
-
-def test_a_good_configuration_has_a_plan(change: Change) -> None:
-    config = change(temperature={"target_entropy": 2.0})
-    plan = make_plan(config)
-    text = plan.describe()
-    assert plan.vocab_size < 400
-    assert plan.tracking_uri == f"sqlite:///{config.run.storage}/mlflow.db"
-    assert "16 blocks × 128 = 2048 tokens: 2 workers × 1 micro-batches × 8 blocks" in text
-    assert "target entropy 2.0000" in text
-
-
-def model_directory(path: Path, *, vocab_size: int, num_positions: int) -> str:
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=vocab_size, n_embd=16, n_layer=1, n_head=2, n_positions=num_positions, eos_token_id=0
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
-
-
-def test_what_cannot_work_is_refused_before_ray_starts(change: Change, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "notes.doc").write_text("x")
-    small_vocabulary = model_directory(tmp_path / "model-a", vocab_size=100, num_positions=128)
-    short_context = model_directory(tmp_path / "model-b", vocab_size=400, num_positions=64)
-    foreign = model_directory(tmp_path / "foreign", vocab_size=400, num_positions=128)
-    train_bpe(["the words of another language"] * 8, 300).save_pretrained(foreign)
-    cases: list[tuple[dict[str, dict[str, Any]], str]] = [
-        ({"temperature": {"rho": 10.0, "target_entropy": None}}, r"temperature\.rho: rho = 10 is outside"),
-        ({"temperature": {"target_entropy": 9.0}}, "target_entropy = 9 nats is impossible"),
-        ({"temperature": {"tau_min": 3.0, "target_entropy": 2.0}}, "0 < tau_min < tau_max"),
-        ({"data": {"train": str(tmp_path / "nowhere")}}, r"data\.train: .*nowhere"),
-        ({"data": {"validation": str(tmp_path / "empty")}}, r"data\.validation: .*notes\.doc"),
-        ({"data": {"tokenizer": str(tmp_path / "train")}}, "tokenizer = .*train' cannot be loaded"),
-        ({"model": {"path": "nowhere/nothing"}}, r"model\.path = 'nowhere/nothing' is no Transformers model"),
-        ({"model": {"path": small_vocabulary}}, "tokens, more than the vocabulary of 100"),
-        ({"model": {"path": foreign}}, r"data\.tokenizer = .* is not the tokenizer of model\.path = .*foreign"),
-        ({"tracking": {"uri": "mlflow:5000"}}, r"tracking\.uri = 'mlflow:5000' is no address of MLflow: give http://"),
-        ({"model": {"path": short_context}}, r"data\.context_length = 128 is more than the 64 positions"),
-        (
-            {"model": {"architecture": "llama", "dropout": 0.1}},
-            r"model\.dropout = 0\.1 is supported only for model\.architecture",
-        ),
-        ({"run": {"storage": "s3://bucket/runs"}}, r"tracking\.uri is not given"),
-    ]
-    for sections, message in cases:
-        defaults = {"temperature": {"target_entropy": 2.0}} if "temperature" not in sections else {}
-        with pytest.raises((ValueError, OSError), match=message):
-            launch.train(make_plan(change(**{**defaults, **sections})))
+    fields = {
+        "run.storage": str(tmp_path / "runs"), "data.train": str(tmp_path / "text"), "temperature.target_entropy": 2.0,
+        "data.validation": str(tmp_path / "text"), "data.tokenizer": str(tmp_path / "tokenizer"),
+    }  # fmt: skip
+    return lambda values={}: with_fields(PRESETS["gpt2-scratch-small"](), fields | values)
 
 
 def test_a_taken_name_is_refused_with_the_fields_that_differ(change: Change) -> None:
-    config = change(temperature={"target_entropy": 2.0})
-    assert launch.claim_directory(config) is None
-    assert launch.claim_directory(change(temperature={"target_entropy": 2.0}, run={"log_every": 3})) is None
+    assert claim_directory(change()) is None
+    assert claim_directory(change({"run.log_every": 3})) is None
     with pytest.raises(ValueError, match=r"is taken .*temperature\.target_entropy: 2\.0 → 2\.5\. Choose another run"):
-        launch.claim_directory(change(temperature={"target_entropy": 2.5}))
+        claim_directory(change({"temperature.target_entropy": 2.5}))
 
 
 def test_a_second_driver_is_refused_before_ray_starts(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_SECONDS_TO_END", 0.1)
-    config = change(temperature={"target_entropy": 2.0})
-    plan = make_plan(config)
+    plan = make_plan(change())
     with (
-        lease.Lease(config.run.directory),
+        lease.Lease(plan.config.run.directory),
         pytest.raises(ValueError, match=rf"in the hands of process {os.getpid()} on \S+: wait until that has ended"),
     ):
         launch.train(plan)
@@ -129,7 +73,7 @@ def test_a_second_driver_is_refused_before_ray_starts(change: Change, monkeypatc
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_before_ray_starts(change: Change) -> None:
-    config = change(temperature={"target_entropy": 2.0})
+    config = change()
     (Path(config.run.directory) / "checkpoint-00000005").mkdir(parents=True)
     write_snapshot(config.run.directory, ["checkpoint-00000005", "checkpoint-00000010"])
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole\. checkpoint-00000005 .* checkpoint-00000010 "):
@@ -142,70 +86,132 @@ def test_what_cannot_start_holds_no_name(change: Change, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launch, "start_ray", lambda: None)
     monkeypatch.setattr(launch, "check_resources", too_small)
-    config = change(temperature={"target_entropy": 2.0})
+    config = change()
     with pytest.raises(ValueError, match="no GPU"):
         launch.train(make_plan(config))
     assert not (Path(config.run.directory) / "configuration.json").exists()
-    assert launch.claim_directory(change(temperature={"target_entropy": 2.5})) is None
+    assert claim_directory(change({"temperature.target_entropy": 2.5})) is None
 
 
-def test_a_refusal_reaches_the_person_as_one_line_and_status_2(
-    change: Change, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    arguments = ["gpt2-scratch-small", "--data.train", str(tmp_path / "nowhere"), "--run.storage", str(tmp_path)]
-    with pytest.raises(SystemExit) as exit_info:
-        train_lm.main(arguments)
-    assert exit_info.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: data.train:")
-    assert "Traceback" not in error
+def make_config(tmp_path: Path, name: str, start_from: str = "", seed: int = 0, **sections: Any) -> TrainingConfig:
+    run = RunSection(name=name, storage=str(tmp_path), num_steps=100, seed=seed, start_from=start_from)
+    return TrainingConfig(run=run, **sections)
 
 
-@pytest.mark.parametrize("num_failures", [2, 3])
-def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[subprocess.Popen[bytes]] = []
-
-    def init(**options: Any) -> None:
-        if len(left) < num_failures:
-            left.append(subprocess.Popen(["sleep", "100"]))
-            raise Exception("The current node timed out during startup. This could happen because …")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # Otherwise this process, and what later tests start, would be told that Ray starts no clusters.
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    if num_failures < 3:
-        cluster.start_ray()
-    else:
-        with pytest.raises(TimeoutError, match="3 times: the machine is too busy"):
-            cluster.start_ray()
-    # The processes of the failed starts have been killed.
-    assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
-
-
-def test_a_constant_tempnet_is_a_warning_and_no_failure(change: Change, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same command shows a finished run again, so its exit status can be tested without training."""
-    config = change(temperature={"target_entropy": 2.0}, tracking={"preset": "gpt2-scratch-small"})
-    scores = dict.fromkeys(
-        ("tau_mean", "tau_q05", "tau_q95", "tau_share_lower_bound", "tau_share_upper_bound", "tau_entropy_spearman",
-         "cross_entropy", "cross_entropy_tau"), 1.0
-    )  # fmt: skip
-    of_constant = {"tau": 1.0, "loss": 0.5, "gain": 0.0, "gain_half_width": 0.0}
-    figures = {
-        f"robust/{name}_{key}": value for name in ("best_constant", "mean_shift") for key, value in of_constant.items()
-    }
-    outcome = {
-        "run": config.run.name, "directory": config.run.directory, "export": "", "tracking_uri": "", "loss": "dro",
-        "validation": scores | {"tau_std": 0.001}, "rho": 3.0, "target_entropy": 2.0, "judged_by": "robust",
-        "rivals": figures | {"robust/loss": 0.5, "robust/oracle_loss": 0.4, "oracle_tau_mean": 0.7},
-        "tokens_per_second": 1000.0, "data_wait_share": 0.01, "num_steps": 10, "num_epochs": 0.5,
-    }  # fmt: skip
+@pytest.fixture
+def other(tmp_path: Path) -> TrainingConfig:
+    """Returns the configuration of a run with a whole checkpoint of step 40 and a damaged one of step 60."""
+    config = make_config(tmp_path, "other")
     claim_directory(config)
-    verdict = rivals.verdict(outcome)
-    Path(config.run.directory, "outcome.json").write_text(json.dumps(outcome | {"temperature_verdict": verdict}))
-    arguments = ["--run.storage", config.run.storage, "--temperature.target-entropy", "2"]
-    for name in ("train", "validation", "tokenizer"):
-        arguments += [f"--data.{name}", getattr(config.data, name)]
-    assert train_lm.main(["gpt2-scratch-small", *arguments]) == 0
-    assert "the TempNet is constant" in capsys.readouterr().out
+    for step, num_bytes in ((40, 2), (60, 3)):
+        directory = tmp_path / "other" / checkpoint_name(step)
+        directory.mkdir()
+        (directory / "weights").write_bytes(b"ab")
+        files = {"weights": {"num_bytes": num_bytes, "digest": ""}}
+        write_json(str(directory / "files-00000.json"), {"world_size": 1, "group": "", "files": files})
+    return config
+
+
+@pytest.mark.parametrize("start", ["other", "other@0", "other@x", "@40", "a/b@40", "other@100"])
+def test_a_start_is_a_run_and_a_step_before_the_last(tmp_path: Path, start: str) -> None:
+    with pytest.raises(ValueError, match=rf"run.start_from = '{start}' must be NAME@STEP, .* run.num_steps = 100"):
+        make_config(tmp_path, "run", start)
+
+
+def test_a_run_without_a_start_is_the_run_that_it_was(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "run")
+    check_start(config)
+    assert start_checkpoint(config.run) == ""
+    assert config.run.start_step == 0
+    assert configuration_hash(config) != configuration_hash(make_config(tmp_path, "run", "other@40"))
+
+
+def test_decimal_numbers_may_differ(tmp_path: Path, other: TrainingConfig) -> None:
+    config = make_config(
+        tmp_path, "run", "other@40", optimizer=OptimizerSection(learning_rate_base=1.0, decay="linear")
+    )
+    check_start(replace(config, run=replace(config.run, num_steps=50)))
+    assert start_checkpoint(config.run) == f"{tmp_path}/other/{checkpoint_name(40)}"
+
+
+@pytest.mark.parametrize(
+    ("start", "sections", "message"),
+    [
+        ("none@40", {}, "there is no run in "),
+        (
+            "other@41",
+            {},
+            "checkpoint-00000041 in .*, the directory is missing.*; its whole checkpoints are of the steps 40",
+        ),
+        ("other@60", {}, "weights has 2 bytes instead of 3; its whole checkpoints are of the steps 40"),
+        ("other@40", {"optimizer": OptimizerSection(batch_size=64)}, "optimizer.batch_size: 32 → 64"),
+        ("other@40", {"workers": WorkersSection(zero_stage=1)}, "workers.zero_stage: 2 → 1"),
+        ("other@40", {"seed": 3}, "run.seed: 0 → 3"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    tmp_path: Path, other: TrainingConfig, start: str, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"run.start_from = '{re.escape(start)}': .*{message}"):
+        check_start(make_config(tmp_path, "run", start, **sections))
+
+
+def write_checkpoint(run: Path, step: int, world_size: int = 2) -> None:
+    directory = run / f"checkpoint-{step:08d}"
+    directory.mkdir(parents=True)
+    (directory / "state.json").write_text(json.dumps({"world_size": world_size}))
+    write_file_list(directory, rank=0, world_size=1, group="g")
+
+
+def test_the_newest_or_the_given_step_is_chosen(tmp_path: Path) -> None:
+    for step in (5, 10):
+        write_checkpoint(tmp_path, step)
+    newest = find_checkpoint(str(tmp_path), None, "")
+    assert (newest.step, newest.output, newest.num_writers) == (10, f"{tmp_path}/export-10", 2)
+    assert find_checkpoint(str(tmp_path), 5, "").checkpoint == f"{tmp_path}/checkpoint-00000005"
+    with pytest.raises(ValueError, match=r"step = 7: .* has the checkpoints of steps 5, 10"):
+        find_checkpoint(str(tmp_path), 7, "")
+    (tmp_path / "export-10").mkdir()
+    with pytest.raises(ValueError, match="exists: delete it"):
+        find_checkpoint(str(tmp_path), 10, "")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step in (5, 10):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-00000010" / "state.json").write_text("")
+    assert find_checkpoint(str(tmp_path), None, "").step == 5
+    with pytest.raises(ValueError, match=r"step = 10: state\.json has 0 bytes"):
+        find_checkpoint(str(tmp_path), 10, "")
+
+
+def test_one_worker_is_enough_except_under_zero_3(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    late = find_checkpoint(str(tmp_path), None, "")
+    config = gpt2_scratch()
+    assert configure(config, late).workers.num_workers == 1
+    assert configure(config, late).run.export_directory == late.output
+    third = configure(replace(config, workers=replace(config.workers, zero_stage=3)), late)
+    assert third.workers.num_workers == 2
+
+
+def test_ctrl_c_while_ray_train_runs_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train, which handles Ctrl-C itself, ends the workers and then the process, as if all had gone well."""
+    write_checkpoint(tmp_path / "run", 5)
+    late = find_checkpoint(str(tmp_path / "run"), None, "")
+    config = configure(gpt2_scratch(), late)
+    config = replace(config, run=replace(config.run, storage=str(tmp_path), name="run"))
+    prepared = SimpleNamespace(create_task=print)
+    plan: Any = SimpleNamespace(config=config, data_cpus=0, prepare=lambda: prepared)
+
+    def end(trainer: TorchTrainer) -> NoReturn:
+        (tmp_path / "run" / ".export").mkdir()
+        raise SystemExit(0)
+
+    monkeypatch.setattr(TorchTrainer, "fit", end)
+    monkeypatch.setattr(late_export, "start_ray", lambda: None)
+    monkeypatch.setattr(late_export, "check_resources", lambda **needed: None)
+    with pytest.raises(SystemExit) as ended:
+        run_job(lambda arguments: late_export.make_late_export(plan, late) or 0)
+    assert ended.value.code == 130
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-00000005"]

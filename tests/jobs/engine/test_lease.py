@@ -1,4 +1,4 @@
-"""Tests that a run has one driver: a second is refused while the first lives, and continues once the first is dead."""
+"""Test that a run has one driver: a second is refused while the first lives, and continues once the first is dead."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,37 +18,35 @@ from jobs.engine import lease
 from jobs.engine.lease import LEASE_FILE, Lease, RunIsTakenError, _machine, _process
 from pipelines.storage import read_json
 
-HOLD = """
-import sys, time
-from jobs.engine.lease import Lease
-with Lease(sys.argv[1], seconds_between_beats=0.1):
-    print("held", flush=True)
-    time.sleep(100)
-"""
+
+@pytest.fixture(autouse=True)
+def fast_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_SECONDS_TO_SETTLE", 0.05)
+    monkeypatch.setattr(lease, "_SECONDS_TO_END", 0.3)
 
 
-@contextmanager
-def holder(run: Path | str) -> Iterator[subprocess.Popen[str]]:
-    """Starts another process that holds the lease, and kills it at the end of the block."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+@pytest.fixture
+def first() -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process that may hold a lease."""
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def write(run: Path, **changes: object) -> None:
-    """Writes a lease that names this process but has another token and host, with `changes` to its fields."""
+    """Write a lease that names this process but has another token and host, with `changes` to its fields."""
     run.mkdir(exist_ok=True)
     owner = {"token": "other", "host": "far", "machine": _machine(), **_process(), "num_beats": 3}
     (run / LEASE_FILE).write_text(json.dumps(owner | changes))
 
 
-def fast(run: Path) -> Lease:
-    return Lease(str(run), seconds_between_beats=0.1, seconds_to_expire=1.0)
+def write_for(process: subprocess.Popen[bytes], run: Path) -> None:
+    write(run, pid=process.pid, started=psutil.Process(process.pid).create_time())
+
+
+def fast(run: Path | str, *, seconds_to_expire: float = 0.5) -> Lease:
+    return Lease(str(run), seconds_between_beats=0.05, seconds_to_expire=seconds_to_expire)
 
 
 def held_by(run: Path) -> dict[str, object]:
@@ -61,7 +57,7 @@ def held_by(run: Path) -> dict[str, object]:
 def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
     with fast(tmp_path / "run"):
         first = held_by(tmp_path / "run")
-        time.sleep(0.5)
+        time.sleep(0.3)
         later = held_by(tmp_path / "run")
     assert later["num_beats"] > first["num_beats"]  # type: ignore[operator]
     assert later | {"num_beats": 0} == first | {"num_beats": 0}
@@ -70,40 +66,36 @@ def test_it_is_renewed_and_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "_SECONDS_TO_END", 0.5)
-    with holder(tmp_path) as process:
-        with pytest.raises(RunIsTakenError, match=rf"in the hands of process {process.pid} on .*another run\.name"):
-            fast(tmp_path).__enter__()
-        # From another machine the process cannot be seen, but its heartbeats show that it lives.
-        started = time.monotonic()
-        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
-        with pytest.raises(RunIsTakenError, match=f"process {process.pid}"):
-            Lease(str(tmp_path), seconds_between_beats=0.1, seconds_to_expire=100.0).__enter__()
-        assert time.monotonic() - started < 5
-        monkeypatch.undo()
-        assert held_by(tmp_path)["pid"] == process.pid
-        # The process is killed, but its parent has not waited for it yet, so it is a zombie.
-        process.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        started = time.monotonic()
-        with Lease(str(tmp_path)):
-            assert time.monotonic() - started < 2
-
-
-def test_in_an_object_store_the_second_driver_is_refused_until_the_first_is_dead(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second driver is on another machine, so that it knows of the first only what is in the store."""
-    run = f"s3://{bucket}/runs/run"
-    with holder(run) as process:
-        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
-        with pytest.raises(RunIsTakenError, match=f"process {process.pid}"):
-            Lease(run, seconds_between_beats=0.1, seconds_to_expire=100.0).__enter__()
+def test_the_second_driver_is_refused_while_the_first_lives(tmp_path: Path, first: subprocess.Popen[bytes]) -> None:
+    write_for(first, tmp_path)
+    with pytest.raises(RunIsTakenError, match=rf"in the hands of process {first.pid} on far.*another run\.name"):
+        fast(tmp_path).__enter__()
+    assert held_by(tmp_path)["pid"] == first.pid
+    # The process is killed, but its parent has not waited for it yet, so it is a zombie.
+    first.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     started = time.monotonic()
-    with Lease(run, seconds_between_beats=0.1, seconds_to_expire=2.0):
-        assert time.monotonic() - started >= 2.0
-        assert read_json(f"{run}/{LEASE_FILE}")["machine"] == "elsewhere"  # type: ignore[index]  # it exists
+    with Lease(str(tmp_path)):
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["shared directory", "object store"])
+def test_a_driver_on_another_machine_is_known_by_its_heartbeats(
+    is_remote: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = f"s3://{request.getfixturevalue('bucket')}/runs/run" if is_remote else str(tmp_path)
+    first = fast(run)
+    first.__enter__()
+    monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
+    with pytest.raises(RunIsTakenError, match=f"process {os.getpid()}"):
+        fast(run, seconds_to_expire=100.0).__enter__()
+    first._stop.set()  # It hangs.
+    first._thread.join()
+    started = time.monotonic()
+    with fast(run, seconds_to_expire=1.0):
+        assert time.monotonic() - started >= 1.0
+        first.__exit__(None, None, None)  # It leaves the new owner's lease.
+        assert (read_json(f"{run}/{LEASE_FILE}") or {})["machine"] == "elsewhere"
     assert read_json(f"{run}/{LEASE_FILE}") is None
 
 
@@ -122,31 +114,31 @@ def test_a_dead_driver_of_another_machine_expires(tmp_path: Path, capsys: pytest
     write(tmp_path, machine="elsewhere", pid=7)
     started = time.monotonic()
     with fast(tmp_path):
-        assert 1.0 <= time.monotonic() - started < 3.0
-    assert "held by process 7 on far: waiting 1 s to see whether that is still alive" in capsys.readouterr().out
-
-
-def test_a_driver_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
-        threading.Timer(1.0, process.kill).start()
-        with Lease(str(tmp_path), seconds_between_beats=0.1):
-            assert process.poll() is not None or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        assert 0.5 <= time.monotonic() - started < 3.0
+    assert "held by process 7 on far: waiting 0.5 s to see whether that is still alive" in capsys.readouterr().out
 
 
 def test_a_damaged_lease_expires(tmp_path: Path) -> None:
     (tmp_path / LEASE_FILE).write_text('{"token": "ab')
     started = time.monotonic()
     with fast(tmp_path):
-        assert time.monotonic() - started >= 1.0
+        assert time.monotonic() - started >= 0.5
+
+
+def test_a_driver_that_is_about_to_end_is_waited_for(
+    tmp_path: Path, first: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_SECONDS_TO_END", 10.0)
+    write_for(first, tmp_path)
+    threading.Timer(0.3, first.kill).start()
+    with fast(tmp_path):
+        assert psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_of_two_that_start_together_the_one_that_wrote_first_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other_writes(seconds: float) -> None:
-        write(tmp_path)
-
-    monkeypatch.setattr(lease.time, "sleep", other_writes)
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: write(tmp_path))
     with pytest.raises(RunIsTakenError, match="on far"):
         fast(tmp_path).__enter__()
     assert held_by(tmp_path)["token"] == "other"
@@ -169,9 +161,9 @@ def test_who_loses_the_lease_is_interrupted_and_leaves_the_new_owners(tmp_path: 
 def test_a_storage_that_fails_for_a_while_costs_nothing(tmp_path: Path) -> None:
     with fast(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "away")
-        time.sleep(0.5)
+        time.sleep(0.3)
         (tmp_path / "away").rename(tmp_path / "run")
-        time.sleep(0.3)
+        time.sleep(0.2)
         before = held_by(tmp_path / "run")
-        time.sleep(0.3)
+        time.sleep(0.2)
         assert held_by(tmp_path / "run") != before

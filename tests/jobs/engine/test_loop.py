@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.watch import Validation
+from pipelines.retries import RETRIES
 from tests.local_training import Call, history, processes, train_plan
 
 ROOT = Path(__file__).parents[3]
@@ -152,12 +153,20 @@ def test_a_run_is_the_plain_loop_of_pytorch(site: Site, undisturbed: dict[str, A
     assert [name for name in checkpoints if name[11:].isdigit()] == ["checkpoint-00000008", "checkpoint-00000012"]
 
 
+def repeat_requests(rank: int, num_processes: int) -> None:
+    """Count requests to an object store that were repeated: one on rank 0, two on rank 1."""
+    RETRIES.add(rank + 1)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_train_what_one_does_under_every_stage_of_zero(
     site: Site, undisturbed: dict[str, Any], stage: int
 ) -> None:
+    site.calls[2](repeat_requests)
     outcome = site.train(f"zero-{stage}", 2, workers={"zero_stage": stage, "num_workers": 2})
-    assert outcome["world_size"] == 2
+    assert (outcome["world_size"], outcome["store_retries"]) == (2, 3)
+    summary = (site.run(f"zero-{stage}") / "report" / "summary.txt").read_text()
+    assert re.search(r"repeated requests to object stores +3\n", summary)
     assert_same(site, f"zero-{stage}", tolerance=1e-6)
     assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-5)
 

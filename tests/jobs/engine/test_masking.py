@@ -20,8 +20,7 @@ from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten, with_fields
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
-from jobs.engine.run_view import where_to_browse
-from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage
+from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.results import publish as publish_columns
 from jobs.studies.trials.parent import publish as publish_trials
@@ -55,13 +54,13 @@ def test_what_is_shown_of_a_uri(uri: str, shown: str) -> None:
 
 
 class _Server(BaseHTTPRequestHandler):
-    """This server answers MLflow's health check and refuses every other request, as if the login were mistyped."""
+    """This server refuses every request, as if the login were mistyped, but it answers."""
 
     seen: list[tuple[str, str]]
 
     def do_GET(self) -> None:
         self.seen.append((self.path, self.headers.get("Authorization", "")))
-        self.send_response(200 if self.path == "/health" else 401)
+        self.send_response(403 if self.path == "/health" else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -112,9 +111,7 @@ def test_a_server_gets_the_login_and_nobody_else_sees_it(server: str, caplog: py
     assert SECRET not in "".join(warnings) + caplog.text
 
 
-@pytest.mark.parametrize(
-    "uri", [f"http://me:{SECRET}@127.0.0.1:9", f"http://me:{SECRET}@localhost", f"ftp://me:{SECRET}@h"]
-)
+@pytest.mark.parametrize("uri", [f"http://me:{SECRET}@127.0.0.1:9", f"ftp://me:{SECRET}@h"])
 def test_a_server_that_is_not_there(
     uri: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,12 +141,12 @@ def test_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert SECRET not in said
 
 
-def test_what_is_recorded(tmp_path: Path) -> None:
+def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
     """Every writer masks the password: for parameters and data sets in MLflow, for trials, evaluations and plans."""
     secret = TrackingSection(uri=f"http://me:{SECRET}@h", enabled=False)
     config = dataclasses.replace(PRESETS["gpt2-scratch-small"](), tracking=secret)
     run = RunSection(name="a", storage=str(tmp_path))
-    tracked = open_tests(f"sqlite:///{tmp_path}/mlflow.db", **flatten(config))
+    tracked = open_tests(mlflow_uri, **flatten(config))
     found = MlflowClient(tracked.uri).get_run(tracked.run_id)
     assert found.data.params["tracking.uri"] == "http://***@h"
     assert found.inputs.dataset_inputs[0].dataset.source == json.dumps({"uri": "s3://***@bucket/x"})

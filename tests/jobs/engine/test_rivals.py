@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from jobs.engine import rivals
-from jobs.engine.identity import with_fields
-from jobs.engine.recording import keep_end, record_end
-from jobs.engine.tracking import open_run
 from jobs.tasks.dual_encoder.scores import rivals as pair_rivals
 from jobs.tasks.dual_encoder.validation import HeldOut
 from jobs.tasks.language_model.validation import rivals as token_rivals
-from jobs.tasks.presets.language_models import PRESETS
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.oracle import optimal_temperature
@@ -116,21 +110,3 @@ def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -
     assert found[0]["rivals"]["num_pairs"] == 200
     # A τ* that counts its own positive among the contrasts is not exactly the best one, and no constant comes near it.
     assert found[0]["rivals"]["robust/mean_shift_gain"] > 10 * found[0]["rivals"]["robust/mean_shift_gain_half_width"]
-
-
-def test_mlflow_has_the_figures_and_the_verdict_as_a_tag(tmp_path: Path) -> None:
-    config = with_fields(PRESETS["gpt2-scratch-small"](), {"run.name": "a", "run.storage": str(tmp_path)})
-    (Path(config.run.directory) / "report").mkdir(parents=True)
-    Path(config.run.export_directory).mkdir()
-    tracked = open_run(
-        uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests", name="a", directory=config.run.directory, parameters={},
-        tags={}, data_sets={},
-    )  # fmt: skip
-    outcome = of_tokens(mirrored) | {"tracking_uri": tracked.uri, "mlflow_run_id": tracked.run_id, "num_steps": 1}
-    keep_end(config, [], note="note")
-    record_end(config, outcome)
-    run = MlflowClient(tracked.uri).get_run(tracked.run_id)
-    assert run.data.tags["temperature.verdict"] == NEITHER
-    assert run.data.metrics["verdict/beats_both_constants"] == 0.0
-    gain = outcome["rivals"]["robust/mean_shift_gain"]
-    assert run.data.metrics["verdict/robust/mean_shift_gain"] == pytest.approx(gain)

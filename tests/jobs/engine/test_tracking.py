@@ -1,26 +1,29 @@
-"""Tests that a directory has one MLflow run, and that an outage of MLflow loses nothing and stops nothing."""
+"""Test that a run has one run in MLflow, whoever opens the store with it, and that an outage loses and stops nothing."""
 
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
+from jobs.engine import tracking_store
 from jobs.engine.config import TrackingSection
-from jobs.engine.identity import configuration_hash, flatten
+from jobs.engine.identity import with_fields
 from jobs.engine.metrics import MetricLogger, metric_history
+from jobs.engine.recording import keep_end, record_end
 from jobs.engine.system_metrics import SystemMetrics
-from jobs.engine.tags import ray_job_id, run_tags
+from jobs.engine.tags import ray_job_id
 from jobs.engine.tracking import (
     TrackedRun,
     default_uri,
@@ -29,35 +32,40 @@ from jobs.engine.tracking import (
     open_run,
     resolve_uri,
     survive_outage,
+    where_to_browse,
 )
-from jobs.studies.sweeps import presets as sweeps
-from jobs.tasks.presets import classifiers, clip, language_models, sentences
-
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+from jobs.engine.tracking_store import find_or_create_experiment, log_data_sets
+from jobs.scoring.mlflow_models.run import record_models
+from jobs.studies.trials.run import make_plan_in_outage
+from jobs.studies.trials.trial import Trial
+from jobs.tasks.presets.language_models import PRESETS
+from pipelines.file_locks import open_locked
 
 
 def open_for(uri: str, directory: str, **tags: str) -> TrackedRun:
     return open_run(
-        uri=uri,
-        experiment="tests",
-        name="a run",
-        directory=directory,
-        parameters={"rho": 3.0},
-        tags={"configuration_hash": "abc", **tags},
-        data_sets={"training": ("prose", "0123", "/data/prose")},
-    )
+        uri=uri, experiment="tests", name=directory, directory=directory, parameters={"rho": 3.0},
+        tags={"configuration_hash": "abc", **tags}, data_sets={"training": ("prose", "0123", "/data/prose")},
+    )  # fmt: skip
 
 
-def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: Path) -> None:
-    first = open_for(uri, "/runs/a")
-    (tmp_path / "file.txt").write_text("x")
-    finish_run(first, status="FAILED", artifacts=tmp_path, metrics={"verdict/x": 1.0}, note="**y**")
-    assert open_for(uri, "/runs/a") == first
-    assert open_for(uri, "/runs/b") != first
-    run = MlflowClient(uri).get_run(first.run_id)
+def test_a_person_is_told_what_to_open_or_to_type() -> None:
+    page = "/#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    assert where_to_browse("http://mlflow:5000/", "7") == f"  http://mlflow:5000{page}"
+    assert where_to_browse("http://mlflow:5000", None) == "  http://mlflow:5000"
+    command, address = where_to_browse("sqlite:////runs/mlflow.db", "7").splitlines()
+    assert command.endswith("--backend-store-uri sqlite:////runs/mlflow.db")
+    assert address == f"  and open http://127.0.0.1:5000{page}"
+
+
+def test_a_directory_has_one_run_however_often_it_is_opened(mlflow_uri: str, tmp_path: Path) -> None:
+    first = open_for(mlflow_uri, "/runs/a")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "file.txt").write_text("x")
+    finish_run(first, status="FAILED", artifacts=tmp_path / "report", metrics={"verdict/x": 1.0}, note="**y**")
+    assert open_for(mlflow_uri, "/runs/a") == first
+    assert open_for(mlflow_uri, "/runs/b") != first
+    run = MlflowClient(mlflow_uri).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"rho": "3.0"}
     assert run.data.tags["configuration_hash"] == "abc"
@@ -65,17 +73,17 @@ def test_a_directory_has_one_run_however_often_it_is_opened(uri: str, tmp_path: 
     assert run.data.tags["mlflow.user"]
     assert len(run.data.tags["git.revision"]) == 40
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123"
-    assert [artifact.path for artifact in MlflowClient(uri).list_artifacts(first.run_id)] == ["file.txt"]
+    assert [artifact.path for artifact in MlflowClient(mlflow_uri).list_artifacts(first.run_id)] == ["file.txt"]
 
 
-def test_a_continued_run_names_every_ray_job_that_worked_on_it(uri: str) -> None:
-    client = MlflowClient(uri)
+def test_a_continued_run_names_every_ray_job_that_worked_on_it(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
     for job, expected in (("a", "a"), ("b", "a, b"), ("", "a, b"), ("b", "a, b")):
-        run = open_for(uri, "/runs/jobs", **({"ray_job_id": job} if job else {}))
+        run = open_for(mlflow_uri, "/runs/jobs", **({"ray_job_id": job} if job else {}))
         assert client.get_run(run.run_id).data.tags["ray_job_id"] == expected
-    later = open_for(uri, "/runs/later")
+    later = open_for(mlflow_uri, "/runs/later")
     assert "ray_job_id" not in client.get_run(later.run_id).data.tags
-    open_for(uri, "/runs/later", ray_job_id="c")
+    open_for(mlflow_uri, "/runs/later", ray_job_id="c")
     assert client.get_run(later.run_id).data.tags["ray_job_id"] == "c"
 
 
@@ -88,58 +96,54 @@ def test_a_submitted_job_goes_by_the_name_that_ray_job_submit_gave_it(monkeypatc
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (OSError, "FAILED")])
 def test_what_an_error_or_ctrl_c_ends_is_not_left_running(
-    uri: str, error: type[BaseException], status: str, tmp_path: Path
+    mlflow_uri: str, error: type[BaseException], status: str, tmp_path: Path
 ) -> None:
-    parent = open_for(uri, str(tmp_path / "sweep"))
+    parent = open_for(mlflow_uri, str(tmp_path / "sweep"))
     under = {"mlflow.parentRunId": parent.run_id}
-    going, done = (open_for(uri, str(tmp_path / name), **under) for name in ("going", "done"))
+    going, done = (open_for(mlflow_uri, str(tmp_path / name), **under) for name in ("going", "done"))
     finish_run(done, status="FINISHED", artifacts=None, metrics={})
-    other = open_for(uri, str(tmp_path / "another's"))
+    other = open_for(mlflow_uri, str(tmp_path / "another's"))
     with pytest.raises(error), mark_if_ended(None), mark_if_ended(parent):
         raise error
-    client = MlflowClient(uri)
+    client = MlflowClient(mlflow_uri)
     found = [client.get_run(run.run_id).info.status for run in (parent, going, done, other)]
     assert found == [status, status, "FINISHED", "RUNNING"]
 
 
-def test_a_trial_that_was_ended_with_its_sweep_does_not_fail_afterwards(uri: str, tmp_path: Path) -> None:
+def test_a_trial_that_was_ended_with_its_sweep_does_not_fail_afterwards(mlflow_uri: str, tmp_path: Path) -> None:
     """Ray takes away what a trial runs on, and the trial may see that before its own process is ended."""
-    sweep = open_for(uri, str(tmp_path))
-    directory, under = str(tmp_path / "trial"), {"mlflow.parentRunId": sweep.run_id}
-
-    def status_of_trial(*, is_ended: bool) -> str:
-        trial = open_for(uri, directory, **under)
+    sweep = open_for(mlflow_uri, str(tmp_path))
+    found = []
+    for is_ended in (True, False):  # When the trial is continued, a failure is its own.
+        trial = open_for(mlflow_uri, str(tmp_path / "trial"), **{"mlflow.parentRunId": sweep.run_id})
         if is_ended:
             with suppress(KeyboardInterrupt), mark_if_ended(sweep):
                 raise KeyboardInterrupt
         with suppress(RuntimeError), mark_if_ended(trial):
             raise RuntimeError("an actor was lost")
-        status: str = MlflowClient(uri).get_run(trial.run_id).info.status
-        return status
-
-    assert status_of_trial(is_ended=True) == "KILLED"
-    assert status_of_trial(is_ended=False) == "FAILED", "the trial was continued, and this failure is its own"
+        found.append(MlflowClient(mlflow_uri).get_run(trial.run_id).info.status)
+    assert found == ["KILLED", "FAILED"]
 
 
-def test_metrics_arrive_and_the_last_value_of_a_step_counts(uri: str) -> None:
-    run = open_for(uri, "/runs/metrics")
+def test_metrics_arrive_and_the_last_value_of_a_step_counts(mlflow_uri: str) -> None:
+    run = open_for(mlflow_uri, "/runs/metrics")
     warnings: list[str] = []
     logger = MetricLogger(run, warn=warnings.append, seconds_between_sends=0.05)
-    for step in range(1, 2501):
+    for step in range(1, 1201):
         logger.log({"loss": 1.0 / step, "undefined": float("nan")}, step)
     assert logger.close() == 0
     again = MetricLogger(run, warn=warnings.append)
-    again.log({"loss": 7.0}, 2500)
+    again.log({"loss": 7.0}, 1200)
     assert again.close() == 0
     history = metric_history(run, "loss")
-    assert len(history) == 2500
+    assert len(history) == 1200
     assert history[10] == pytest.approx(0.1)
-    assert history[2500] == 7.0
+    assert history[1200] == 7.0
     assert metric_history(run, "undefined") == {}
     assert not warnings
 
 
-def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_keeps_the_values_which_can_be_sent_later(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     warnings: list[str] = []
@@ -147,10 +151,10 @@ def test_an_outage_keeps_the_values_which_can_be_sent_later(uri: str, monkeypatc
         TrackedRun(uri="http://127.0.0.1:9", run_id="0" * 32), warn=warnings.append, seconds_between_sends=0.05
     )
     away.log({"loss": 2.5}, 3)
-    assert away.close(seconds=1.0) == 1
+    assert away.close(seconds=0.3) == 1
     assert any("unreachable" in warning for warning in warnings)
     assert any("1 metric values could not be sent" in warning for warning in warnings)
-    run = open_for(uri, "/runs/outage")
+    run = open_for(mlflow_uri, "/runs/outage")
     for _ in range(2):  # Sending the values twice does no harm.
         back = MetricLogger(run, warn=warnings.append)
         back.resend(away.unsent())
@@ -171,21 +175,6 @@ def test_a_server_that_does_not_answer_is_named_before_anything_starts(caplog: p
         assert resolve_uri(TrackingSection(uri=uri, enabled=False), "/runs") == ""
 
 
-@pytest.mark.parametrize("status", [200, 403])
-def test_a_server_that_answers_is_taken(status: int) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        uri = f"http://127.0.0.1:{server.server_port}"
-        assert resolve_uri(TrackingSection(uri=uri), "/runs") == uri
-        thread.join()
-
-
 def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert default_uri("/a/runs") == "sqlite:////a/runs/mlflow.db"
@@ -195,36 +184,8 @@ def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch)
     assert default_uri("s3://bucket") == "http://server:5000"
 
 
-ALL_PRESETS = [*language_models.PRESETS.items(), *clip.PRESETS.items(), *classifiers.PRESETS.items(),
-               *sentences.PRESETS.items(), *sweeps.PRESETS.items()]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "preset"), ALL_PRESETS)
-def test_every_preset_is_found_by_its_name_and_its_place_in_a_paper(name: str, preset: Callable[[], Any]) -> None:
-    config = preset()
-    tracking = getattr(config, "base", config).tracking
-    tags = run_tags(config, tracking)
-    assert tags["preset"] == name
-    assert tags["configuration_hash"] == configuration_hash(config)
-    ours = ("frozen", "frozen-small", "frozen-rho-lr-small", "declutr-small-tempnet", "declutr-small-tempnet-small")
-    assert ("paper.table" in tags) == (name not in ours)
-    if "Table" in tags.get("paper.table", "") and "-small" not in name and "rho-lr" not in name:
-        assert tags["paper.table"].partition(", ")[2] in (preset.__doc__ or "")
-
-
-def test_trials_are_found_by_the_preset_of_their_sweep_and_tags_change_no_hash() -> None:
-    config = sweeps.PRESETS["gpt2-rho-lr-small"]()
-    trial = config.trial(next(config.start())[0])
-    tags = run_tags(trial, trial.tracking)
-    assert (tags["preset"], tags["paper.table"]) == ("gpt2-rho-lr-small", "TempNet, §6.1")
-    untagged = replace(trial, tracking=replace(trial.tracking, preset="", paper="", system_metrics=False))
-    assert configuration_hash(untagged) == configuration_hash(trial)
-    assert flatten(untagged) != flatten(trial)
-    assert run_tags(untagged, untagged.tracking).keys() == {"configuration_hash"}
-
-
-def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
-    run = open_for(uri, "/runs/system")
+def test_the_machine_is_logged_under_mlflows_names(mlflow_uri: str) -> None:
+    run = open_for(mlflow_uri, "/runs/system")
     logger = MetricLogger(run, warn=print)
     system = SystemMetrics(logger, lambda: 7, seconds_between_samples=0.05)
     until = time.monotonic() + 0.3
@@ -236,7 +197,125 @@ def test_the_machine_is_logged_under_mlflows_names(uri: str) -> None:
     assert logger.close() == 0
     for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_usage_percentage",
                  "network_receive_megabytes"):  # fmt: skip
-        assert {7, 8} == metric_history(run, f"system/{name}").keys(), name
+        assert metric_history(run, f"system/{name}").keys() == {7, 8}, name
     assert 0.0 < metric_history(run, "system/system_memory_usage_percentage")[7] < 100.0
-    loads = MlflowClient(uri).get_metric_history(run.run_id, "system/cpu_utilization_percentage")
+    loads = MlflowClient(mlflow_uri).get_metric_history(run.run_id, "system/cpu_utilization_percentage")
     assert any(load.value > 0 for load in loads)
+
+
+def test_what_an_outage_kept_back_is_sent_by_the_same_command(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_fields(PRESETS["gpt2-scratch-small"](), {"run.name": "a", "run.storage": str(tmp_path)})
+    report = Path(config.run.directory) / "report"
+    report.mkdir(parents=True)
+    Path(config.run.export_directory).mkdir()
+    (report / "summary.txt").write_text("fine")
+    tracked = open_for(mlflow_uri, config.run.directory)
+    client = MlflowClient(mlflow_uri)
+    now = int(time.time() * 1000)
+    unsent = [["train/loss", 1.0 / step, now, step] for step in range(1, 1201)]
+    outcome: dict[str, Any] = {
+        "tracking_uri": mlflow_uri, "mlflow_run_id": tracked.run_id, "rivals": {"robust/x": 0.5}, "num_steps": 1200,
+        "temperature_verdict": "constant", "store_retries": 2,
+    }  # fmt: skip
+    keep_end(config, unsent, note="**fine**")
+    with monkeypatch.context() as away:
+
+        def nobody(*arguments: Any, **options: Any) -> None:
+            raise ConnectionError("nobody answers")
+
+        away.setattr(MlflowClient, "log_batch", nobody)
+        record_end(config, outcome, record_models)
+    assert client.get_run(tracked.run_id).info.status == "RUNNING"
+    for _ in range(2):  # The second call finds nothing left to do.
+        record_end(config, outcome, record_models)
+        run = client.get_run(tracked.run_id)
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.note.content"] == "**fine**"
+        assert run.data.tags["temperature.verdict"] == "constant"
+        figures = {name: run.data.metrics[f"verdict/{name}"] for name in ("robust/x", "beats_both_constants")}
+        assert figures == {"robust/x": 0.5, "beats_both_constants": 0.0}
+        assert run.data.metrics["store_retries"] == 2
+        assert [file.path for file in client.list_artifacts(tracked.run_id)] == ["summary.txt"]
+        assert metric_history(tracked, "train/loss") == {step: 1.0 / step for step in range(1, 1201)}
+    client.set_terminated(tracked.run_id, status="KILLED")
+    record_end(config, outcome, record_models)
+    assert client.get_run(tracked.run_id).info.status == "KILLED"
+
+
+def test_a_trial_waits_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = ConnectionError("MLflow does not answer")
+    answers: list[Any] = [away, away, "a plan"]
+
+    def make_plan(config: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    trial = Trial(config=PRESETS["gpt2-scratch-small"](), make_plan=make_plan)
+    assert make_plan_in_outage(trial, seconds_between=0.0) == "a plan"
+    assert not answers
+    monkeypatch.setattr("jobs.studies.trials.run._SECONDS_OF_OUTAGE", -1.0)
+    answers.append(away)
+    with pytest.raises(ConnectionError, match="does not answer"):
+        make_plan_in_outage(trial, seconds_between=0.0)
+
+
+def test_a_store_is_opened_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first client of a store makes its tables, in many steps of which none may be made twice."""
+    made: list[str] = []
+    monkeypatch.setattr(tracking_store, "MlflowClient", made.append)
+    uri = f"sqlite:///{tmp_path}/new/mlflow.db"
+    (tmp_path / "new").mkdir()
+    lock = open_locked(tmp_path / "new" / "mlflow.db.lock", os.O_CREAT, waits=True)
+    assert lock is not None
+    other = threading.Thread(target=tracking_store.open_client, args=(uri,))
+    with lock:
+        other.start()
+        other.join(timeout=0.3)
+        assert not made
+    other.join(timeout=60)
+    assert made == [uri]
+
+
+def test_an_experiment_and_a_data_set_are_made_once_by_processes_that_do_so_together(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    runs = [client.create_run("0").info.run_id for _ in range(3)]
+    # Forks, because a new process would first import MLflow for seconds.
+    context = multiprocessing.get_context("fork")
+    barrier, errors = context.Barrier(len(runs), timeout=120), context.Queue()
+
+    def make(run: str) -> None:
+        logging.disable(logging.CRITICAL)
+        own = MlflowClient(mlflow_uri)
+        for number in range(8):
+            barrier.wait()
+            try:
+                assert find_or_create_experiment(own, mlflow_uri, f"experiment {number}") == str(number + 1)
+                log_data_sets(own, run, {"training": ("prose", f"{number:04}", "/data/prose")})
+            except Exception as error:
+                errors.put(f"{number}: {error!r}")
+        errors.put("")
+
+    processes = [context.Process(target=make, args=(run,), daemon=True) for run in runs]
+    for process in processes:
+        process.start()
+    said: list[str] = []
+    while said.count("") < len(runs):
+        said.append(errors.get(timeout=120))
+    for process in processes:
+        process.join()
+    assert set(said) == {""}
+    for run in runs:
+        inputs = client.get_run(run).inputs.dataset_inputs
+        assert sorted(item.dataset.digest for item in inputs) == [f"{number:04}" for number in range(8)]
+
+
+def test_what_the_store_refuses_for_another_reason_is_an_error(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    with pytest.raises(MlflowException, match="experiment name"):
+        find_or_create_experiment(client, mlflow_uri, "")
+    with pytest.raises(MlflowException, match="not found"):
+        log_data_sets(client, "0" * 32, {"training": ("prose", "0123", "/data/prose")})

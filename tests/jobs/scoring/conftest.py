@@ -41,3 +41,9 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("classes") / "classes.tar"
     make_classes(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the address of one database of MLflow for all tests, since making its tables takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"

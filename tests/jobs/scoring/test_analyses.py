@@ -1,4 +1,4 @@
-"""Tests of the analyses: which records make which group, what is refused, and that the figures are those of scipy."""
+"""Test the analyses: which records make which group, what is refused, and that the figures are those of scipy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import csv
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from mlflow import MlflowClient
+from scipy.stats import norm, spearmanr, ttest_ind
+from scipy.stats import t as student
 
-from jobs.scoring.analyses.config import Instructions, Subjectivity
+from jobs.engine.config import TrackingSection
+from jobs.scoring.analyses import noise
+from jobs.scoring.analyses.config import Openness, Phase, Subjectivity
+from jobs.scoring.analyses.curves import average, collect
 from jobs.scoring.analyses.groups import analyse, conclusion, figures, table
+from jobs.scoring.analyses.openness import analyse_openness
+from jobs.scoring.analyses.phase import analyse_phase
 from jobs.scoring.analyses.records import Record, Records, first_verb, read_instructions, read_subjectivity
+from pipelines.images.captions import CaptionNoise
+from tempnet.statistics import mean_interval
 
 COLUMNS = ["question", "human_ans_spans", "question_subj_level", "answer_subj_level"]
 
@@ -65,38 +75,24 @@ def test_the_first_word_is_the_verb_unless_it_cannot_be_one(instruction: str, ve
 
 
 def test_what_cannot_be_analysed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such file or directory"):
-        read_subjectivity(str(tmp_path / "nowhere"), "question")
     with pytest.raises(FileNotFoundError, match=r"holds no \.csv file"):
         read_subjectivity(str(tmp_path), "question")
-    write_csv(tmp_path / "other.csv", [[1]], ["x"])
-    with pytest.raises(
-        ValueError, match=r"other\.csv is no file of SubjQA: it has no column human_ans_spans, question"
-    ):
+    write_csv(tmp_path / "a.csv", [[1]], ["x"])
+    with pytest.raises(ValueError, match=r"a\.csv is no file of SubjQA: it has no column human_ans_spans, question"):
         read_subjectivity(str(tmp_path), "question")
-    write_csv(tmp_path / "other.csv", [["Why?", "so", 1, 1]])
+    write_csv(tmp_path / "a.csv", [["Why?", "so", 1, 1]])
     with pytest.raises(ValueError, match="has 1 records in 1 groups, and 2 are needed; left out: there are no others"):
         read_subjectivity(str(tmp_path), "question")
-    write_csv(tmp_path / "other.csv", [["Why?", "so", 1, 1], ["Who?", "I", 2, 1], ["When?"]])
+    write_csv(tmp_path / "a.csv", [["Why?", "so", 1, 1], ["Who?", "I", 2, 1], ["When?"]])
     few = read_subjectivity(str(tmp_path), "question")
     assert few.left_out == Counter({"without an answer": 1})
     output = tmp_path / "output"
-    with pytest.raises(
-        ValueError, match="has 2 records that can be used, and an interval of a rank correlation needs 4"
-    ):
+    with pytest.raises(ValueError, match="has 2 records that can be used, and an interval of a rank correlation needs"):
         analyse(Subjectivity(model="m", data=str(tmp_path), output=str(output)), few, "title")
-    (tmp_path / "a.json").write_text(json.dumps([{"instruction": f"{verb} it"} for verb in ("sort", "name")]))
-    instructions = read_instructions(str(tmp_path / "a.json"), 20)
-    with pytest.raises(OSError, match="nowhere"):
-        analyse(Instructions(model=str(tmp_path / "nowhere"), data="d", output=str(output)), instructions, "title")
     assert not output.exists()
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no list of records"):
         read_instructions(str(tmp_path / "a.json"), 20)
-    with pytest.raises(ValueError, match="num_verbs = 1"):
-        Instructions(model="m", data="d", output="o", num_verbs=1)
-    with pytest.raises(ValueError, match="data is empty"):
-        Subjectivity(model="m", data="", output="o")
 
 
 def test_figures_of_ordered_groups_are_those_of_scipy() -> None:
@@ -126,3 +122,110 @@ def test_groups_without_order_are_listed_by_their_mean() -> None:
     single = figures(Records([], ["a", "b"], Counter(), False), ["a", "b"], np.array([1.0, 2.0]))
     assert conclusion(single).startswith("lowest a 1.0000, highest b 2.0000")
     json.dumps(single, allow_nan=False)
+
+
+def write_outcome(run: Path, rows: dict[int, dict[str, float]], **others: Any) -> str:
+    """Write the part of a run's outcome that the analyses read, and return the directory of the run."""
+    run.mkdir(parents=True)
+    validations = [{"step": step, "scores": scores} for step, scores in rows.items()]
+    outcome = {"validations": validations, "mlflow_run_id": f"id-{run.name}", **others}
+    (run / "outcome.json").write_text(json.dumps(outcome))
+    return str(run)
+
+
+def scores(spearman: float, tau: float) -> dict[str, float]:
+    return {"tau_entropy_spearman": spearman, "tau_mean": tau, "cross_entropy": 5.0}
+
+
+def test_the_interval_of_a_mean_is_that_of_scipy() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 7)
+    mean, half = mean_interval(list(values))
+    low, high = student.interval(0.95, 6, loc=values.mean(), scale=values.std(ddof=1) / 7**0.5)
+    assert mean == pytest.approx((low + high) / 2)
+    assert half == pytest.approx((high - low) / 2)
+    assert mean_interval([4.0]) == (4.0, None)
+    with pytest.raises(ValueError, match="at least one value"):
+        mean_interval([])
+
+
+def test_curves_hold_the_figures_at_every_value_in_order(tmp_path: Path) -> None:
+    samples = {0.5: [{"a": 1.0, "b": 4.0}, {"a": 3.0, "b": 4.0}], 2.0: [{"a": 5.0, "b": 1.0}]}
+    curves = collect("ρ", [0.5, 2.0], ["first", "second"], lambda x: average(samples[x], {"a": "first", "b": "second"}))
+    assert curves.figures["first"] == [mean_interval([1.0, 3.0]), (5.0, None)]
+    assert curves.figures["second"] == [(4.0, 0.0), (1.0, None)]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in curves.table().splitlines()]
+    assert rows[-2:] == [["0.5", "2 ± 13", "4 ± 0"], ["2", "5", "1"]]
+    assert curves.values()["points"][1]["second"] == {"mean": 1.0, "half_width": None}
+    curves.plot("title", tmp_path / "curve.png", is_logarithmic=True)
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_openness_along_the_training_of_several_seeds(
+    tmp_path: Path, tracking_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validations = [{50: scores(0.1 * i, 1.0), 100: scores(-0.9 - 0.01 * i, 0.5 + i)} for i in range(3)]
+    runs = tuple(write_outcome(tmp_path / f"seed-{seed}", rows) for seed, rows in enumerate(validations))
+    output, tracking = tmp_path / "output", TrackingSection(uri=tracking_uri, experiment="analyses")
+    curves = analyse_openness(Openness(runs=runs, output=str(output), tracking=tracking))
+    assert curves.xs == [50, 100]
+    assert curves.figures["Spearman(τ, entropy at τ = 1)"][1] == mean_interval([-0.9, -0.91, -0.92])
+    assert curves.figures["mean τ"] == [(1.0, 0.0), mean_interval([0.5, 1.5, 2.5])]
+    said = capsys.readouterr().out
+    assert "Spearman(τ, entropy) is 0.1 ± 0.25 at step 50 and -0.91 ± 0.025 at step 100; 3 runs" in said
+    assert json.loads((output / "results.json").read_text())["num_runs"] == 3
+    assert {"results.md", "training.png"} <= {file.name for file in output.iterdir()}
+    client = MlflowClient(tracking_uri)
+    experiment = client.get_experiment_by_name("analyses")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics["spearman"] == pytest.approx(-0.91)
+
+
+def test_runs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    first = write_outcome(tmp_path / "first", {50: scores(0.1, 1.0)})
+    other = write_outcome(tmp_path / "other", {60: scores(0.1, 1.0)})
+    images = write_outcome(tmp_path / "images", {50: {"tau_mean": 0.02}}, rho=1.0, num_pairs_train=9)
+    output = {"output": str(tmp_path / "output"), "storage": str(tmp_path / "store")}
+    for runs, message in (
+        ((first, other), r"other was validated at steps \[60\], and .*first at \[50\]"),
+        ((images,), "images has no validation of temperatures of a language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            analyse_openness(Openness(runs=runs, **output))
+    with pytest.raises(ValueError, match="has 1 finished trials of dual encoders with a ρ: at least 2 values of ρ are"):
+        analyse_phase(Phase(sweep=str(tmp_path), images="images", label="number", **output))
+    assert not (tmp_path / "output").exists()
+
+
+def test_noisy_pairs_are_those_of_the_noise_and_of_the_median(tmp_path: Path) -> None:
+    captions = CaptionNoise(share=0.3, seed=5)
+    ids, numbers = np.arange(1000, 1400), np.random.default_rng(0).permutation(400).astype(float)
+    numbers[7] = np.nan
+    groups = noise.group_pairs(ids, numbers, captions)
+    noisy = [captions.apply("one two three", int(pair))[0] != "one two three" for pair in ids]
+    assert groups["noisy"].tolist() == noisy
+    assert groups["clean"].tolist() == [not of_pair for of_pair in noisy]
+    assert groups["noisy and frequent"].tolist() == list(np.array(noisy) & (numbers > np.nanmedian(numbers)))
+    tau = {name: np.random.default_rng(1).normal(1.0, 0.1, 400) for name in ("images", "captions")}
+    noise.plot(groups, tau, tmp_path / "noise.png")
+    assert (tmp_path / "noise.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="every group needs 2 pairs; of 3 pairs are noisy 0, noisy and frequent 0"):
+        noise.group_pairs(np.arange(3), np.arange(3.0), CaptionNoise(share=1e-9))
+
+
+def test_differences_of_noisy_pairs_have_the_error_of_welch() -> None:
+    rng = np.random.default_rng(2)
+    is_noisy = np.arange(300) < 60
+    groups = {"clean": ~is_noisy, "noisy": is_noisy, "noisy and frequent": np.arange(300) < 20}
+    tau = {"images": rng.normal(1.0, 0.2, 300), "captions": rng.normal(1.0, 0.2, 300) + is_noisy}
+    values = noise.figures(groups, tau)
+    for noun, of_kind in tau.items():
+        welch = ttest_ind(of_kind[is_noisy], of_kind[~is_noisy], equal_var=False)
+        difference = values["differences"][noun]
+        error = difference["half_width"] / 1.96
+        assert difference["mean"] / error == pytest.approx(welch.statistic)
+        assert difference["half_width"] / error == pytest.approx(norm.ppf(0.975), abs=1e-3)
+    assert [row["num_pairs"] for row in values["groups"]] == [240, 60, 20]
+    assert values["groups"][2]["images"]["mean"] == pytest.approx(tau["images"][:20].mean())
+    assert "τ of noisy pairs' images is not seen to differ" in noise.conclude(values)
+    assert "τ of noisy pairs' captions is higher (+1" in noise.conclude(values)

@@ -1,27 +1,30 @@
-"""Test the evaluation of image-text models without Ray: encoders, units, and refusals."""
+"""Test the evaluation of image–text models without Ray: encoders, units, prompts, and folders of classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from clip_support import make_clip, make_dual_encoder, make_image
+from clip_support import CLASSES, SIDE, make_clip, make_dual_encoder, make_image, png, write_tar
 
-from jobs import evaluate_clip
 from jobs.scoring.dual_encoders.config import EvaluateClipConfig
-from jobs.scoring.dual_encoders.data import retrieval_sources
+from jobs.scoring.dual_encoders.data import ZeroShot, retrieval_sources
 from jobs.scoring.dual_encoders.encoder import Encoder
+from jobs.scoring.dual_encoders.folders import ClassFolders
+from jobs.scoring.dual_encoders.images import FolderImages, read_images
 from jobs.scoring.dual_encoders.launch import clip_table
+from jobs.scoring.dual_encoders.prompts import prompts, read_class_names, read_templates
 from jobs.scoring.dual_encoders.units import DualEncoderSpec, Embeddings, EmbeddingStore, image_units, text_units
 from jobs.scoring.results import Column
 from pipelines.images.caption_files import CaptionFile
-from pipelines.text.tokenization import train_bpe
+from pipelines.problems import TooManyProblemsError
 
 
 @pytest.fixture(scope="module")
@@ -92,77 +95,136 @@ def test_the_table_puts_models_side_by_side(model: str) -> None:
     )
 
 
-def test_what_cannot_work_is_refused_in_one_line_before_ray_starts(
-    model: str, classes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    bare = tmp_path / "bare"
-    shutil.copytree(model, bare)
-    for file in (bare / "text_encoder").glob("tokenizer*"):
-        file.unlink()
-    foreign = tmp_path / "foreign"
-    shutil.copytree(model, foreign)
-    sentence = "several other words that nobody would look for in any of these sentences"
-    train_bpe([sentence] * 3, 305).save_pretrained(foreign / "text_encoder")
-    zero_shot = ["--zero-shot", f"c={classes}"]
-    cases: list[tuple[list[str], str]] = [
-        (["--models", "nowhere", *zero_shot], "models: 'nowhere' is missing: there is no such directory"),
-        (["--models", str(tmp_path), *zero_shot], f"{tmp_path} holds no Transformers model"),
-        (["--models", str(bare), *zero_shot], "has no tokenizer"),
-        (["--models", str(foreign), *zero_shot], "has 305 tokens, the model 300"),
-        (["--models", model, *zero_shot, "--templates", "imagnet"], "neither imagenet nor cifar, nor a file"),
-        (["--models", model, *zero_shot, "--class-names", "c=cifar10"], "has no name for the folder 'cat'"),
-        (["--models", model, "--retrieval", f"r={tmp_path}/none"], "no such file or directory"),
-        (["--models", model, "--retrieval", f"r={classes}", "--captions", "r=no.json"], "no.json"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(SystemExit) as stop:
-            evaluate_clip.main([*arguments, "--storage", str(tmp_path / "runs")])
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert stop.value.code == 2
-        assert error.startswith("error: "), arguments
-        assert message in error, arguments
-
-
 def test_a_retrieval_set_takes_several_splits_or_all(tmp_path: Path) -> None:
+    names = ["train", "restval", "test"]
+    images = [{"filename": name, "split": name, "sentences": [{"raw": name}]} for name in names]
     file = tmp_path / "karpathy.json"
-    images = [
-        {"filename": f"{name}.jpg", "split": name, "sentences": [{"raw": name}]}
-        for name in ("train", "restval", "test")
-    ]
     file.write_text(json.dumps({"images": images}))
-    for splits, expected in (
-        (("r=train,restval",), {"train.jpg", "restval.jpg"}),
-        ((), {f"{i['filename']}" for i in images}),
-    ):
+    for splits, expected in ((("r=train,restval",), names[:2]), ((), names)):
         config = EvaluateClipConfig(models=("m",), retrieval=("r=x",), captions=(f"r={file}",), splits=splits)
         source = retrieval_sources(config)["r"]
-        assert set(CaptionFile.load(source.captions, source.splits).captions) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"models": ()}, "models is empty"),
-        ({"models": ("runs/a", "runs/a/")}, "models names 'runs/a' twice"),
-        ({"zero_shot": ()}, "nothing to evaluate on"),
-        ({"zero_shot": ("cifar.tar",)}, r"'cifar\.tar' is not NAME=VALUE"),
-        ({"zero_shot": ("a/b=x",)}, "'a/b=x' is not NAME=VALUE"),
-        ({"zero_shot": ("c=x", "c=y")}, "zero_shot names 'c' twice"),
-        ({"retrieval": ("c=y",)}, "retrieval and zero_shot both name a set 'c'"),
-        ({"captions": ("c=x.json",)}, "captions names the set 'c', which is not among those to evaluate on: none"),
-        ({"templates": ("d=cifar",)}, "templates names the set 'd', which is not among those to evaluate on: c"),
-        ({"templates": ("cifar", "imagenet")}, "only one is for all sets"),
-        ({"batch_size": 0}, "batch_size = 0 must be at least 1"),
-        ({"max_bad_share": 1.5}, r"max_bad_share = 1\.5 must lie in"),
-    ],
-)
-def test_a_configuration_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvaluateClipConfig(**{"models": ("m",), "zero_shot": ("c=x",), **changes})
+        assert set(CaptionFile.load(source.captions, source.splits).captions) == set(expected)
 
 
 def test_templates_may_be_one_for_all_sets_or_one_a_set() -> None:
     config = EvaluateClipConfig(models=("m",), zero_shot=("a=x", "b=y"), templates=("own.txt", "b=cifar"))
     assert (config.template_set("a"), config.template_set("b")) == ("own.txt", "cifar")
     assert EvaluateClipConfig(models=("m",), zero_shot=("a=x",), templates=("a=cifar",)).template_set("a") == "cifar"
+
+
+@pytest.mark.parametrize(("name", "number"), [("imagenet", 80), ("cifar", 18)])
+def test_shipped_templates_are_complete(name: str, number: int) -> None:
+    templates = read_templates(name)
+    assert len(set(templates)) == len(templates) == number
+    assert "a photo of a {}." in templates
+    assert all(template.count("{}") == 1 and template.strip() == template for template in templates)
+
+
+def test_class_names_come_from_folders_or_numbers_or_a_file(tmp_path: Path) -> None:
+    assert read_class_names("", ["cat", "maple_tree"]) == ("cat", "maple tree")
+    assert read_class_names("cifar10", ["0", "9"]) == ("airplane", "truck")
+    cifar100 = read_class_names("cifar100", [str(number) for number in range(100)])
+    assert (len(set(cifar100)), cifar100[0], cifar100[47], cifar100[99]) == (100, "apple", "maple tree", "worm")
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps({"n01": "tench", "n02": "goldfish", "n03": "shark"}))
+    assert read_class_names(str(names), ["n02", "n01"]) == ("goldfish", "tench")
+    with pytest.raises(ValueError, match=r"names\.json' has no name for the folder 'n04'"):
+        read_class_names(str(names), ["n01", "n04"])
+
+
+def test_prompts_are_those_of_one_class_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("a {}\n\nthe {}!\n")
+    templates = read_templates(str(tmp_path / "own.txt"))
+    assert prompts(templates, ["cat", "dog"]) == ["a cat", "the cat!", "a dog", "the dog!"]
+    (tmp_path / "own.txt").write_text("a {}\na photo\n")
+    with pytest.raises(ValueError, match=r"'a photo' has no \{\}"):
+        read_templates(str(tmp_path / "own.txt"))
+
+
+def members() -> dict[str, bytes | None]:
+    rng = np.random.default_rng(0)
+    return {
+        f"{split}/{name}/{i}.png": png(make_image(rng)) for split in "ab" for name in ("x_y", "z") for i in range(2)
+    }
+
+
+def test_a_tar_two_tars_and_a_directory_are_the_same(tmp_path: Path) -> None:
+    files = members() | {"a/": None, "a/x_y/": None, "a/z/": None, ".DS_Store": b"x", "a/x_y/notes.txt": b"x"}
+    write_tar(tmp_path / "one.tar", files)
+    for split in "ab":
+        write_tar(tmp_path / "two" / f"{split}.tar", {name: data for name, data in files.items() if name[0] == split})
+    with tarfile.open(tmp_path / "one.tar") as tar:
+        tar.extractall(tmp_path / "three", filter="data")
+    for name in ("one.tar", "two", "three"):
+        folders = ClassFolders.read(str(tmp_path / name))
+        assert folders.folders == ("x_y", "z")
+        assert folders.names == tuple(sorted(members()))
+        assert folders.num_left_out == 1
+        assert folders.labels.tolist() == [0, 0, 1, 1] * 2
+        assert list(folders.read_bytes([5, 0, 3])) == [members()[sorted(members())[at]] for at in (5, 0, 3)]
+
+
+def test_the_digest_knows_what_changed(tmp_path: Path) -> None:
+    files = members()
+    path = write_tar(tmp_path / "a.tar", files)
+    digest = ClassFolders.read(path).digest
+    shutil.copy(path, tmp_path / "b.tar")
+    assert ClassFolders.read(str(tmp_path / "b.tar")).digest == digest
+    for changed in (
+        {name.replace("z", "v"): data for name, data in files.items()},
+        {name: data for name, data in files.items() if name != "a/z/0.png"},
+        files | {"a/z/0.png": files["a/z/0.png"] + b"\0"},  # type: ignore[operator]
+    ):
+        assert ClassFolders.read(write_tar(tmp_path / "c.tar", changed)).digest != digest
+
+
+def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    files = members()
+    cases: list[tuple[dict[str, bytes | None], str]] = [
+        (files | {"a/empty/": None}, "the folder 'a/empty' of a class holds no image"),
+        (files | {"a/text/readme.txt": b"x"}, "the folder 'a/text' of a class holds no image"),
+        (files | {"0.png": b"x"}, "the image '0.png' lies in no folder"),
+        ({"a/readme.txt": b"x"}, "holds no image in a folder"),
+    ]
+    for content, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ClassFolders.read(write_tar(tmp_path / "bad.tar", content))
+    path = Path(write_tar(tmp_path / "cut.tar", files))
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(ValueError, match=r"cut\.tar is cut or corrupt"):
+        ClassFolders.read(str(path))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ClassFolders.read(str(tmp_path / "nowhere"))
+
+
+def test_damaged_images_are_counted_and_too_many_refused(classes: str) -> None:
+    folders = ClassFolders.read(classes)
+    images, numbers, problems = read_images(FolderImages(folders=folders, max_pixels=10**6), range(21), SIDE)
+    damaged = folders.names.index("test/maple_tree/0004.png")
+    assert numbers.tolist() == [number for number in range(21) if number != damaged]
+    assert images.shape == (20, SIDE, SIDE, 3)
+    assert len(problems) == 1
+    assert problems[0].startswith("test/maple_tree/0004.png (corrupt_image")
+    none, _, all_problems = read_images(FolderImages(folders=folders, max_pixels=10), range(21), SIDE)
+    assert none.shape == (0, SIDE, SIDE, 3)
+    assert len(all_problems) == 21
+
+    few, enough = (
+        ZeroShot.read(
+            EvaluateClipConfig(models=("m",), zero_shot=(f"c={classes}",), templates=("cifar",), max_bad_share=share),
+            "c",
+            classes,
+        )
+        for share in (0.04, 0.05)
+    )
+    assert len(few.texts) == 18 * len(CLASSES)
+    # These embeddings tell the classes apart without an error.
+    axes = np.eye(3, dtype=np.float32)
+    image = Embeddings(rows=axes[folders.labels[numbers]], numbers=numbers, problems=tuple(problems))
+    text = Embeddings(rows=axes.repeat(18, axis=0), numbers=np.arange(54))
+    figures = enough.figures(image, text)
+    assert figures == {
+        "top@1": 1.0, "top@3": 1.0, "top@5": 1.0, "num_images": 20, "num_classes": 3, "num_unreadable": 1
+    }  # fmt: skip
+    with pytest.raises(TooManyProblemsError, match=r"1 of 21 records .* max_bad_share = 4\.00%.*0004\.png"):
+        few.figures(image, text)

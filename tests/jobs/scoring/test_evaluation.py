@@ -1,15 +1,22 @@
-"""Test the evaluation of language models without Ray: windows, and sums against brute force."""
+"""Test the evaluation of language models without Ray: windows, sums against brute force, units, and the harness."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from evaluation_support import LAMBADA, MAX_LENGTH, TEXT, BruteForce, write_lines
+from evaluation_support import LAMBADA, MAX_LENGTH, QUESTIONS, TEXT, BruteForce, make_export, write_lines
+from lm_eval.api.instance import Instance
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
+from jobs.engine.config import TrackingSection
+from jobs.scoring.language_models.config import EvaluateConfig
+from jobs.scoring.language_models.harness import Tasks, run_task
+from jobs.scoring.language_models.plan import make_plan
 from jobs.scoring.language_models.temperatures import Temperature, divide_
 from jobs.scoring.language_models.windows import (
     Window,
@@ -20,23 +27,19 @@ from jobs.scoring.language_models.windows import (
     slices,
     wikitext_pages,
 )
-from tests.jobs.scoring.evaluation_cases import TEMPERATURES, scores
+from jobs.scoring.models import model_labels
+from tests.jobs.scoring.evaluation_cases import EXAMPLES, TEMPERATURES, harness, scores, write_tasks
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "needs_tempnet", "value"),
-    [
-        ("one", "one", False, 1.0),
-        ("fixed:0.70", "fixed:0.7", False, 0.7),
-        ("tempnet", "tempnet", True, None),
-        ("tempnet:1.5", "tempnet:1.5", True, 1.5),
-    ],
-)
-def test_temperatures_are_read(text: str, name: str, needs_tempnet: bool, value: float | None) -> None:
-    assert Temperature.parse(text) == Temperature(name=name, needs_tempnet=needs_tempnet, value=value)
+def test_temperatures_are_read() -> None:
+    texts = ("one", "fixed:0.70", "tempnet", "tempnet:1.5")
+    found = [Temperature.parse(text) for text in texts]
+    assert [one.name for one in found] == ["one", "fixed:0.7", "tempnet", "tempnet:1.5"]
+    assert [one.value for one in found] == [1.0, 0.7, None, 1.5]
+    assert [one.needs_tempnet for one in found] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("text", ["fixed:0", "fixed:-1", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"])
+@pytest.mark.parametrize("text", ["fixed:0", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"])
 def test_other_temperatures_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):
         Temperature.parse(text)
@@ -68,37 +71,24 @@ def test_slices_keep_every_window_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert [window for part in parts for window in part] == windows
 
 
-@pytest.mark.parametrize("name", TEMPERATURES)
-def test_a_document_scores_as_by_brute_force(brute: BruteForce, name: str) -> None:
+def test_a_document_scores_as_by_brute_force_in_any_batch(brute: BruteForce) -> None:
     text = wikitext_detokenizer({"page": wikitext_pages(TEXT)[0]})
     windows = document_windows(brute.tokenizer, wikitext_pages(TEXT)[0], max_length=MAX_LENGTH, detokenize=True)
     assert len(windows) >= 3
-    score = scores(brute, windows, [name])[name]
-    nll, tau, entropy, _ = zip(*brute.document(text, name), strict=True)
-    assert score.num_tokens == len(nll)
-    assert score.nll == pytest.approx(sum(nll), rel=1e-5)
-    ours, ours_entropy = np.concatenate(score.tau), np.concatenate(score.entropy)
-    assert sorted(ours) == pytest.approx(sorted(tau), rel=1e-4)
-    # The sum of products shows that each τ stands beside the entropy of the same prediction.
-    assert ours @ ours_entropy == pytest.approx(np.dot(tau, entropy), rel=1e-4)
-    if name == "tempnet":
-        assert max(tau) - min(tau) > 0.1  # A TempNet with one τ for all contexts would prove little.
-
-
-def test_sums_depend_neither_on_batches_slices_nor_the_other_temperatures(brute: BruteForce) -> None:
-    windows = [
-        window
-        for page in wikitext_pages(TEXT)
-        for window in document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=True)
-    ]
-    reference = scores(brute, windows, TEMPERATURES)
-    assert len({round(score.nll, 2) for score in reference.values()}) == len(TEMPERATURES)
-    for batch_size in (1, 2, 100):
+    found = scores(brute, windows, TEMPERATURES)
+    for batch_size in (1, 100):
         for name, score in scores(brute, windows, TEMPERATURES[::-1], batch_size).items():
-            assert score.nll == pytest.approx(reference[name].nll, rel=1e-5)
-    parts = [scores(brute, part, ["tempnet"])["tempnet"] for part in (windows[:2], windows[2:3], windows[3:])]
-    assert sum(part.nll for part in parts) == pytest.approx(reference["tempnet"].nll, rel=1e-5)
-    assert sum(part.num_tokens for part in parts) == reference["tempnet"].num_tokens
+            assert score.nll == pytest.approx(found[name].nll, rel=1e-5)
+    for name, score in found.items():
+        nll, tau, entropy, _ = zip(*brute.document(text, name), strict=True)
+        assert score.num_tokens == len(nll)
+        assert score.nll == pytest.approx(sum(nll), rel=1e-5)
+        ours, ours_entropy = np.concatenate(score.tau), np.concatenate(score.entropy)
+        assert sorted(ours) == pytest.approx(sorted(tau), rel=1e-4)
+        # The sum of products shows that each τ stands beside the entropy of the same prediction.
+        assert ours @ ours_entropy == pytest.approx(np.dot(tau, entropy), rel=1e-4)
+        if name == "tempnet":
+            assert max(tau) - min(tau) > 0.1  # A TempNet with one τ for all contexts would prove little.
 
 
 def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,36 +103,138 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
     torch.testing.assert_close(divide_(logits, function), divided)
 
 
-@pytest.mark.parametrize("name", ["one", "tempnet"])
-def test_lambada_scores_as_by_brute_force(brute: BruteForce, tmp_path: Path, name: str) -> None:
-    # Two more lines end in the word that the model itself predicts, so that some answers are right.
-    records = list(LAMBADA)
-    for begin in ("the quick brown", "sphinx of black quartz , judge"):
-        context = [brute.start, *brute.ids(begin)]
-        ids = torch.argsort(brute.logits(context), descending=True).tolist()
-        word = next(
-            text for text in map(brute.tokenizer.decode, ids) if text.startswith(" ") and text.strip().isalpha()
-        )
-        records.append({"text": begin + word})
-    pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", records), 0)
-    assert pairs[2] == ("judge my vow , sphinx of black", "quartz")
-    assert pairs[3] == ("", "wizards")
-    windows = [
-        pair_window(brute.tokenizer, context, f" {word}", max_length=MAX_LENGTH, document_start=True)
-        for context, word in pairs
-    ]
-    score = scores(brute, windows, [name])[name]
-    rows = [
-        brute.continuation([brute.start, *brute.ids(context)], brute.ids(f" {word}"), name) for context, word in pairs
-    ]
-    assert score.nll == pytest.approx(sum(token[0] for row in rows for token in row), rel=1e-5)
-    assert score.num_greedy == sum(all(token[3] for token in row) for row in rows)
-    assert score.num_windows == len(records)
-
-
-def test_greedy_windows_are_counted(brute: BruteForce) -> None:
-    context = [brute.start, *brute.ids("the quick brown")]
-    best = int(brute.logits(context).argmax())
-    windows = [Window(tuple(context), (best,)), Window(tuple(context), ((best + 1) % 300,))]
+def test_lambada_scores_as_by_brute_force_and_greedy_answers_are_counted(brute: BruteForce, tmp_path: Path) -> None:
+    pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", LAMBADA), 0)
+    assert pairs[2:4] == [("judge my vow , sphinx of black", "quartz"), ("", "wizards")]
+    windows, rows = [], []
+    for context, word in pairs:
+        windows.append(pair_window(brute.tokenizer, context, f" {word}", max_length=MAX_LENGTH, document_start=True))
+        rows.append(brute.continuation([brute.start, *brute.ids(context)], brute.ids(f" {word}"), "tempnet"))
     score = scores(brute, windows, ["tempnet"])["tempnet"]
-    assert (score.num_greedy, score.num_windows, score.num_tokens) == (1, 2, 2)
+    assert score.nll == pytest.approx(sum(token[0] for row in rows for token in row), rel=1e-5)
+    assert score.num_windows == len(LAMBADA)
+    context = (brute.start, *brute.ids("the quick brown"))
+    best = int(brute.logits(list(context)).argmax())
+    windows = [Window(context, (best,)), Window(context, ((best + 1) % 300,))]
+    assert scores(brute, windows, ["tempnet"])["tempnet"].num_greedy == 1
+
+
+def config(export: str, tmp_path: Path, **changes: Any) -> EvaluateConfig:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    fields: dict[str, Any] = {"models": (export,), "wikitext": str(text), "storage": str(tmp_path / "runs"), **changes}
+    return EvaluateConfig(tracking=TrackingSection(enabled=False), **fields)
+
+
+def test_the_hash_of_a_unit_changes_with_what_decides_it(export: str, tmp_path: Path) -> None:
+    def keys(**changes: Any) -> set[str]:
+        return {unit.key for unit in make_plan(config(export, tmp_path, **changes)).units}
+
+    reference = keys(temperatures=("one", "tempnet"))
+    assert len(reference) == 2
+    assert keys(temperatures=("tempnet", "one")) == reference
+    assert keys(temperatures=("tempnet", "one"), batch_size=1, name="other") == reference
+    assert keys() < reference
+    for changes in ({"temperatures": ("fixed:2",)}, {"max_length": 8}, {"limit": 1}, {"detokenize": False}):
+        assert not keys(**changes) & reference
+    assert not keys(tempnets=("none",)) & reference  # Without a network the padding counts, too.
+    other = make_export(tmp_path / "other", seed=1)
+    assert not keys(models=(other,), temperatures=("one", "tempnet")) & reference
+    # Another network beside the same base changes only its own column.
+    assert len(keys(temperatures=("one", "tempnet"), tempnets=(f"{other}/tempnet",)) & reference) == 1
+
+
+def test_labels_are_short_and_different() -> None:
+    assert model_labels(("runs/a/export", "/runs/b/export/", "gpt2")) == ["a", "b", "gpt2"]
+    assert model_labels(("x/a/export", "y/a/export")) == ["x/a/export", "y/a/export"]
+    assert model_labels(("m", "m")) == ["m (1)", "m (2)"]
+
+
+def request(kind: str, *arguments: str) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TEMPERATURES)
+def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> None:
+    lm = harness(brute, name)
+    pairs = [("the quick brown", " fox jumps"), ("the five ", "boxing"), ("", " wizards"), ("the dog", " sleeps")]
+    answers = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    pairs[1] = ("the five", " boxing")  # The harness moves trailing spaces to the continuation.
+    for (context, continuation), (value, is_greedy) in zip(pairs, answers, strict=True):
+        rows = brute.continuation([brute.start, *brute.ids(context)], brute.ids(continuation), name)
+        assert value == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
+        assert is_greedy == all(row[3] for row in rows)
+    unopened = harness(brute, name, document_start=False)
+    (answer,) = unopened.loglikelihood([request("loglikelihood", *pairs[0])], disable_tqdm=True)
+    rows = brute.continuation(brute.ids(pairs[0][0]), brute.ids(pairs[0][1]), name)
+    assert answer[0] == pytest.approx(-sum(row[0] for row in rows), rel=1e-4)
+    # A rolling request is scored in the harness's own windows, which begin with exactly one document-start token.
+    page = wikitext_pages(TEXT)[1]
+    windows = document_windows(brute.tokenizer, page, max_length=MAX_LENGTH, detokenize=False)
+    (rolling,) = lm.loglikelihood_rolling([request("loglikelihood_rolling", page)], disable_tqdm=True)
+    assert rolling == pytest.approx(-scores(brute, windows, [name])[name].nll, rel=1e-5)
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path) -> Tasks:
+    return write_tasks(tmp_path)
+
+
+def test_accuracy_is_that_of_direct_scoring(brute: BruteForce, own_tasks: Tasks) -> None:
+    name = "tempnet"
+    figures = run_task(harness(brute, name), own_tasks, "local_arc_easy", limit=0, num_fewshot=-1)
+    num_right = 0
+    for question in QUESTIONS:
+        context = [brute.start, *brute.ids(f"{question['query']}\nAnswer:")]
+        sums = [
+            sum(row[0] for row in brute.continuation(context, brute.ids(f" {choice}"), name))
+            for choice in question["choices"]
+        ]
+        num_right += sums.index(min(sums)) == question["gold"]
+    assert figures["local_arc_easy/acc"] == pytest.approx(num_right / len(QUESTIONS))
+    assert 0 < num_right < len(QUESTIONS)
+    assert figures["local_arc_easy/acc_stderr"] > 0
+
+
+def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
+    metrics: dict[str, float] = {}
+    for path in EXAMPLES.glob("*.yaml"):
+        metrics |= run_task(harness(brute, "tempnet"), own_tasks, path.stem, limit=2, num_fewshot=1)
+    assert {
+        "local_arc_easy/acc_norm", "local_arc_challenge/acc", "local_openbookqa/acc",
+        "local_gsm8k/exact_match.strict-match", "local_gsm8k/exact_match.flexible-extract",
+    } <= set(metrics)  # fmt: skip
+
+
+@torch.no_grad()
+def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
+    brute: BruteForce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    penalty = 3.0
+    monkeypatch.setattr(brute.base.generation_config, "repetition_penalty", penalty)
+    context, mask = harness(brute, "one").tok_batch_encode(["the quick"])
+    assert context[0].tolist() == [brute.start, *brute.ids("the quick")]
+    for name in TEMPERATURES:
+        torch.manual_seed(3)
+        drawn = harness(brute, name)._model_generate(
+            context, 14, [], attention_mask=mask, do_sample=True, temperature=0.3, top_k=0
+        )
+        torch.manual_seed(3)
+        expected = context[0].tolist()
+        while len(expected) < drawn.shape[1]:
+            logits = brute.base(torch.tensor([expected])).logits[0, -1]
+            # τ comes from the model's own logits, before the repetition penalty changes them.
+            tau = brute.tau(logits[: len(brute.tokenizer)], name)
+            logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]
+            if name.startswith("tempnet"):  # Only TempNets hide the padding from generate().
+                logits[len(brute.tokenizer) :] = -torch.inf
+            expected.append(int(torch.multinomial(torch.softmax(logits / tau, -1), 1)))
+        assert drawn[0].tolist() == expected
+
+
+def test_the_names_of_shipped_tasks_are_not_the_harness_s_own(own_tasks: Tasks) -> None:
+    # Loading all tasks of the harness takes ten seconds, so their files are searched.
+    own = {f"task: {path.stem}" for path in EXAMPLES.glob("*.yaml")}
+    assert all(path.read_text().count(f"task: {path.stem}\n") == 1 for path in EXAMPLES.glob("*.yaml"))
+    for path in Path(lm_eval.tasks.__file__).parent.rglob("*local*.yaml"):
+        assert not own & set(path.read_text().splitlines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors
 from pipelines.text import features as features_module
 from pipelines.text.blocks import BlockSource, read_range
-from pipelines.text.features import Features, FeatureSource, features_directory, read_feature_range
+from pipelines.text.features import Features, FeatureSource, features_directory
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import PackingConfig, pack_documents
 from pipelines.text.tokenization import load_tokenizer, train_bpe
@@ -32,60 +33,57 @@ LENGTH, WIDTH = 16, 8
 CPU = torch.device("cpu")
 
 
-def write_text(directory: Path, layout: PackingConfig, sizes: tuple[int, ...] = (5, 3)) -> Manifest:
-    """Write a prepared text with shards of the given numbers of blocks."""
+def write_text(directory: Path, layout: PackingConfig) -> Manifest:
+    """Write a prepared text with shards of about five and three blocks."""
     generator = np.random.default_rng(0)
     shards = []
     directory.mkdir()
-    for number, size in enumerate(sizes):
+    for number, size in enumerate((5, 3)):
         # A document of 11 tokens and its end take 12, so documents end within blocks.
         documents = [generator.integers(1, 250, 11) for _ in range(size * LENGTH // 12)]
-        batches = list(pack_documents(documents, layout))
-        with (
-            pa.OSFile(str(directory / f"{number}.arrow"), "wb") as sink,
-            pa.ipc.new_file(sink, layout.schema) as writer,
-        ):
-            for batch in batches:
-                writer.write_batch(batch)
-        num_rows = sum(batch.num_rows for batch in batches)
-        shards.append(
-            ShardEntry(file=f"{number}.arrow", archive="a", num_rows=num_rows, num_tokens=0, digest=str(number))
-        )
+        rows = pa.Table.from_batches(pack_documents(documents, layout), layout.schema)
+        file = f"{number}.arrow"
+        with pa.OSFile(str(directory / file), "wb") as sink, pa.ipc.new_file(sink, layout.schema) as writer:
+            writer.write_table(rows)
+        shards.append(ShardEntry(file=file, archive="a", num_rows=len(rows), num_tokens=0, digest=str(number)))
     archive = ArchiveEntry(path="a", num_bytes=0, num_documents=9, problems={}, examples=[], shards=shards)
     manifest = Manifest(directory=str(directory), tokenizer_digest="", layout=layout, archives=[archive])
     manifest.save()
     return manifest
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> LanguageModelConfig:
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> LanguageModelConfig:
+    place = tmp_path_factory.mktemp("features")
     tokenizer = train_bpe(["some words to make a vocabulary of"] * 20, 280)
     torch.manual_seed(0)
     model = GPT2Config(vocab_size=300, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=2, eos_token_id=0)
-    GPT2LMHeadModel(model).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    GPT2LMHeadModel(model).save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
     return LanguageModelConfig(
-        run=RunSection(name="own", storage=str(tmp_path)),
+        run=RunSection(name="own", storage=str(place)),
         data=DataSection(train="unused", validation="unused", context_length=LENGTH),
-        model=ModelSection(path=str(tmp_path / "model")),
+        model=ModelSection(path=str(place / "model")),
         temperature=TemperatureSection(rho=1.0, hidden_size=4, num_prototypes=3),
         workers=WorkersSection(precision="fp32"),
     )
 
 
-@pytest.fixture
-def features(config: LanguageModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Features:
+@pytest.fixture(scope="module")
+def features(config: LanguageModelConfig) -> Iterator[Features]:
     """Store the features of a small text in files of two blocks."""
-    monkeypatch.setattr(features_module, "FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
-    layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), LENGTH)
-    features = features_of(config, write_text(tmp_path / "text", layout), refer_to_base(config))
-    Path(features.directory).mkdir(parents=True)
-    model = HiddenStates(config)
-    for unit in units_of(features):
-        for item in read_unit(features, unit):
-            assert write_result(features, model(item)) > 0
-    features.save("digest")
-    return features
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features_module, "FILE_BYTES", 2 * LENGTH * (2 * WIDTH + 4) + 16)
+        layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), LENGTH)
+        text = write_text(Path(config.run.storage) / "text", layout)
+        features = features_of(config, text, refer_to_base(config))
+        Path(features.directory).mkdir(parents=True)
+        model = HiddenStates(config)
+        for unit in units_of(features):
+            for item in read_unit(features, unit):
+                assert write_result(features, model(item)) > 0
+        features.save("digest")
+        yield features
 
 
 def test_the_features_of_any_blocks_are_those_of_the_base(config: LanguageModelConfig, features: Features) -> None:
@@ -140,10 +138,7 @@ def test_the_room_is_as_predicted(features: Features) -> None:
     assert 0 < headers < 1_500 * len(files)
 
 
-@pytest.mark.parametrize("num_rows", [3, 0])
-def test_a_tempnet_trains_on_them_as_on_the_base(
-    config: LanguageModelConfig, features: Features, num_rows: int
-) -> None:
+def test_a_tempnet_trains_on_them_as_on_the_base(config: LanguageModelConfig, features: Features) -> None:
     """The base is given the same rounding: its hidden states are rounded to bfloat16 by a hook."""
     tokenizer = load_tokenizer(config.tokenizer)
     stored = StoredBase.load(Path(features.directory) / HEAD_FILE)
@@ -156,7 +151,7 @@ def test_a_tempnet_trains_on_them_as_on_the_base(
     base.base.base_model.register_forward_hook(
         lambda _, __, output: (output[0].to(torch.bfloat16).float(), *output.to_tuple()[1:])
     )
-    part = ValidationPart.read(features, num_rows, rank=0, world_size=1)
+    part = ValidationPart.read(features, 0, rank=0, world_size=1)
     of_features = module(**to_tensors(part.arrays, CPU), with_statistics=True)
     blocks = read_range(features.text, 0, part.num_blocks)
     of_base = base(**to_tensors(blocks, CPU), with_statistics=True)
@@ -170,19 +165,15 @@ def test_a_tempnet_trains_on_them_as_on_the_base(
     assert flops_per_token(module, config) < flops_per_token(base, config)
 
 
-def in_eight_bits(config: LanguageModelConfig) -> LanguageModelConfig:
-    workers = replace(config.workers, precision="bf16")
-    return replace(config, workers=workers, model=replace(config.model, precision="int8"))
-
-
 def test_features_of_another_base_text_or_precision_are_not_found(
     config: LanguageModelConfig, features: Features
 ) -> None:
     base = refer_to_base(config)
     assert find_features(config, features.text, base, "train").directory == features.directory
+    in_bf16 = replace(config, workers=replace(config.workers, precision="bf16"))
     for other in (
-        replace(config, workers=replace(config.workers, precision="bf16")),
-        in_eight_bits(config),
+        in_bf16,
+        replace(in_bf16, model=replace(config.model, precision="int8")),
         replace(config, data=replace(config.data, attend_across_documents=True)),
     ):
         with pytest.raises(FileNotFoundError, match=r"jobs\.prepare_features in the place of jobs\.train_lm"):
@@ -193,21 +184,10 @@ def test_features_of_another_base_text_or_precision_are_not_found(
     assert features_directory(root, features.text, base="a") != features_directory(root, features.text, base="b")
 
 
-def test_a_damaged_file_is_named(features: Features) -> None:
-    first = next(features.blocks.parts())
-    file = Path(features.directory) / first.file
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises((OSError, pa.ArrowInvalid)):
-        read_feature_range(features, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "match"),
-    [
+def test_what_needs_the_base_is_refused(config: LanguageModelConfig) -> None:
+    for fields, message in (
         ({"freeze": False}, "needs a frozen base"),
         ({"whole_export": True}, r"model\.whole_export must be False"),
-    ],
-)
-def test_what_needs_the_base_is_refused(config: LanguageModelConfig, model: dict[str, bool], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        replace(config, model=replace(config.model, features=True, **model))
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(config, model=replace(config.model, features=True, **fields))

@@ -1,7 +1,8 @@
-"""Test the generation job with tiny models: records, continuation, and that batches change no text."""
+"""Test the generation job with tiny models: records, continuation, formats, and that batches change no text."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,24 +12,36 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.gsm8k import extract_answer, few_shot_prompt, gold_answer, majority_score
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
 from tempnet import TempNet
-from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, refused, write_prompts
+from tempnet.inference import can_fold
+from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
 
 
-def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_records_say_what_the_model_did(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    model: Path = request.getfixturevalue(name)
     output = tmp_path / "out.jsonl"
-    generate(
-        gpt2, write_prompts(tmp_path / "p.jsonl"), output, "--num-samples", "2", "--html", str(tmp_path / "p.html")
-    )
+    options = ["--num-samples", "2", "--html", str(tmp_path / "p.html")]
+    generate(model, write_prompts(tmp_path / "p.jsonl"), output, *options)
     records = read(output)
     assert [(record["id"], record["sample"]) for record in records] == [
         (f"p{i}", s) for i in range(5) for s in range(2)
     ]
-    base, network = AutoModelForCausalLM.from_pretrained(gpt2).eval(), TempNet.from_pretrained(gpt2 / "tempnet")
-    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    base, network = AutoModelForCausalLM.from_pretrained(model).eval(), TempNet.from_pretrained(model / "tempnet")
+    assert can_fold(base, network) == (name == "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert {record["finish_reason"] for record in records} <= {"stop", "length"}
     # Tokens of half a character all decode to the same replacement character, so only whole ones are looked up below.
     id_of = {tokenizer.decode([token]): token for token in range(VOCABULARY)}
@@ -53,8 +66,9 @@ def test_records_say_what_the_model_did(gpt2: Path, tmp_path: Path) -> None:
     assert (tmp_path / "p.html").read_text().count("title=") == sum(len(record["tokens"]) for record in records)
 
 
-@pytest.mark.parametrize("temperature", ["tempnet", "0.8", "greedy"])
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("model", "temperature"), [("gpt2", "tempnet"), ("llama", "tempnet"), ("llama", "0.8"), ("gpt2", "greedy")]
+)
 def test_a_text_owes_nothing_to_its_batch(
     model: str, temperature: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -62,11 +76,10 @@ def test_a_text_owes_nothing_to_its_batch(
     prompts = write_prompts(tmp_path / "p.jsonl")
     options = ["--temperature", temperature]
     if temperature != "greedy":
-        options += ["--num-samples", "3", "--top-k", "50", "--top-p", "0.95"]
+        options += ["--num-samples", "2", "--top-k", "50", "--top-p", "0.95"]
     for size in (1, 4):
         generate(directory, prompts, tmp_path / f"{size}.jsonl", "--batch-size", str(size), *options)
-    reverse = write_prompts(tmp_path / "one.jsonl", PROMPTS[:2])
-    generate(directory, reverse, tmp_path / "few.jsonl", *options)
+    generate(directory, write_prompts(tmp_path / "few-prompts.jsonl", PROMPTS[:2]), tmp_path / "few.jsonl", *options)
     one, four, few = (read(tmp_path / f"{name}.jsonl") for name in ("1", "4", "few"))
     assert [record["tokens"] for record in one] == [record["tokens"] for record in four]
     assert [record["text"] for record in few] == [record["text"] for record in one[: len(few)]]
@@ -75,7 +88,7 @@ def test_a_text_owes_nothing_to_its_batch(
             assert first["tau"] == pytest.approx(second["tau"], abs=1e-4)
         else:
             assert first["tau"] == (None if temperature == "greedy" else [0.8] * len(first["tokens"]))
-    if temperature != "greedy":
+    if temperature == "0.8":
         assert len({record["text"] for record in one}) > len(PROMPTS), "samples of a prompt differ"
         generate(directory, prompts, tmp_path / "seed.jsonl", "--seed", "1", *options)
         assert [record["text"] for record in read(tmp_path / "seed.jsonl")] != [record["text"] for record in one]
@@ -110,14 +123,14 @@ def test_a_repeated_job_continues(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     generate(gpt2, prompts, output, "--num-samples", "3", "--limit", "2", "--batch-size", "1")
     assert output.read_bytes()[: len(whole)] == whole
     assert [(record["id"], record["sample"]) for record in read(output)[10:]] == [("p0", 2), ("p1", 2)]
-    (tmp_path / "untouched.jsonl").write_bytes(output.read_bytes())
+    before = output.read_bytes()
     arguments = ["--model", gpt2, "--prompts", prompts, "--output", output, "--max-new-tokens", "12"]
     message = refused(capsys, *arguments, "--seed", "4", "--top-p", "0.5")
     assert "other settings (seed was 0, is 4; top_p was 1.0, is 0.5)" in message
     other = write_prompts(tmp_path / "other.jsonl", ["something else", *PROMPTS[1:]])
     arguments[3] = other
     assert "the text of id 'p0' belongs to another prompt" in refused(capsys, *arguments)
-    assert output.read_bytes() == (tmp_path / "untouched.jsonl").read_bytes()
+    assert output.read_bytes() == before
 
 
 def test_another_network_under_the_same_name_is_other_settings(
@@ -169,3 +182,110 @@ def test_a_stop_string_ends_its_own_text_only(gpt2: Path) -> None:
         assert "e" in tokenizer.decode(cut.ids) or "th" in tokenizer.decode(cut.ids)
         assert "e" not in tokenizer.decode(cut.ids[:-1]), "it went on after the string"
     assert ended_by_string > 3
+
+
+def test_alpaca_eval(gpt2: Path, tmp_path: Path) -> None:
+    instructions = [{"instruction": prompt, "dataset": f"set {i}"} for i, prompt in enumerate(PROMPTS[:3])]
+    (tmp_path / "in.json").write_text(json.dumps(instructions))
+    output = tmp_path / "out.json"
+    options = ["--format", "alpaca-eval", "--generator", "mine"]
+    generate(gpt2, tmp_path / "in.json", output, *options)
+    written = json.loads(output.read_text())
+    assert [(record["instruction"], record["dataset"]) for record in written] == [
+        (record["instruction"], record["dataset"]) for record in instructions
+    ]
+    records = read(tmp_path / "out.json.records.jsonl")
+    assert [record["output"] for record in written] == [record["text"].strip() for record in records]
+    assert {record["generator"] for record in written} == {"mine"}
+    generate(gpt2, tmp_path / "in.json", output, *options)
+    assert json.loads(output.read_text()) == written
+
+
+def test_mt_bench_answers_the_second_turn_after_the_first(chat: Path, tmp_path: Path) -> None:
+    questions = [
+        {"question_id": 81 + i, "category": "writing", "turns": [prompt, "shorter"]}
+        for i, prompt in enumerate(PROMPTS[:2])
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
+    for name in ("a.jsonl", "b.jsonl"):
+        generate(chat, tmp_path / "q.jsonl", tmp_path / name, "--format", "mt-bench", "--num-samples", "2")
+    first, second = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl")
+    records = {(r["id"], r["sample"], r["turn"]): r for r in read(tmp_path / "a.jsonl.records.jsonl")}
+    assert len(records) == 8
+    for answer, again, question in zip(first, second, questions, strict=True):
+        assert set(answer) == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+        assert answer["answer_id"] == again["answer_id"]
+        assert answer["choices"] == again["choices"]
+        for choice in answer["choices"]:
+            before, after = (records[answer["question_id"], choice["index"], turn] for turn in (0, 1))
+            assert choice["turns"] == [before["text"].strip(), after["text"].strip()]
+            assert before["prompt"] == f"<user>{question['turns'][0]}<assistant>"
+            assert after["prompt"] == f"{before['prompt']}{before['text']}<user>shorter<assistant>"
+            assert set(before["tau"]) == {1.0}, "a model without a TempNet samples at 1"
+    assert len({answer["answer_id"] for answer in first}) == 2
+
+
+def test_gsm8k_is_scored_by_majorities(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"question": f"What is {n} and {n}?", "answer": f"{n} + {n} = <<2>>.\n#### {2 * n:,}"} for n in (1, 700)]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    output = tmp_path / "out.jsonl"
+    generate(llama, tmp_path / "q.jsonl", output, "--format", "gsm8k", "--num-samples", "4", "--chat", "off")
+    records = read(output)
+    assert [record["gold"] for record in records] == ["2"] * 4 + ["1400"] * 4
+    assert all(record["prompt"].count("Q:") == 9 for record in records)
+    assert all("Q:" not in record["text"] and "\n\n" not in record["text"] for record in records)
+    said = capsys.readouterr().out
+    for k in (1, 2, 4):
+        assert f"maj@{k}: " in said
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("She has 3 and 4, so 7. The answer is 7.", "7"),
+        ("The answer is $1,450.00 a week.", "1450"),
+        ("the answer is 8 - 3 = 5 dollars.", "5"),
+        ("The answer is 2. Wait, no. The answer is 18.", "18"),
+        ("That makes 21-15 = 6 trees", "6"),
+        ("21-15", "15"),
+        ("It fell to -3", "-3"),
+        ("He owes -$3.50", "-3.5"),
+        ("5 apples. The answer is unknown.", "5"),
+        ("nothing to count", None),
+        ("The answer is 007", "7"),
+        ("9" * 60, "9" * 60),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_last_announced_number_or_else_the_last_one(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_the_gold_answer_is_after_the_mark() -> None:
+    assert gold_answer("2 + 2 = <<2+2=4>>4\n#### 4") == "4"
+    assert gold_answer("#### 2,125") == "2125"
+    assert gold_answer("#### -10") == "-10"
+    for bad in ("4", "#### four", "####"):
+        with pytest.raises(ValueError, match="does not end in ####"):
+            gold_answer(bad)
+
+
+def test_the_prompt_is_eight_worked_examples_and_the_question() -> None:
+    *examples, last = few_shot_prompt(" How many? ").split("\n\n")
+    assert len(examples) == 8
+    answers = ["6", "5", "39", "8", "9", "29", "33", "8"]
+    assert [extract_answer(example) for example in examples] == answers
+    assert all(example.startswith("Q: ") and "\nA: " in example for example in examples)
+    assert last == "Q: How many?\nA:"
+
+
+def test_a_majority_is_the_first_most_frequent_answer_of_a_group() -> None:
+    answers = ["3", "4", "4", None, "3", "3", "9", "4"]
+    assert majority_score(answers, "4", 1) == 3 / 8
+    assert majority_score(answers, "3", 1) == 3 / 8
+    # The groups of four are [3 4 4 -], whose majority is 4, and [3 3 9 4], whose majority is 3.
+    assert majority_score(answers, "4", 4) == 1 / 2
+    # All eight hold three 3s and three 4s, and the 3 wins because it was seen first.
+    assert majority_score(answers, "3", 8) == 1.0
+    assert majority_score(answers, "4", 8) == 0.0
+    assert majority_score([None, None], "4", 2) == 0.0

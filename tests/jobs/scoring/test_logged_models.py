@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from clip_support import make_dual_encoder_with_tempnets
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
-from prediction_support import save_tiny_model, some_texts
+from prediction_support import CONTEXT_LENGTH, save_tiny_model, some_texts
 from transformers import AutoConfig, AutoModel
 
 from jobs.engine.checkpoint_files import write_file_list
@@ -22,23 +23,18 @@ from jobs.scoring.mlflow_models.predictors import EXAMPLES, CaptionTemperatures,
 from jobs.scoring.mlflow_models.record import record_checkpoints, record_export
 from pipelines.text.tokenization import load_tokenizer, train_wordpiece
 from tempnet.loading import load_causal_lm
-from tempnet.models.dual_encoder import IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY, DualEncoder, DualEncoderConfig
 from tempnet.models.sentence_encoder import SentenceEncoder
-from tempnet.models.towers import random_tower
 from tempnet.network import PAIRED_DIRECTORY, TempNet
 from tempnet.network_config import TempNetConfig
 
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+TEXTS = ["a red circle", "two blue squares left of a green one"]
 
 
 @pytest.fixture
-def run(uri: str, tmp_path: Path) -> TrackedRun:
+def run(tracking_uri: str, tmp_path: Path) -> TrackedRun:
     """Returns a run that has a score at two steps."""
     run = open_run(
-        uri=uri,
+        uri=tracking_uri,
         experiment="tests",
         name="a run",
         directory=str(tmp_path),
@@ -100,6 +96,7 @@ def test_an_export_is_a_model_that_predicts_what_the_predictor_does(run: Tracked
     (logged,) = models(run).values()
     assert (logged.name, logged.model_type, logged.status.value) == ("tempnet", "tempnet", "READY")
     assert not list(Path(logged.artifact_location).rglob("*.pkl"))
+    (base, network), tokenizer = load_causal_lm(export), load_tokenizer(str(export))
     shutil.rmtree(export)  # The logged model holds all that it needs.
     loaded = mlflow.pyfunc.load_model(logged.artifact_location)
     assert loaded.metadata.signature.inputs.input_names() == ["text"]
@@ -108,22 +105,15 @@ def test_an_export_is_a_model_that_predicts_what_the_predictor_does(run: Tracked
     found = loaded.predict(pd.DataFrame({"text": texts}))
     for text, (tau, tokens, token_tau) in zip(texts, found.itertuples(index=False), strict=True):
         assert "".join(tokens) == text
-        assert len(token_tau) == len(tokens)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(token_tau) == len(tokens) == len(ids)
         assert tau == pytest.approx(np.mean(token_tau)) if text else np.isnan(tau)
+        with torch.no_grad():
+            logits = base(torch.tensor([[0, *ids[: CONTEXT_LENGTH - 1]]])).logits[0, :, : network.config.input_size]
+        first = min(len(ids), CONTEXT_LENGTH)
+        np.testing.assert_allclose(token_tau[:first], network(logits).detach()[:first], atol=1e-5)
     assert np.concatenate(found["token_tau"]).std() > 0.02
     assert len(loaded.predict(loaded.input_example)) == len(EXAMPLES)
-
-
-def test_tokens_have_the_temperatures_of_a_forward_pass(tmp_path: Path) -> None:
-    export = save_tiny_model(tmp_path / "export")
-    predict = predictor_kind(export)
-    assert predict is not None
-    (found,) = predict(export)(["abc def"]).itertuples(index=False)
-    base, network = load_causal_lm(export)
-    ids = load_tokenizer(str(export))("abc def", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        logits = base(torch.tensor([[0, *ids[:-1]]])).logits[0, :, : network.config.input_size]
-        np.testing.assert_allclose(found.token_tau, network(logits), atol=1e-5)
 
 
 def test_a_large_export_is_only_referred_to_and_one_without_a_tempnet_is_left_alone(
@@ -143,40 +133,17 @@ def test_a_large_export_is_only_referred_to_and_one_without_a_tempnet_is_left_al
     assert models(run) == {}
 
 
-def embedding_tempnet(size: int) -> TempNet:
-    network = TempNet(TempNetConfig.for_embeddings(size, rho=2.0, tau_max=1.0, hidden_size=8, num_prototypes=4))
-    with torch.no_grad():
-        network.pool_weight.normal_(std=4.0)
-    return network
-
-
 def test_captions_and_sentences_have_one_temperature_each(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    texts = ["a red circle", "two blue squares left of a green one"]
-    tokenizer = train_wordpiece(texts, 200)
-    image = random_tower("resnet", "image", embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
-    sizes = {"vocab_size": len(tokenizer), "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2}
-    encoder = DualEncoder(
-        image,
-        random_tower("distilbert", "text", **sizes, max_position_embeddings=32),
-        DualEncoderConfig(embedding_size=6, image_size=16, num_text_tokens=12),
-    )
-    pairs = tmp_path / "pairs"
-    encoder.save_pretrained(pairs, tokenizer)
-    for name in (IMAGE_TEMPNET_DIRECTORY, TEXT_TEMPNET_DIRECTORY):
-        embedding_tempnet(6).save_pretrained(pairs / name)
-    assert predictor_kind(pairs) is CaptionTemperatures
-    tau = CaptionTemperatures(pairs)(texts)["tau"]
-    alone = CaptionTemperatures(pairs)(texts[1:])["tau"]
-    assert tau[1] == pytest.approx(alone[0], abs=1e-6)
-    assert tau[0] != pytest.approx(tau[1], abs=1e-4)
-
-    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1,
-                                  num_attention_heads=2, intermediate_size=24, pad_token_id=0)  # fmt: skip
-    sentences = tmp_path / "sentences"
-    SentenceEncoder(AutoModel.from_config(config)).save_pretrained(sentences, tokenizer, num_tokens=16)
-    embedding_tempnet(16).save_pretrained(sentences / PAIRED_DIRECTORY)
-    assert predictor_kind(sentences) is SentenceTemperatures
-    tau = SentenceTemperatures(sentences)(texts)["tau"]
-    assert list(tau) == pytest.approx(list(SentenceTemperatures(sentences)(texts[::-1])["tau"])[::-1], abs=1e-6)
-    assert tau[0] != pytest.approx(tau[1], abs=1e-4)
+    make_dual_encoder_with_tempnets(tmp_path / "pairs")
+    tokenizer = train_wordpiece(TEXTS, 200)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+    SentenceEncoder(AutoModel.from_config(config)).save_pretrained(tmp_path / "texts", tokenizer, num_tokens=16)
+    network = TempNet(TempNetConfig.for_embeddings(16, rho=2.0, tau_max=1.0, hidden_size=8, num_prototypes=4))
+    torch.nn.init.normal_(network.pool_weight, std=4.0)
+    network.save_pretrained(tmp_path / "texts" / PAIRED_DIRECTORY)
+    for directory, kind in ((tmp_path / "pairs", CaptionTemperatures), (tmp_path / "texts", SentenceTemperatures)):
+        assert predictor_kind(directory) is kind
+        tau = kind(directory)(TEXTS)["tau"]
+        assert tau[1] == pytest.approx(kind(directory)(TEXTS[1:])["tau"][0], abs=1e-6)
+        assert tau[0] != pytest.approx(tau[1], abs=1e-4)

@@ -6,10 +6,9 @@ import asyncio
 import http.client
 import json
 import os
+import queue
 import shlex
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -22,6 +21,7 @@ import torch
 from readme_support import PYTHON, lines_like
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from jobs.playground import main
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.scoring.playground.server import make_server
 from jobs.scoring.playground.streams import Playground
@@ -29,7 +29,6 @@ from pipelines.text.tokenization import train_bpe
 from tempnet import TempNet, TempNetConfig
 from tests.jobs.browser_support import CHROMIUM, open_page
 
-ROOT = Path(__file__).parents[3]
 QUERY = {"prompt": "the cat", "num_tokens": 12, "tau_max": 1.3, "constant": 0.6, "min_p": 0.3, "seed": 4}
 
 
@@ -124,9 +123,10 @@ def test_the_streamed_tokens_are_those_of_the_model(server: ThreadingHTTPServer,
         assert len(token["alternatives"]) == min(8, int((one["probabilities"] > 0).sum()))
 
 
-def test_tau_max_moves_the_temperatures(server: ThreadingHTTPServer) -> None:
+def test_tau_max_moves_the_temperatures_also_of_an_empty_prompt(server: ThreadingHTTPServer) -> None:
     first = [events(server, tau_max=tau_max)[0][1]["tempnet"]["tau"] for tau_max in (1.0, 2.0)]
     assert (first[1] - 0.001) / (first[0] - 0.001) == pytest.approx(1.999 / 0.999, rel=1e-4)
+    assert events(server, prompt="")[-1] == ("end", {}), "an empty prompt begins a document"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,6 @@ def test_what_cannot_be_generated_is_said(server: ThreadingHTTPServer, changes: 
     ((event, said),) = events(server, **changes)
     assert event == "refused"
     assert message in said
-
-
-def test_an_empty_prompt_begins_a_document(server: ThreadingHTTPServer) -> None:
-    assert events(server, prompt="")[-1] == ("end", {})
 
 
 def test_the_page_asks_nobody_else(server: ThreadingHTTPServer) -> None:
@@ -201,16 +197,27 @@ def test_in_a_browser(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     asyncio.run(visit())
 
 
-def test_the_command_serves_until_ctrl_c(model: Path) -> None:
+def test_the_command_serves_until_ctrl_c(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in this process; that Ctrl-C ends every job with status 130 is shown in `tests/jobs/test_exit_status.py`."""
+    printed: queue.Queue[str] = queue.Queue()
+    pages: list[bytes] = []
+
+    def visit() -> None:
+        address = printed.get(timeout=120).split()[0].removeprefix("http://")
+        connection = http.client.HTTPConnection(address, timeout=120)
+        try:
+            connection.request("GET", "/")
+            pages.append(connection.getresponse().read())
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
     (line,) = lines_like("jobs.playground *")
-    command = [sys.executable, "-m", *shlex.split(line.removeprefix(PYTHON)), "--port", "0"]
-    with subprocess.Popen(
-        command, cwd=model.parents[2], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
-        connection.request("GET", "/")
-        assert b"playground" in connection.getresponse().read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
+    _, *words = shlex.split(line.removeprefix(PYTHON))
+    monkeypatch.chdir(model.parents[2])
+    monkeypatch.setattr("jobs.playground.print", lambda text, **_: printed.put(text), raising=False)
+    visitor = threading.Thread(target=visit, daemon=True)
+    visitor.start()
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "--port", "0"])
+    visitor.join()
+    assert b"playground" in pages[0]

@@ -1,9 +1,8 @@
-"""Tests predicted temperatures against a direct forward pass of each window, the figures of tables, and refusals."""
+"""Test predicted temperatures against a direct forward pass of each window, the windows, and the figures of tables."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +10,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from prediction_support import CONTEXT_LENGTH, VOCAB_SIZE, save_tiny_model, some_texts
 from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
 
 from jobs.predict_temperatures import main
 from jobs.scoring.config import LanguageModelPool
+from jobs.scoring.temperatures.pairs.labels import distinct_rows
 from jobs.scoring.temperatures.tables import part_file
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import claim_output, list_sources, resolve_settings
 from jobs.scoring.temperatures.texts.totals import Totals
+from jobs.scoring.temperatures.texts.windows import batches, windows_of
 from jobs.scoring.temperatures.texts.write import document_table, read_totals, write_table
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.network import PAIRED_DIRECTORY, TempNet
-from tempnet.network_config import TempNetConfig
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,9 @@ def direct(model: Path, ids: np.ndarray, stride: int) -> tuple[np.ndarray, np.nd
     return taus, entropies
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("stride", [1, 8, 16])
+@pytest.mark.parametrize(("stride", "with_bias"), [(1, False), (8, True), (16, False)])
 def test_every_token_has_the_temperature_of_a_direct_forward(
-    tmp_path: Path, text: Path, with_bias: bool, stride: int
+    tmp_path: Path, text: Path, stride: int, with_bias: bool
 ) -> None:
     model = save_tiny_model(tmp_path, with_bias=with_bias)
     base = AutoModelForCausalLM.from_pretrained(model)
@@ -180,39 +181,58 @@ def test_another_configuration_is_refused_with_what_differs(model: Path, text: P
         claim_output(output, settings.record([*archives, *list_sources(str(more))]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--text", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--text", "a.zip"], "unknown suffix"),
-        (["--model", "nowhere"], "nowhere"),
-        (["--tempnet", "."], "holds no TempNet"),
-        (["--tempnet", "small"], f"has {VOCAB_SIZE} tokens, its TempNet was built for a vocabulary of 200"),
-        (["--stride", "17"], r"stride = 17 must lie in 1 … 16"),
-        (["--stride", "-1"], "stride = -1 must be at least 0"),
-        (["--context-length", "17"], r"context_length = 17 must lie in 1 … 16"),
-        (["--output", "a.txt/output"], "a.txt"),
-        (["--html", "nowhere/page.html"], "nowhere/page.html"),
-        (["--workers.num-workers", "0"], "workers.num_workers = 0 must be positive"),
-        (["--text", "latin.txt"], "holds no readable text.*invalid_utf8"),
-    ],
-)
-def test_bad_input_ends_in_one_line_before_ray_starts(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    changes: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("abc def")
-    Path("a.zip").write_bytes(b"")
-    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
-    TempNet(TempNetConfig.for_logits(200, rho=2.0, hidden_size=4, num_prototypes=4)).save_pretrained("small")
-    with pytest.raises(SystemExit) as stopped:
-        main(["--model", str(model), "--text", "a.txt", *changes])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-    assert "Traceback" not in error
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    context_length = draw(st.integers(1, 40))
+    return draw(st.integers(0, 200)), context_length, draw(st.integers(1, context_length))
+
+
+@given(sizes())
+def test_each_position_is_new_once_and_sees_its_context(size: tuple[int, int, int]) -> None:
+    num_tokens, context_length, stride = size
+    windows = windows_of(7, num_tokens, context_length=context_length, stride=stride)
+    assert [place for window in windows for place in range(window.first, window.stop)] == list(range(num_tokens))
+    for window in windows:
+        assert window.document == 7
+        assert 0 <= window.start <= window.first < window.stop <= num_tokens
+        assert window.num_positions <= context_length
+        for place in range(window.first, window.stop):
+            num_seen = place - window.start + 1  # Position i predicts token i + 1.
+            assert num_seen >= min(place + 1, context_length - stride + 1)
+
+
+@given(sizes(), st.integers(0, 200))
+def test_a_document_cut_short_is_read_in_the_same_windows(size: tuple[int, int, int], num_kept: int) -> None:
+    num_tokens, context_length, stride = size
+    whole = windows_of(0, num_tokens, context_length=context_length, stride=stride)
+    cut = windows_of(0, min(num_kept, num_tokens), context_length=context_length, stride=stride)
+    assert [(window.start, window.first) for window in cut] == [
+        (window.start, window.first) for window in whole if window.first < num_kept
+    ]
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 7))
+def test_batches_hold_every_window_once_and_similar_lengths_together(lengths: list[int], batch_size: int) -> None:
+    windows = [
+        window
+        for number, length in enumerate(lengths)
+        for window in windows_of(number, length, context_length=16, stride=5)
+    ]
+    groups = batches(windows, batch_size)
+    assert sorted((w.document, w.start) for group in groups for w in group) == [(w.document, w.start) for w in windows]
+    assert all(len(group) == batch_size for group in groups[:-1])
+    in_order = [window.num_positions for group in groups for window in group]
+    assert in_order == sorted(in_order, reverse=True)
+
+
+def test_help_is_that_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--images", "--help"])
+    assert exit.value.code == 0
+    assert "--with-embeddings" in capsys.readouterr().out
+
+
+def test_an_image_with_several_captions_counts_once() -> None:
+    table = pa.table({"key": ["b", "b", "a", "c", "c"]})
+    assert sorted(distinct_rows("tau_image", table)) == [0, 2, 3]
+    assert list(distinct_rows("tau_text", table)) == [0, 1, 2, 3, 4]

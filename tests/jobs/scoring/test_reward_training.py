@@ -1,30 +1,37 @@
-"""Training on rewards in one process: gradients against autograd, exact continuation, lost samples, and the export."""
+"""Training on rewards in one process: gradients against autograd, exact continuation, lost samples, held-out prompts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from jobs.scoring.reward.comparison import compare_temperatures
+from jobs import train_reward
+from jobs.scoring.reward.comparison import CONSTANTS, compare_temperatures, table
 from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection, VerifierSection
 from jobs.scoring.reward.job import export, train
 from jobs.scoring.reward.plan import RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer
+from jobs.tasks.language_model.config import TemperatureSection
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.network import TempNet
 from tempnet.reward import distinct_advantages, leave_one_out
 from tests.jobs.scoring.generation_support import VOCABULARY, generate, make_model, read
 
 PROMPTS = ["def", "the temperature of a token", "x", "class TempNet(nn.Module): a network"]
+HELD_OUT = ["for", "a base model", "return"]
 FUNCTIONS = """
 def vowels(sample):
     text = sample["text"]
@@ -41,52 +48,76 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("reward-model"), "gpt2", 64, tempnet=False)
 
 
-@pytest.fixture
-def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes a plan; its verifier is a function of this module's `FUNCTIONS`."""
-    (tmp_path / "own_rewards.py").write_text(FUNCTIONS)
-    monkeypatch.syspath_prepend(tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a directory on the path, with a module `own_rewards` that holds `FUNCTIONS`."""
+    directory = tmp_path_factory.mktemp("code")
+    (directory / "own_rewards.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        yield directory
 
-    def plan(verifier: str = "own_rewards:vowels", answers: Sequence[str] = PROMPTS, **changes: Any) -> RewardPlan:
-        lines = [
-            {"prompt": prompt, "id": f"p{i}", "is_bad": i == 1, "answer": answer}
-            for i, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True))
-        ]
-        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        temperature = {
-            "hidden_size": 8,
-            "num_prototypes": 4,
-            "input": "both",
-            "input_shift": "mean",
-            "pooling": "parametric",
-        }
-        temperature |= changes.pop("temperature", {})
-        fields = {
-            "num_steps": 4,
-            "prompts_per_step": 3,
-            "group_size": 4,
-            "max_new_tokens": 5,
-            "checkpoint_every": 2,
-            "leash": LeashSection(target_kl=0.5, num_base_batches=1),
-            **changes,
-        }
-        return make_plan(
-            RewardConfig(
-                model=str(model),
-                prompts=str(prompts),
-                storage=str(tmp_path / "runs"),
-                verifier=VerifierSection(name=verifier),
-                temperature=RewardTemperatureSection(**temperature),  # type: ignore[arg-type]
-                **fields,
-            )
+
+def write(path: Path, lines: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def plan_of(
+    model: Path, place: Path, verifier: str = "own_rewards:vowels", answers: Sequence[str] = PROMPTS, **changes: Any
+) -> RewardPlan:
+    lines = [
+        {"prompt": prompt, "id": f"p{i}", "is_bad": i == 1, "answer": answer}
+        for i, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True))
+    ]
+    temperature: dict[str, Any] = {"hidden_size": 8, "num_prototypes": 4, **changes.pop("temperature", {})}
+    fields: dict[str, Any] = {
+        "num_steps": 4,
+        "prompts_per_step": 3,
+        "group_size": 4,
+        "max_new_tokens": 5,
+        "checkpoint_every": 2,
+        "leash": LeashSection(target_kl=0.5, num_base_batches=1),
+        **changes,
+    }
+    return make_plan(
+        RewardConfig(
+            model=str(model),
+            prompts=write(place / "prompts.jsonl", lines),
+            storage=str(place / "runs"),
+            verifier=VerifierSection(name=verifier),
+            temperature=RewardTemperatureSection(**temperature),
+            **fields,
         )
+    )
+
+
+@pytest.fixture
+def make(model: Path, code: Path, tmp_path: Path) -> Any:
+    """Return a function that makes a plan of a TempNet with all its parts."""
+    parts = {"input": "both", "input_shift": "mean", "pooling": "parametric"}
+
+    def plan(**changes: Any) -> RewardPlan:
+        return plan_of(model, tmp_path, **{**changes, "temperature": parts | changes.get("temperature", {})})
 
     return plan
 
 
-def trainer_of(plan: RewardPlan, worker: RolloutWorker) -> RewardTrainer:
-    return RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
+@pytest.fixture
+def begin(make: Any) -> Iterator[Any]:
+    """Yield a function that makes a trainer with a worker of its own."""
+    with ExitStack() as workers:
+
+        def trainer(plan: RewardPlan | None = None, **changes: Any) -> RewardTrainer:
+            plan = plan or make(**changes)
+            worker = workers.enter_context(closing(RolloutWorker(plan)))
+            return RewardTrainer(plan, lambda orders: [worker.run(order) for order in orders])
+
+        yield trainer
+
+
+def be_silent(line: str) -> None:
+    pass
 
 
 class Watched(RolloutWorker):
@@ -140,11 +171,10 @@ def reference(worker: Watched, network: TempNet, model: Path, is_distinct: bool)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@pytest.mark.parametrize("reward", ["each", "distinct"])
-@pytest.mark.parametrize("reads", ["logits", "hidden", "both"])
+@pytest.mark.parametrize(("reward", "reads"), [("each", "logits"), ("each", "both"), ("distinct", "hidden")])
 def test_the_gradient_is_that_of_autograd(make: Any, model: Path, reward: str, reads: str) -> None:
     plan = make(reward=reward, prompts_at_a_time=3, temperature={"input": reads})
-    worker, trainer = Watched(plan), trainer_of(plan, None)  # type: ignore[arg-type]
+    worker, trainer = Watched(plan), RewardTrainer(plan, lambda orders: [])
     weights = {name: value + 0.5 * torch.randn_like(value) for name, value in trainer.weights().items()}
     answer = worker.run(Order(step=3, places=tuple(plan.places_of_step(3)), temperature=weights, kl_weight=WEIGHT))
     trainer.network.load_state_dict(weights)
@@ -158,7 +188,7 @@ def test_the_gradient_is_that_of_autograd(make: Any, model: Path, reward: str, r
 def test_answers_depend_on_the_order_alone_and_not_on_the_batch(make: Any) -> None:
     one, three = make(), make(prompts_at_a_time=3)
     first, second = RolloutWorker(one), RolloutWorker(three)
-    weights, places = trainer_of(one, first).weights(), tuple(one.places_of_step(0))
+    weights, places = RewardTrainer(one, lambda orders: []).weights(), tuple(one.places_of_step(0))
     whole = second.run(Order(step=0, places=places, temperature=weights, kl_weight=WEIGHT))
     parts = Answer()
     for place in reversed(places):
@@ -172,47 +202,43 @@ def test_answers_depend_on_the_order_alone_and_not_on_the_batch(make: Any) -> No
     second.close()
 
 
-def test_a_run_that_was_stopped_goes_on_exactly(make: Any, tmp_path: Path) -> None:
-    plan = make(num_steps=5)
-    worker = RolloutWorker(plan)
-    whole = trainer_of(plan, worker)
-    train(whole, str(tmp_path / "whole"), say=lambda line: None)
+def test_a_run_that_was_stopped_twice_goes_on_exactly(make: Any, begin: Any, tmp_path: Path) -> None:
+    plan, run = make(num_steps=5), tmp_path / "parts"
+    whole = begin(plan)
+    train(whole, str(tmp_path / "whole"), say=be_silent)
 
     class Stopped(Exception):
         pass
 
-    def stop(figures: Any, step: int) -> None:
-        if step == 3:  # a step after the checkpoint
-            raise Stopped
+    def stop_after(last: int) -> Any:
+        def log(figures: Any, step: int) -> None:
+            if step == last:
+                raise Stopped
 
-    with pytest.raises(Stopped):
-        train(trainer_of(plan, worker), str(tmp_path / "parts"), say=lambda line: None, log=stop)
+        return log
+
+    for last in (1, 3):  # before the first checkpoint, and a step after it
+        with pytest.raises(Stopped):
+            train(begin(plan), str(run), say=be_silent, log=stop_after(last))
     lines: list[str] = []
-    resumed = trainer_of(plan, worker)
-    train(resumed, str(tmp_path / "parts"), say=lines.append)
+    resumed = begin(plan)
+    train(resumed, str(run), say=lines.append)
     assert lines[0] == "continues after step 2 of 5"
     assert resumed.history == whole.history
     assert resumed.base == whole.base
-    for name, value in whole.weights().items():
-        assert torch.equal(value, resumed.weights()[name]), name
-    worker.close()
-
-
-def test_a_damaged_checkpoint_is_named(make: Any, tmp_path: Path) -> None:
-    plan = make()
-    worker = RolloutWorker(plan)
-    train(trainer_of(plan, worker), str(tmp_path / "run"), say=lambda line: None)
-    file = tmp_path / "run" / "checkpoint.safetensors"
+    ours, theirs = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("parts", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert any(name.startswith("exp_avg") for name in theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    file = run / "checkpoint.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"checkpoint.safetensors is damaged"):
-        train(trainer_of(plan, worker), str(tmp_path / "run"), say=lambda line: None)
-    worker.close()
+        train(begin(plan), str(run), say=be_silent)
 
 
-def test_what_the_verifier_loses_is_counted_and_a_step_without_rewards_ends_the_run(make: Any, tmp_path: Path) -> None:
-    plan = make()
-    worker = RolloutWorker(plan)
-    trainer = trainer_of(plan, worker)
+def test_what_the_verifier_loses_is_counted_and_a_step_without_rewards_ends_the_run(begin: Any, tmp_path: Path) -> None:
+    trainer = begin()
     lines: list[str] = []
     train(trainer, str(tmp_path / "run"), say=lines.append)
     lost = sum(step["lost"] for step in trainer.history) + trainer.base["lost"]
@@ -220,27 +246,18 @@ def test_what_the_verifier_loses_is_counted_and_a_step_without_rewards_ends_the_
     assert lost > 0
     assert "an odd length" in trainer.result()["first_failure"]
     assert any("LOST" in line for line in lines)
-    worker.close()
-    plan = make(verifier="own_rewards:never")
-    worker = RolloutWorker(plan)
     with pytest.raises(NoRewardError, match=r"own_rewards:never gave no text of a step a reward, 12 were lost: nan"):
-        trainer_of(plan, worker).measure_base()
-    worker.close()
+        begin(verifier="own_rewards:never").measure_base()
 
 
-def test_the_target_is_the_divergence_of_success_and_the_reward_rises(make: Any, tmp_path: Path, model: Path) -> None:
+def test_the_target_is_the_divergence_of_success_and_the_reward_rises(begin: Any, tmp_path: Path, model: Path) -> None:
     """Right is what the model says at τ = 0, so that lower temperatures are rewarded."""
     base, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), load_tokenizer(str(model))
-    plan = make(
+    inputs = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    greedy = [base.generate(ids, do_sample=False, max_new_tokens=2)[0][-2:] for ids in inputs]
+    trainer = begin(
         verifier="exact",
-        answers=[
-            tokenizer.decode(
-                base.generate(tokenizer(prompt, return_tensors="pt").input_ids, do_sample=False, max_new_tokens=2)[0][
-                    -2:
-                ]
-            )
-            for prompt in PROMPTS
-        ],
+        answers=[tokenizer.decode(ids) for ids in greedy],
         num_steps=60,
         group_size=16,
         max_new_tokens=2,
@@ -249,8 +266,6 @@ def test_the_target_is_the_divergence_of_success_and_the_reward_rises(make: Any,
         leash=LeashSection(num_base_batches=4, reset_steps=5.0),
         temperature={"input": "hidden", "hidden_size": 16, "num_prototypes": 8},
     )
-    worker = RolloutWorker(plan)
-    trainer = trainer_of(plan, worker)
     train(trainer, str(tmp_path / "run"))
     result = trainer.result() | compare_temperatures(trainer)
     assert result["target_kl"] == pytest.approx(-1.2 * math.log(trainer.base["reward"]))
@@ -259,15 +274,109 @@ def test_the_target_is_the_divergence_of_success_and_the_reward_rises(make: Any,
     assert temperatures["learned"]["reward"] > 0.5 > 0.2 > temperatures["one"]["reward"]
     assert temperatures["one"]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert temperatures["mean_shift"]["tau_deviation"] == pytest.approx(0.0, abs=1e-3)
-    worker.close()
     export(trainer, str(tmp_path / "export"))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def\n")
     generate(tmp_path / "export", prompts, tmp_path / "texts.jsonl")
     record = read(tmp_path / "texts.jsonl")[0]
-    ids = load_tokenizer(str(model))(record["prompt"] + record["text"]).input_ids
-    base = AutoModelForCausalLM.from_pretrained(model).eval()
-    hidden = base(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-    logits = base(torch.tensor([ids])).logits[0, :, :VOCABULARY]
-    place = len(load_tokenizer(str(model))(record["prompt"]).input_ids) - 1
-    assert record["tau"][0] == pytest.approx(trainer.network(logits, hidden)[place].item(), rel=1e-4)
+    found = base(tokenizer("def", return_tensors="pt").input_ids, output_hidden_states=True)
+    tau = trainer.network(found.logits[0, -1:, :VOCABULARY], found.hidden_states[-1][0, -1:])
+    assert record["tau"][0] == pytest.approx(tau.item(), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """Yield a run with held-out prompts: its outcome, and what it asked in training and when temperatures were compared."""
+    place = tmp_path_factory.mktemp("measured")
+    held_out = write(place / "held-out.jsonl", [{"prompt": prompt} for prompt in HELD_OUT])
+    plan = plan_of(model, place, num_steps=3, prompts_at_a_time=2, held_out_prompts=held_out)
+    training: list[tuple[Order, Answer]] = []
+    comparison: list[tuple[Order, Answer]] = []
+
+    def run(orders: Sequence[Order]) -> list[Answer]:
+        answers = [worker.run(order) for order in orders]
+        (comparison if weights else training).extend(zip(orders, answers, strict=True))
+        return answers
+
+    with closing(RolloutWorker(plan)) as worker:
+        weights: dict[str, Tensor] = {}
+        trainer = RewardTrainer(plan, run)
+        train(trainer, str(place / "run"), say=be_silent)
+        weights = trainer.weights()
+        outcome = trainer.result() | compare_temperatures(trainer)
+        assert all(torch.equal(value, weights[name]) for name, value in trainer.weights().items())
+        yield SimpleNamespace(
+            plan=plan, worker=worker, trainer=trainer, outcome=outcome, training=training, comparison=comparison
+        )
+
+
+def test_held_out_prompts_are_measured_beside_their_controls_and_never_learned_from(measured: SimpleNamespace) -> None:
+    places = {place for order, _ in measured.training for place, _ in order.places}
+    assert places <= set(range(len(PROMPTS)))
+    assert sum(len(order.places) for order, _ in measured.training) == 3 * (1 + measured.plan.config.num_steps)
+    parts: dict[str, list[Answer]] = {}
+    for order, answer in measured.comparison:
+        if order.places[0][0] >= len(PROMPTS):
+            key = f"{order.temperature:.6f}" if isinstance(order.temperature, float) else "learned"
+            parts.setdefault(key, []).append(answer)
+            assert {measured.plan.asked[place].prompt.turns[0] for place, _ in order.places} <= set(HELD_OUT)
+    temperatures = measured.outcome["temperatures"]
+    # The controls are those of the training prompts, so that held-out ones choose nothing.
+    shift, best = temperatures["learned"]["tau_mean"], temperatures["constant"]["tau_mean"]
+    keys = {"learned": "learned", "mean_shift": f"{shift:.6f}", "constant": f"{best:.6f}", "one": "1.000000"}
+    for name, key in keys.items():
+        found = measured.outcome["held_out"][name]
+        num_texts = sum(answer.sums["texts"] for answer in parts[key][:2])
+        rewards = sum(answer.sums["reward"] for answer in parts[key][:2])
+        assert found["reward"] == pytest.approx(rewards / num_texts), name
+        assert found["texts"] == num_texts == len(HELD_OUT) * 4
+    shown = table(measured.outcome | {"num_too_long": 0})
+    assert shown.count("MeanShift") == shown.count("best constant") == 2
+    assert f"over {len(HELD_OUT) * 4} texts each" in shown
+
+
+def test_the_best_constant_is_the_one_with_the_most_reward(measured: SimpleNamespace) -> None:
+    """The reference asks every constant for itself."""
+    places = tuple(measured.plan.places_of_step(-2001))
+    rewards = {
+        constant: measured.worker.run(Order(step=-2001, places=places, temperature=constant)).mean("reward")
+        for constant in CONSTANTS
+    }
+    found = measured.outcome["temperatures"]["constant"]["tau_mean"]
+    assert rewards[min(CONSTANTS, key=lambda constant: abs(constant - found))] == max(rewards.values())
+    assert len(set(rewards.values())) > 1
+
+
+def test_a_dry_run_counts_what_a_run_asks_for_and_starts_nothing(
+    measured: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = measured.plan.config
+    arguments = [
+        "--model", config.model, "--prompts", config.prompts, "--held-out-prompts", config.held_out_prompts,
+        "--verifier.name", config.verifier.name, "--storage", str(tmp_path / "elsewhere"), "--num-steps", "3",
+        "--prompts-per-step", "3", "--group-size", "4", "--prompts-at-a-time", "2", "--max-new-tokens", "5",
+        "--leash.target-kl", "0.5", "--leash.num-base-batches", "1", "--temperature.hidden-size", "8",
+        "--temperature.num-prototypes", "4", "--dry-run",
+    ]  # fmt: skip
+    assert train_reward.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "elsewhere").exists()
+    orders = [order for order, _ in measured.training + measured.comparison]
+    num_texts = sum(len(order.places) for order in orders) * config.group_size
+    line = re.search(r"^texts +(\d+) to learn from, (\d+) to measure", shown, re.MULTILINE)
+    assert line is not None
+    assert int(line[1]) == 3 * 3 * 4
+    assert int(line[1]) + int(line[2]) == num_texts
+    assert re.search(rf"^tokens +at most {num_texts * 5:,} new ones", shown, re.MULTILINE)
+    weights = AutoModelForCausalLM.from_pretrained(config.model)
+    assert f"{weights.num_parameters():,} parameters in float32" in shown
+    num_parameters = sum(parameter.numel() for parameter in measured.trainer.network.parameters())
+    assert f"{num_parameters:,} parameters, reads hidden" in shown
+    assert re.search(r"^held out +3 of \d+ to \d+ tokens", shown, re.MULTILINE)
+    assert "own_rewards:vowels" in shown
+    assert re.search(r"^memory +about 0\.\d\d GiB a worker: process 0.72", shown, re.MULTILINE)
+
+
+def test_training_of_language_models_says_where_rewards_are() -> None:
+    with pytest.raises(ValueError, match=r"python -m jobs.train_reward"):
+        TemperatureSection(loss="reward")

@@ -6,7 +6,6 @@ weights that are without data between calls.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from evaluation_support import BruteForce
 from prediction_support import VOCAB_SIZE, save_tiny_model, some_texts
 
 from jobs.calibrate import main as calibrate
-from jobs.scoring.calibration.config import Rho
-from jobs.scoring.config import LanguageModelPool
 from jobs.scoring.generation.config import GenerateConfig
 from jobs.scoring.generation.sampling import Request, Sampler
 from jobs.scoring.headroom.config import Headroom
@@ -36,13 +33,15 @@ from tempnet.devices import DeviceMap
 from tempnet.loading import load_tempnet
 from tests.jobs.scoring.evaluation_cases import harness, scores
 
-# of a GPT-2 with two layers
-MAPS = {
-    "input": {"transformer.wte": "disk", "transformer.wpe": "disk", "transformer.h": "cpu", "transformer.ln_f": "cpu"},
-    "layers": {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu"},
-}
-INPUT: DeviceMap = MAPS["input"] | {"lm_head": "disk"}
-LAYERS: DeviceMap = MAPS["layers"] | {"lm_head": "cpu"}
+# Parts of a GPT-2 with two layers.
+ENDS: DeviceMap = {
+    "transformer.wte": "disk", "transformer.wpe": "disk", "transformer.h": "cpu", "transformer.ln_f": "cpu",
+    "lm_head": "disk",
+}  # fmt: skip
+LAYERS: DeviceMap = {
+    "transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu",
+    "lm_head": "cpu",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def documents() -> list[np.ndarray]:
     return [rng.integers(1, VOCAB_SIZE, size=size).astype(np.int32) for size in (1, 40, 16)]
 
 
-@pytest.mark.parametrize("spread", [INPUT, LAYERS], ids=["ends", "layers"])
+@pytest.mark.parametrize("spread", [ENDS, LAYERS], ids=["ends", "layers"])
 def test_predicted_temperatures_and_measured_tokens(model: Path, text: Path, spread: DeviceMap) -> None:
     settings, _ = resolve_settings(PredictTemperaturesConfig(model=str(model), text=str(text), output="unused"))
     whole, ours = (Predictor(settings, device_map=places).predict(documents()) for places in (None, spread))
@@ -76,8 +75,7 @@ def test_predicted_temperatures_and_measured_tokens(model: Path, text: Path, spr
     torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", ["tempnet", "greedy"])
-@pytest.mark.parametrize("spread", [INPUT, LAYERS], ids=["ends", "layers"])
+@pytest.mark.parametrize(("spread", "temperature"), [(ENDS, "tempnet"), (LAYERS, "tempnet"), (LAYERS, "greedy")])
 def test_generated_texts(gpt2: Path, spread: DeviceMap, temperature: str) -> None:
     config = GenerateConfig(model=str(gpt2), prompts="unused", output="unused", max_new_tokens=8)
     tokenizer = load_tokenizer(str(gpt2))
@@ -101,9 +99,7 @@ def test_scores_and_the_harness(export: str, brute: BruteForce, monkeypatch: pyt
     lm = harness(brute, "tempnet")
     ids = torch.tensor([[1, 5, 9]])
     logits = lm._model_call(ids)
-    parts = [name for name, _ in brute.base.transformer.named_children() if name != "drop"]
-    spread = {f"transformer.{name}": "disk" if name in ("wte", "h") else "cpu" for name in parts} | {"lm_head": "disk"}
-    monkeypatch.setattr(brute, "base", load_base(export, device_map=spread | {"transformer.drop": "cpu"}).eval())
+    monkeypatch.setattr(brute, "base", load_base(export, device_map=ENDS | {"transformer.drop": "cpu"}).eval())
     found = scores(brute, windows, names)
     for name in names:
         assert found[name].nll == pytest.approx(expected[name].nll, abs=1e-5)
@@ -111,27 +107,6 @@ def test_scores_and_the_harness(export: str, brute: BruteForce, monkeypatch: pyt
     lm = harness(brute, "tempnet")
     assert lm.device == torch.device("cpu")
     torch.testing.assert_close(lm._model_call(ids), logits)
-
-
-def test_devices_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="gpus_per_worker = 2 must be 1, or more with"):
-        LanguageModelPool(gpus_per_worker=2, use_gpu=True)
-    assert LanguageModelPool(gpus_per_worker=2, use_gpu=True, device_map="auto").num_gpus == 2
-    assert LanguageModelPool(device_map="auto").num_gpus == 0
-    with pytest.raises(ValueError, match="num_gpus = 2 must be 1, or more with use_gpu and device_map = auto"):
-        Rho(model="m", text="t", num_gpus=2, use_gpu=True)
-    with pytest.raises(ValueError, match="device_map = auto chooses the devices: leave out device = cpu"):
-        GenerateConfig(model="m", prompts="p", output="o", device="cpu", device_map="auto")
-    with pytest.raises(ValueError, match="device_map = auto chooses the devices: leave out device = cuda:1"):
-        PlaygroundConfig(model="m", device="cuda:1", device_map="auto")
-
-
-def test_eight_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(ValueError, match="dtype = fp8 needs torchao, which is not installed: pip install"):
-        GenerateConfig(model="m", prompts="p", output="o", dtype="fp8")
-    with pytest.raises(ValueError, match="precision = int8 needs torchao, which is not installed: pip install"):
-        PredictTemperaturesConfig(model="m", text="t", precision="int8")
 
 
 def test_commands_know_the_option(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +23,12 @@ from frozen_towers_support import (
 from safetensors.torch import load_file
 
 from jobs.engine.identity import fixed_values
+from jobs.scoring.features.embeddings import units_of
 from jobs.scoring.features.job import FeatureJob
 from jobs.scoring.stages import Stages
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source
 from jobs.tasks.dual_encoder.features import find_embeddings, refer_to_towers
-from jobs.tasks.dual_encoder.models import build_model
 from jobs.tasks.dual_encoder.plan import make_plan
 from jobs.tasks.dual_encoder.scores import score
 from jobs.tasks.dual_encoder.task import ClipTask
@@ -34,34 +36,39 @@ from pipelines.images import embeddings as embeddings_module
 from pipelines.images.embeddings import EmbeddingSource, PairEmbeddings
 from pipelines.images.manifest import ImageManifest
 from pipelines.storage import write_json
-from pipelines.text.tokenization import load_tokenizer
 from tempnet.base_model import BASE_FILE
 from tempnet.models.dual_encoder import DualEncoder
 
 CPU = torch.device("cpu")
+Stored = tuple[PairEmbeddings, PairEmbeddings]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> ClipConfig:
-    return make_frozen_config(tmp_path)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ClipConfig:
+    return make_frozen_config(tmp_path_factory.mktemp("frozen"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pairs(config: ClipConfig) -> ImageManifest:
     return prepare_pairs(config)
 
 
-@pytest.fixture
-def stored(
-    config: ClipConfig, pairs: ImageManifest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[PairEmbeddings, PairEmbeddings]:
+@pytest.fixture(scope="module")
+def stored(config: ClipConfig, pairs: ImageManifest) -> Iterator[Stored]:
     """Store the embeddings of both splits in files of two images, and of three captions."""
-    monkeypatch.setattr(embeddings_module, "FILE_BYTES", 2000)
-    return store(config, pairs, "train"), store(config, pairs, "validation")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings_module, "FILE_BYTES", 2000)
+        yield store(config, pairs, "train"), store(config, pairs, "validation")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> ClipConfig:
+    """Return a run whose towers a test may change."""
+    return make_frozen_config(tmp_path)
 
 
 def test_they_are_those_of_the_towers_on_central_views_with_the_batches_of_training(
-    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]
+    config: ClipConfig, pairs: ImageManifest, stored: Stored
 ) -> None:
     encoder = DualEncoder.from_pretrained(config.model.path)
     order = np.random.default_rng(1).permutation(pairs.num_pairs)
@@ -83,11 +90,9 @@ def test_they_are_those_of_the_towers_on_central_views_with_the_batches_of_train
     assert ours.name(1, 2) == source.name(1, 2)
 
 
-def test_the_room_is_as_predicted(pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]) -> None:
+def test_the_room_is_as_predicted(pairs: ImageManifest, stored: Stored) -> None:
     for embeddings in stored:
-        assert embeddings.images.bytes_per_row == 4 * 12 + 4
-        assert embeddings.captions.bytes_per_row == 4 * 12 + 10
-        assert embeddings.num_bytes == pairs.num_images * 52 + pairs.num_pairs * 58
+        assert embeddings.num_bytes == pairs.num_images * (4 * 12 + 4) + pairs.num_pairs * (4 * 12 + 10)
         for files, rows_per_file in ((embeddings.images, 2), (embeddings.captions, 3)):
             paths = list(Path(embeddings.directory).glob(f"{files.name}-*.arrow"))
             assert len(paths) == sum(-(-size // rows_per_file) for size in files.shard_sizes) > 2
@@ -96,9 +101,7 @@ def test_the_room_is_as_predicted(pairs: ImageManifest, stored: tuple[PairEmbedd
     assert "19 images × 52 bytes and 56 captions × 58 bytes" in stored[0].describe_size()
 
 
-def test_a_run_on_them_is_the_run_on_the_towers(
-    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]
-) -> None:
+def test_a_run_on_them_is_the_run_on_the_towers(config: ClipConfig, pairs: ImageManifest, stored: Stored) -> None:
     on_towers = ClipTask(config, make_data(config, pairs, None), 0, 1)
     on_features = ClipTask(from_features(config), make_data(config, pairs, stored), 0, 1)
     for task in (on_towers, on_features):
@@ -129,18 +132,8 @@ def test_a_run_on_them_is_the_run_on_the_towers(
             torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-4 if "tempnet" in str(file) else 0.0)
 
 
-def test_networks_start_alike_with_and_without_towers(config: ClipConfig) -> None:
-    tokenizer = load_tokenizer(config.tokenizer, needs_eos=False)
-    with_towers, without = (
-        build_model(each, tokenizer, num_pairs=9, device=CPU).loss.state_dict()
-        for each in (config, from_features(config))
-    )
-    assert with_towers
-    assert all(torch.equal(value, without[name]) for name, value in with_towers.items())
-
-
 def test_those_of_other_towers_captions_or_precision_are_not_found(
-    config: ClipConfig, pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings], tmp_path: Path
+    config: ClipConfig, pairs: ImageManifest, stored: Stored, tmp_path: Path
 ) -> None:
     towers = refer_to_towers(config)
     assert find_embeddings(config, pairs, towers, "train") == stored[0]
@@ -153,31 +146,30 @@ def test_those_of_other_towers_captions_or_precision_are_not_found(
         with pytest.raises(FileNotFoundError, match=r"jobs\.prepare_features in the place of jobs\.train_clip"):
             find_embeddings(other, pairs, towers, "train")
     make_dual_encoder(tmp_path / "encoder", seed=1)
-    other_towers = refer_to_towers(config)
+    other_towers = refer_to_towers(replace(config, model=replace(config.model, path=str(tmp_path / "encoder"))))
     assert other_towers.digest != towers.digest
     with pytest.raises(FileNotFoundError, match=r"the embeddings of data\.validation for these towers"):
         find_embeddings(config, pairs, other_towers, "validation")
 
 
-def test_a_run_does_not_continue_on_other_towers(config: ClipConfig, tmp_path: Path) -> None:
-    towers = refer_to_towers(config)
+def test_a_run_does_not_continue_on_other_towers(own: ClipConfig, tmp_path: Path) -> None:
+    towers = refer_to_towers(own)
     (tmp_path / "towers").mkdir()
     write_json(str(tmp_path / "towers" / BASE_FILE), {"path": towers.path, "digest": towers.digest})
     # TempNets and tokenizer beside the towers do not belong to them.
     (tmp_path / "encoder" / "tempnet_image").mkdir()
     (tmp_path / "encoder" / "tempnet_image" / "model.safetensors").write_bytes(b"")
-    assert refer_to_towers(config) == towers
+    assert refer_to_towers(own) == towers
     make_dual_encoder(tmp_path / "encoder", seed=1)
     with pytest.raises(ValueError, match=r"model\.path = .*run\.name = 'towers' cannot continue: .* digest"):
-        refer_to_towers(config)
+        refer_to_towers(own)
 
 
-def test_a_damaged_file_is_named(pairs: ImageManifest, stored: tuple[PairEmbeddings, PairEmbeddings]) -> None:
-    embeddings = stored[0]
+def test_a_damaged_file_is_named(stored: Stored, tmp_path: Path) -> None:
+    shutil.copytree(stored[0].directory, tmp_path, dirs_exist_ok=True)
+    embeddings = replace(stored[0], directory=str(tmp_path))
     first, second, *_ = embeddings.captions.parts()
-    (Path(embeddings.directory) / first.file).write_bytes(
-        (Path(embeddings.directory) / list(embeddings.captions.parts_of(0))[-1].file).read_bytes()
-    )
+    shutil.copy(tmp_path / list(embeddings.captions.parts_of(0))[-1].file, tmp_path / first.file)
     rows = np.arange(3)
     with pytest.raises(OSError, match=rf"{first.file} holds \d captions instead of 3: prepare the features again"):
         EmbeddingSource(embeddings=embeddings).read(np.zeros_like(rows), rows, 0)
@@ -195,8 +187,6 @@ def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest
     embeddings = Endless(
         directory=str(tmp_path / "endless"), pairs=pairs, embedding_size=12, image_size=16, num_text_tokens=40
     )
-    from jobs.scoring.features.embeddings import units_of
-
     job = FeatureJob(
         features=embeddings, units=units_of(embeddings), stages=Stages(model=lambda: print), save=lambda: None
     )
@@ -204,26 +194,19 @@ def test_a_disk_without_room_is_refused(config: ClipConfig, pairs: ImageManifest
         job.run(config.workers)
 
 
-@pytest.mark.parametrize(
-    ("section", "fields", "match"),
-    [
-        ("model", {"freeze": False}, r"model\.features = True needs model\.freeze True"),
-        ("data", {"view": "random"}, r"data\.view = 'random' shows another crop .* choose data\.view central"),
-    ],
-)
-def test_what_they_cannot_stand_for_is_refused(
-    config: ClipConfig, section: str, fields: dict[str, object], match: str
-) -> None:
+def test_what_they_cannot_stand_for_is_refused(config: ClipConfig) -> None:
     good = from_features(config)
-    with pytest.raises(ValueError, match=match):
-        replace(good, **{section: replace(getattr(good, section), **fields)})
+    with pytest.raises(ValueError, match=r"model\.features = True needs model\.freeze True"):
+        replace(good, model=replace(good.model, freeze=False))
+    with pytest.raises(ValueError, match=r"data\.view = 'random' shows another crop .* choose data\.view central"):
+        replace(good, data=replace(good.data, view="random"))
 
 
 def test_the_plan_needs_no_weights_and_sizes_must_fit(
-    config: ClipConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: ClipConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    good = from_features(config)
+    good = from_features(own)
     (tmp_path / "encoder" / "image_encoder" / "model.safetensors").write_bytes(b"no weights")
     assert "towers none (frozen, their embeddings are read), TempNets " in make_plan(good).describe()
     with pytest.raises(ValueError, match=r"model\.embedding_size = 16, but model\.path = .* was made for 12"):

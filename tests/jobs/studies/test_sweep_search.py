@@ -1,4 +1,4 @@
-"""Searches on known functions: a mean temperature that falls or rises along an axis, and trials that fail."""
+"""Searches on known functions, with trials that fail, and population based training: who is given up for whom."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.studies.sweeps.band_search import search_band
+from jobs.studies.sweeps.population import breed, last_steps
 from jobs.studies.sweeps.search import Point, PointResult, Search, search_grid, search_randomly
 from jobs.studies.sweeps.temperature_line import next_value
 
@@ -65,10 +66,8 @@ def test_a_band_search_over_whole_numbers_stays_with_them() -> None:
     def answer(point: Point) -> PointResult:
         return whole(point, math.sqrt(0.7) * math.exp(-0.02 * (point["a"] - 200.3)))
 
-    values = [
-        points[0]["a"]
-        for points in run_search(search_band({"a": [32, 256]}, band=BAND, budget=6, slope=-0.005, whole={"a"}), answer)
-    ]
+    search = search_band({"a": [32, 256]}, band=BAND, budget=6, slope=-0.005, whole={"a"})
+    values = [points[0]["a"] for points in run_search(search, answer)]
     assert all(value.is_integer() for value in values)
     assert any(answer({"a": value}).is_in(BAND) for value in values)
     assert len(values) > 1
@@ -81,29 +80,19 @@ def test_a_band_search_over_whole_numbers_stays_with_them() -> None:
     noise=st.lists(st.floats(-0.08, 0.08), min_size=8, max_size=8),
 )
 def test_the_band_is_reached_within_four_trials(slope: float, right: float, bend: float, noise: list[float]) -> None:
-    """The band is reached if log τ̄ falls along a curve with a small bend and noise.
-
-    Args:
-        slope: fall of log τ̄ per nat of ρ, where the curve passes the middle of the band.
-        right: the ρ at which the mean temperature is in the middle of the band.
-        bend: relative change of the slope per nat of ρ.
-        noise: noise of log τ̄, one value per trial.
-    """
+    """log τ̄ falls by `slope` per nat of ρ where it passes the middle of the band, with a small bend and noise."""
     draws = iter(noise)
-    seen = {}
+    taus: list[float] = []
 
     def answer(point: Point) -> PointResult:
         x = point[RHO] - right
         log_tau = math.log(0.7) / 2 - slope * x * (1 + bend * x) + next(draws)
-        seen[point[RHO]] = tau = min(max(math.exp(log_tau), 0.01), 1.98)
-        return whole(point, tau)
+        taus.append(min(max(math.exp(log_tau), 0.01), 1.98))
+        return whole(point, taus[-1])
 
     rounds = run_search(search_band({RHO: [2.0, 4.5]}, band=BAND, budget=4), answer)
-    taus = [seen[one[0][RHO]] for one in rounds]
     assert any(BAND[0] <= tau <= BAND[1] for tau in taus)
-    assert len(rounds) <= 4
-    assert all(len(points) == 1 for points in rounds)
-    assert len(seen) == len(rounds)
+    assert len({point[RHO] for (point,) in rounds}) == len(rounds) <= 4
 
 
 def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_continues() -> None:
@@ -116,6 +105,7 @@ def test_the_other_axes_are_tried_where_the_band_is_and_the_best_one_continues()
     rounds = run_search(search_band(AXES, band=BAND, budget=5), answer)
     ((first,), others, (last,)) = rounds
     assert first == {RHO: 3.25, RATE: 3e-3}
+    assert next(search_band(AXES, band=BAND, budget=5, start=2.2)) == [{RHO: 2.2, RATE: 3e-3}]
     # All three others fit into the round, and a whole trial is left.
     assert others == [{RHO: 3.25, RATE: 1e-3}, {RHO: 3.25, RATE: 1e-2}, {RHO: 3.25, RATE: 2e-2}]
     assert last[RATE] == 2e-2
@@ -152,17 +142,6 @@ def test_a_combination_that_the_round_left_out_is_tried_if_the_loss_falls_toward
         assert answer(last).tau_mean == pytest.approx(math.sqrt(BAND[0] * BAND[1]), rel=0.05)
 
 
-def test_a_single_axis_is_searched_for_the_middle_of_the_band() -> None:
-    def answer(point: Point) -> PointResult:
-        tau = math.exp(1.1 - 0.4 * point[RHO])
-        return whole(point, tau, loss=-tau)
-
-    values = [points[0][RHO] for points in run_search(search_band({RHO: [2.0, 4.5]}, band=BAND, budget=4), answer)]
-    assert len(values) <= 4
-    assert math.exp(1.1 - 0.4 * values[1]) == pytest.approx(math.sqrt(0.7), rel=0.01)
-    assert math.exp(1.1 - 0.4 * values[-1]) == pytest.approx(math.sqrt(0.7), rel=0.001)
-
-
 @given(st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(-1.0, 1.0), st.floats(0.5, 1.0)), min_size=12, max_size=12))
 def test_the_budget_is_never_exceeded(ends: list[tuple[float, float, float]]) -> None:
     draws = iter(ends)
@@ -173,11 +152,8 @@ def test_the_budget_is_never_exceeded(ends: list[tuple[float, float, float]]) ->
         spent.append(share)
         return PointResult(point=point, tau_mean=tau, loss=loss, share=share)
 
-    tried = [
-        tuple(point.values())
-        for points in run_search(search_band(AXES, band=BAND, budget=4), answer)
-        for point in points
-    ]
+    rounds = run_search(search_band(AXES, band=BAND, budget=4), answer)
+    tried = [tuple(point.values()) for points in rounds for point in points]
     assert sum(spent) <= 4.0
     assert len(set(tried)) == len(tried)
 
@@ -227,11 +203,6 @@ def test_an_axis_in_which_the_temperature_rises_is_turned_round(slope: float, ri
     assert any(answer(points[0]).is_in(BAND) for points in rounds)
 
 
-def test_two_trials_that_are_equal_but_for_noise_do_not_decide_the_direction() -> None:
-    value = next_value([(3.0, 1.9), (3.2, 1.91)], ends=(2.0, 4.5), band=BAND, start=3.0)
-    assert value == 4.5
-
-
 @pytest.mark.parametrize(("second", "third"), [(0.9809, 1.9708), (0.9741, 1.9799), (0.9908, 1.9536)])
 def test_a_search_on_flat_ground_goes_on_in_the_direction_of_the_prior(second: float, third: float) -> None:
     """Mean temperatures of three searches that began far below the band; the second is within noise of the first."""
@@ -247,12 +218,81 @@ def test_a_search_on_flat_ground_goes_on_in_the_direction_of_the_prior(second: f
     assert next_value([*observations[:2], (0.3, 0.98)], ends=ends, band=band, start=2.4) is None
 
 
-def test_a_start_that_is_given_is_tried_first() -> None:
-    assert next(search_band(AXES, band=BAND, budget=4, start=2.2))[0][RHO] == 2.2
-    assert next(search_band(AXES, band=BAND, budget=4))[0][RHO] == 3.25
-
-
-def test_a_bracket_is_never_left() -> None:
+def test_noise_decides_no_direction_and_a_bracket_is_never_left() -> None:
+    assert next_value([(3.0, 1.9), (3.2, 1.91)], ends=(2.0, 4.5), band=BAND, start=3.0) == 4.5
     value = next_value([(2.0, 1.9), (3.0, 1.2), (4.0, 0.2)], ends=(2.0, 4.5), band=BAND, start=3.0)
     assert value is not None
     assert 3.0 < value < 4.0
+
+
+POPULATION_AXES = {RHO: [1.0, 4.0, 2.0], RATE: [1e-4, 1e-2]}
+populations = st.lists(
+    st.builds(
+        lambda rho, rate, tau, loss: PointResult(point={RHO: rho, RATE: rate}, tau_mean=tau, loss=loss, share=0.5),
+        st.floats(1.0, 4.0).map(lambda value: float(f"{value:.4g}")),
+        st.floats(1e-4, 1e-2).map(lambda value: float(f"{value:.4g}")),
+        st.sampled_from([0.5, 0.8, math.nan]),
+        st.one_of(st.floats(0.0, 9.0), st.just(math.nan), st.just(math.inf)),
+    ),
+    min_size=2,
+    max_size=20,
+)
+
+
+def is_better(one: PointResult, other: PointResult) -> bool:
+    in_band = [BAND[0] <= result.tau_mean <= BAND[1] for result in (one, other)]
+    return in_band[0] if in_band[0] != in_band[1] else one.loss < other.loss
+
+
+@given(populations, st.integers(0, 99))
+def test_only_the_worst_give_way_to_the_best(results: list[PointResult], seed: int) -> None:
+    members = breed(results, axes=POPULATION_AXES, band=BAND, rng=np.random.default_rng(seed))
+    if not any(math.isfinite(result.loss) for result in results):
+        assert members == []
+        return
+    assert len(members) == len(results)
+    num_moved = min(math.ceil(len(results) / 5), len(results) // 2)
+    finite = [result for result in results if math.isfinite(result.loss)]
+    moved = [number for number, member in enumerate(members) if member.parent != number]
+    failed = [number for number, result in enumerate(results) if not math.isfinite(result.loss)]
+    assert set(failed) <= set(moved)
+    assert len(moved) == max(num_moved, len(failed))
+    for number, member in enumerate(members):
+        assert member.parent is not None
+        parent = results[member.parent]
+        if number not in moved:
+            assert member.point == parent.point
+            continue
+        # At most so many others are better than a parent, and none that stays is worse than one that is given up.
+        assert sum(is_better(result, parent) for result in finite) < num_moved
+        if number not in failed:
+            assert not any(is_better(results[number], results[kept]) for kept in set(range(len(results))) - set(moved))
+        for name, value in member.point.items():
+            low, high = min(POPULATION_AXES[name]), max(POPULATION_AXES[name])
+            tried = [float(f"{min(max(parent.point[name] * factor, low), high):.4g}") for factor in (0.8, 1.2)]
+            assert value in tried
+            assert value != parent.point[name]
+
+
+def test_the_same_results_lead_to_the_same_generation() -> None:
+    points = [{"temperature.rho": 1.0 + number} for number in range(4)]
+    results = [PointResult(point=point, tau_mean=0.8, loss=point["temperature.rho"], share=0.5) for point in points]
+    generations = [
+        breed(results, axes={"temperature.rho": [1.0, 4.0]}, band=BAND, rng=np.random.default_rng(3)) for _ in range(2)
+    ]
+    assert generations[0] == generations[1]
+    assert [member.parent for member in generations[0]] == [0, 1, 2, 0]
+    assert generations[0][3].point == {"temperature.rho": 1.2}  # .8 lies outside the axis, and 1 is the parent's own
+
+
+@given(st.integers(2, 9), st.integers(1, 50), st.data())
+def test_every_generation_has_a_validation(num_generations: int, every: int, data: st.DataObject) -> None:
+    num_steps = data.draw(st.integers(every * num_generations, 2000))
+    ends = last_steps(num_steps, num_generations=num_generations, validation_every=every)
+    assert len(ends) == num_generations
+    assert ends == sorted(set(ends))
+    assert all(end % every == 0 for end in ends[:-1])
+    assert ends[-1] == num_steps
+    # Each but the last ends at the first validation after its share of the steps.
+    waits = [end * num_generations - number * num_steps for number, end in enumerate(ends[:-1], start=1)]
+    assert all(0 <= wait < every * num_generations for wait in waits)

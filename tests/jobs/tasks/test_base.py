@@ -1,16 +1,30 @@
-"""Test what a new kind of training gets from the base classes without anything special of its own."""
+"""Test what the tasks share: paths, units, the size of the node's cache, and the record of the text of training."""
 
 from __future__ import annotations
 
+import io
+import logging
+import re
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
 from jobs.engine.fields import PATH
 from jobs.tasks.base import BaseTask, resolve_paths
+from jobs.tasks.language_model.training_text import (
+    TRAINING_TEXT_FILE,
+    read_training_text,
+    warn_of_known_text,
+    write_training_text,
+)
+from jobs.tasks.node_cache import GIB, cache_bytes
+from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
 from pipelines.stream import Batch
 
@@ -35,29 +49,110 @@ class Numbers:
         return str(row)
 
 
-def configuration(file: str) -> NumbersConfig:
-    return NumbersConfig(
-        run=RunSection(name="numbers"), data=NumbersSection(file=file), optimizer=OptimizerSection(batch_size=6)
-    )
-
-
 def test_paths_are_resolved_for_a_configuration_without_a_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TEMPNET_HOME", raising=False)
     (tmp_path / "numbers.txt").touch()
-    found = resolve_paths(configuration("numbers.txt"))
+    found = resolve_paths(NumbersConfig(run=RunSection(name="numbers"), data=NumbersSection(file="numbers.txt")))
     assert found.data.file == str(tmp_path / "numbers.txt")
     assert found.run.storage == str(tmp_path / "runs")
 
 
 def test_a_unit_is_a_sample_whatever_the_source_returns_beside_digests() -> None:
+    sections = {"data": NumbersSection(file=""), "optimizer": OptimizerSection(batch_size=6)}
+    config = NumbersConfig(run=RunSection(name="numbers"), **sections)
     tasks = [
         BaseTask(
-            configuration(""), Numbers(), plan=StreamPlan(shard_sizes=(10,), seed=0), rank=rank, world_size=2, num_readers=0
+            config, Numbers(), plan=StreamPlan(shard_sizes=(10,), seed=0), rank=rank, world_size=2, num_readers=0
         )
         for rank in range(2)
     ]  # fmt: skip
     batches = [next(task.stream.batches(0, 6)) for task in tasks]
     assert [task.num_units(batch) for task, batch in zip(tasks, batches, strict=True)] == [3, 3]
+
+
+@dataclass
+class Data:
+    cache_gib: float
+    shuffle_window: int = 200
+
+
+def size(data: Data, *, num_shards: int = 6, shard: int = GIB, split: str = "train") -> int:
+    plan = StreamPlan(shard_sizes=(100,) * num_shards, seed=3, window_size=data.shuffle_window)
+    return cache_bytes(data, plan=plan, shard_bytes=[shard] * num_shards, split=split)
+
+
+def test_a_cache_that_holds_a_window_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(Data(cache_gib=2)) == 2 * GIB
+    assert size(Data(cache_gib=3, shuffle_window=1000), num_shards=3) == 3 * GIB
+    assert size(Data(cache_gib=0)) == size(Data(cache_gib=0.1), shard=0) == 0
+    assert not capsys.readouterr().out
+
+
+def test_a_cache_that_is_too_small_is_reported_and_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size(Data(cache_gib=1.9), split="") == 0
+    assert not capsys.readouterr().out
+    assert size(Data(cache_gib=1.9)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("warning: data.cache_gib = 1.9 is less than the 2 GiB that the largest window of data.train")
+    assert "set data.cache_gib to 2 or more" in said
+
+
+@given(st.integers(1, 2**36))
+def test_a_cache_of_the_size_that_the_warning_names_is_used(shard: int) -> None:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert size(Data(cache_gib=1e-12), shard=shard) == 0
+    (named,) = re.findall(r"set data.cache_gib to (\S+) or more", said.getvalue())
+    assert size(Data(cache_gib=float(named)), shard=shard) >= 2 * shard
+
+
+def test_the_need_is_that_of_the_largest_window() -> None:
+    plan = StreamPlan(shard_sizes=(10, 10, 10, 10, 10), seed=0, window_size=10)
+    assert plan.cache_need([1, 2, 3, 4, 50]) == 50
+    assert plan.cache_need([1, 2, 3, 4, 5]) == 5
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Write three archives: of training, held out with the same name, and held out with another name."""
+    for name, content in (("a/0.jsonl", "train"), ("b/0.jsonl", "held out"), ("c/1.jsonl", "train")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f'{{"text": "{content}"}}\n')
+    return tmp_path
+
+
+def known(model: Path, text: Path) -> list[str]:
+    return warn_of_known_text(str(model), str(text), list_archives(str(text)), field="data.train")
+
+
+def test_only_the_same_archive_is_known(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = texts / "model"
+    model.mkdir()
+    assert known(model, texts / "a") == []  # Nothing is recorded.
+    write_training_text(model, str(texts / "a"), "", is_base_trained=True)
+    assert known(model, texts / "b") == known(model, texts / "c") == []
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert known(model, texts / "a") == known(model, texts / "a" / "0.jsonl") == ["0.jsonl"]
+    assert f"data.train = {texts / 'a'} holds text that {model} was trained on (0.jsonl)" in caplog.text
+
+
+def test_an_export_remembers_the_text_of_the_model_it_began_with(texts: Path) -> None:
+    first, frozen, tuned = (texts / name for name in ("first", "frozen", "tuned"))
+    for directory in (first, frozen, tuned):
+        directory.mkdir()
+    write_training_text(first, str(texts / "a"), "", is_base_trained=True)
+    write_training_text(frozen, str(texts / "b"), str(first), is_base_trained=False)
+    assert read_training_text(str(frozen)) == read_training_text(str(first)) != set()
+    write_training_text(tuned, str(texts / "b"), str(first), is_base_trained=True)
+    assert known(tuned, texts / "a") == known(tuned, texts / "b") == ["0.jsonl"]
+
+
+def test_a_frozen_base_of_unknown_origin_gets_no_record(texts: Path) -> None:
+    model = texts / "model"
+    model.mkdir()
+    write_training_text(model, str(texts / "a"), str(texts), is_base_trained=False)
+    assert not (model / TRAINING_TEXT_FILE).exists()

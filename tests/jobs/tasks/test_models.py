@@ -1,28 +1,33 @@
-"""Tests that a user's saved model of any family is frozen, held in bfloat16 and folded, and that its TempNet trains."""
+"""Test what a run makes of a user's saved model: how it is held and frozen, and what checkpoints and exports hold of it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from clip_support import make_dual_encoder, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from jobs.engine.checkpoint import SafeCheckpointEngine, frozen_names
 from jobs.engine.config import RunSection
+from jobs.engine.identity import with_fields
 from jobs.engine.worker_settings import WorkersSection
-from jobs.tasks.language_model.config import (
-    DataSection,
-    LanguageModelConfig,
-    ModelSection,
-    TemperatureSection,
-    with_rho,
-)
+from jobs.tasks.dual_encoder.export import export_encoder
+from jobs.tasks.language_model.base import refer_to_base
+from jobs.tasks.language_model.config import DataSection, LanguageModelConfig, ModelSection, TemperatureSection
+from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import base_shapes, build_model
+from pipelines.storage import write_json
 from pipelines.text.tokenization import load_tokenizer, train_bpe
+from tempnet.base_model import BASE_FILE, read_reference
+from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig
+from tempnet.loading import load_causal_lm
+from tempnet.models.dual_encoder import DualEncoder
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.training_temperature import load_training_temperature
 
 WORDS = "a user brings a model of their own and asks which temperature suits every token of it"
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -30,39 +35,52 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_bpe([WORDS] * 20, 280)
 
 
-def save_model(directory: Path, architecture: str, tokenizer: PreTrainedTokenizerFast, *, tied: bool) -> None:
-    torch.manual_seed(0)
+def save_model(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, architecture: str = "gpt2", *, tied: bool = True, seed: int = 0
+) -> None:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
     extra = {} if architecture == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
         architecture, vocab_size=len(tokenizer) + 24, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-        **SIZES, **extra,
+        **sizes, **extra,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tied"), [("gpt2", True), ("gpt_neox", False), ("llama", False), ("qwen2", True)]
-)
-@pytest.mark.parametrize(
-    ("precision", "input_shift"),
-    [("fp32", "none"), ("bf16", "none"), ("fp32", "mean"), ("bf16", "mean"), ("fp32", "max")],
-)
-def test_a_saved_model_is_frozen_and_its_tempnet_trains(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, architecture: str, tied: bool, precision: str, input_shift: str
-) -> None:
-    save_model(tmp_path / "model", architecture, tokenizer, tied=tied)
-    config = LanguageModelConfig(
+@pytest.fixture
+def config(tmp_path: Path) -> LanguageModelConfig:
+    """Return the configuration of a run on the saved model in `model`."""
+    return LanguageModelConfig(
         run=RunSection(name="own", storage=str(tmp_path)),
         data=DataSection(train="unused", validation="unused", context_length=32),
         model=ModelSection(path=str(tmp_path / "model")),
-        temperature=TemperatureSection(rho=None, hidden_size=16, num_prototypes=8, input_shift=input_shift),
+        temperature=TemperatureSection(rho=1.0, hidden_size=4, num_prototypes=3),
+        workers=WorkersSection(precision="fp32"),
     )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "precision", "input_shift"),
+    [
+        ("gpt2", True, "fp32", "none"),
+        ("gpt2", True, "bf16", "mean"),
+        ("gpt_neox", False, "bf16", "none"),
+        ("llama", False, "fp32", "mean"),
+        ("qwen2", True, "fp32", "max"),
+    ],
+)
+def test_a_saved_model_is_frozen_and_its_tempnet_trains(
+    architecture: str, tied: bool, precision: str, input_shift: str,
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, config: LanguageModelConfig,
+) -> None:  # fmt: skip
+    save_model(tmp_path / "model", tokenizer, architecture, tied=tied)
     assert config.tokenizer == config.model.path
-    assert config.temperature.needs_calibration
-    settings = replace(with_rho(config, 1.5), workers=WorkersSection(precision=precision))
-    module = build_model(settings, load_tokenizer(config.tokenizer))
+    values = {"workers.precision": precision, "temperature.input_shift": input_shift, "temperature.hidden_size": 16}
+    module = build_model(with_fields(config, values), load_tokenizer(config.tokenizer))
     assert module.freeze_base
+    assert module.tempnet is not None
     assert module.tempnet.config.input_shift == input_shift
     assert module.head is not None
     assert module.base.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -81,19 +99,81 @@ def test_a_saved_model_is_frozen_and_its_tempnet_trains(
 
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused_before_it_is_loaded(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, config: LanguageModelConfig
 ) -> None:
-    AutoConfig.for_model("bloom", vocab_size=512, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
-        tmp_path
-    )  # No weights are saved.
-    tokenizer.save_pretrained(tmp_path)
-    config = LanguageModelConfig(
-        run=RunSection(name="own", storage=str(tmp_path)),
-        data=DataSection(train="unused", validation="unused", context_length=32),
-        model=ModelSection(path=str(tmp_path), attention="eager"),
-        temperature=TemperatureSection(rho=1.5),
-    )
+    bloom = AutoConfig.for_model("bloom", vocab_size=512, hidden_size=32, n_layer=2, n_head=4)
+    bloom.save_pretrained(tmp_path / "model")  # There are no weights.
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = with_fields(config, {"model.attention": "eager"})
     with pytest.raises(ValueError, match=r"'bloom': set attend_across_documents = True"):
         base_shapes(config, tokenizer)
-    shapes = base_shapes(replace(config, data=replace(config.data, attend_across_documents=True)), tokenizer)
+    shapes = base_shapes(with_fields(config, {"data.attend_across_documents": True}), tokenizer)
     assert all(parameter.is_meta for parameter in shapes.parameters())
+
+
+def test_the_export_of_a_frozen_base_holds_the_tempnet_and_names_the_base(
+    config: LanguageModelConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    save_model(tmp_path / "model", tokenizer)
+    module = build_model(config, load_tokenizer(config.tokenizer))
+    export_model(module, config, is_first=True, base=refer_to_base(config))
+    export = tmp_path / "own" / "export"
+    assert not list(export.glob("*.safetensors"))
+    base, network = load_causal_lm(export)
+    whole = with_fields(config, {"run.export": str(tmp_path / "whole")})
+    export_model(module, whole, is_first=True, base=None)
+    same, other = load_causal_lm(tmp_path / "whole")
+    assert network is not None
+    assert other is not None
+    ids = torch.arange(8).unsqueeze(0)
+    assert torch.equal(base(ids).logits, same(ids).logits)
+    assert torch.equal(network(base(ids).logits[..., :280]), other(same(ids).logits[..., :280]))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    # An export as the base of another run stands for its own base.
+    again = with_fields(config, {"model.path": str(export), "run.name": "again"})
+    assert refer_to_base(again) == read_reference(export)
+    build_model(again, load_tokenizer(again.tokenizer))
+
+
+def test_a_run_does_not_continue_on_another_base(
+    config: LanguageModelConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    save_model(tmp_path / "model", tokenizer)
+    reference = refer_to_base(config)
+    (tmp_path / "own").mkdir()
+    write_json(str(tmp_path / "own" / BASE_FILE), {"path": reference.path, "digest": reference.digest})
+    assert refer_to_base(config) == reference
+    save_model(tmp_path / "model", tokenizer, seed=1)
+    with pytest.raises(
+        ValueError, match=r"model\.path = .*run\.name = 'own' cannot continue: the base model .* digest"
+    ):
+        refer_to_base(config)
+
+
+def test_a_checkpoint_leaves_out_a_frozen_weight_under_all_of_its_names(
+    config: LanguageModelConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """DeepSpeed would keep the output weight, which is tied to the input embedding."""
+    save_model(tmp_path / "model", tokenizer)
+    module = build_model(config, load_tokenizer(config.tokenizer))
+    state = {"module": dict(module.state_dict()), "step": 1}
+    assert "base.lm_head.weight" in state["module"]
+    SafeCheckpointEngine(frozen_names(module)).save(state, str(tmp_path / "state.pt"))
+    kept = SafeCheckpointEngine().load(str(tmp_path / "state.pt"))
+    names = {name for name, value in kept["module"].items() if value.ndim == 2}
+    assert names == {"tempnet.transform.0.weight", "tempnet.projection"}
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("clip", 0.05), ("clip_fixed", 0.07), ("temperature_free", None)])
+def test_an_export_of_a_dual_encoder_holds_the_constant_temperature_of_its_loss(
+    loss: str, expected: float | None, tmp_path: Path
+) -> None:
+    encoder = DualEncoder.from_pretrained(make_dual_encoder(tmp_path / "start"))
+    module = TemperatureDualEncoder(encoder, ContrastiveLoss(ContrastiveLossConfig.for_name(loss)))
+    if module.loss.learned is not None:
+        with torch.no_grad():
+            module.loss.learned.log_tau.fill_(torch.tensor(0.05).log())
+    export_encoder(encoder, module.loss, make_tokenizer(), str(tmp_path / "export"))
+    DualEncoder.from_pretrained(tmp_path / "export")
+    found = load_training_temperature(tmp_path / "export")
+    assert found is None if expected is None else found == pytest.approx(expected)

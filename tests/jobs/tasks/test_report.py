@@ -1,46 +1,33 @@
-"""Tests the summary table of a run and the page whose tokens are coloured by temperature."""
+"""Test the summary table of a run and the page whose tokens are coloured by temperature."""
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
+import html
+import re
 
 from jobs.tasks.language_model.report import coloured_page, summary_table
 
 
-class Spans(HTMLParser):
-    """Collects (background, title, text) of every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens: list[list[str]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag == "span" and values.get("title"):
-            self.tokens.append([values["style"] or "", values["title"] or "", ""])
-
-    def handle_data(self, data: str) -> None:
-        if self.tokens and not self.tokens[-1][2]:
-            self.tokens[-1][2] = data
+def spans(page: str) -> list[tuple[str, ...]]:
+    """Return (background, title, text) of every token."""
+    found = re.findall(r'<span\b[^>]*?style="([^"]*)"[^>]*?title="([^"]*)"[^>]*>([^<]*)</span>', page)
+    return [tuple(map(html.unescape, values)) for values in found]
 
 
 def test_tokens_are_escaped_and_told_apart() -> None:
     tokens, tau = ["<script>", " a&b", '"x"', " d"], [0.2, 0.8, 1.4, 1.4]
     page = coloured_page(title="T", sections={"<S>": (tokens, tau, [4.0, 3.0, 1.0, 1.0])})
     assert "<script>" not in page
-    parser = Spans()
-    parser.feed(page)
-    assert [token[2] for token in parser.tokens] == tokens
-    assert parser.tokens[0][1] == "τ 0.200 · entropy 4.00 nats"
-    colours = [token[0] for token in parser.tokens]
+    colours, titles, texts = zip(*spans(page), strict=True)
+    assert list(texts) == tokens
+    assert titles[0] == "τ 0.200 · entropy 4.00 nats"
     assert len(set(colours)) == 3
     assert colours[2] == colours[3]
 
 
 def test_a_constant_temperature_is_one_colour_and_no_error() -> None:
-    parser = Spans()
-    parser.feed(coloured_page(title="T", sections={"S": (["a", "b"], [1.0, 1.0], [1.0, 2.0])}))
-    assert len({token[0] for token in parser.tokens}) == 1
+    page = coloured_page(title="T", sections={"S": (["a", "b"], [1.0, 1.0], [1.0, 2.0])})
+    assert len({colour for colour, _, _ in spans(page)}) == 1
     coloured_page(title="T", sections={})
 
 

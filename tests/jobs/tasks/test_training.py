@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clip_training_support import tiny_clip_config, write_smooth_tower, write_tiny_images
-from corpus_support import write_corpus
+from clip_training_support import tiny_clip_config, write_smooth_tower
 from safetensors.torch import load_file
 from sample_state_support import sample_states
 from sentence_support import tiny_sentences
 from support import tiny_config
+from tokenizers import Tokenizer
 
 from tests.local_training import Call, history, train_plan
 
@@ -33,6 +33,9 @@ RUN = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "log_every": 2, "num_che
 GENTLE = {"learning_rate_base": 1e-4, "learning_rate_tempnet": 3e-4, "epsilon": 1e-4}
 TAU_RANGE = {"tau_min": 0.1, "tau_max": 0.5}
 SHARED: dict[str, dict[str, Any]] = {"run": RUN, "tracking": {"enabled": False}, "validation": {"every": 6}}
+
+
+LABELS = {"neg": "bad", "pos": "good"}
 
 
 def merged(*parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -47,7 +50,11 @@ def merged(*parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def language_model(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> Any:
     from jobs.tasks.language_model.plan import make_plan
 
-    own = {"validation": {"num_blocks": 16, "num_oracle_tokens": 256}}
+    own: dict[str, dict[str, Any]] = {"validation": {"num_blocks": 16, "num_oracle_tokens": 256}}
+    if name.startswith("distil"):
+        own["distillation"] = {"teacher": str(home / "runs" / "lm-1" / "export")}
+    if name.startswith("finetune"):
+        own["model"] = {"path": str(home / "runs" / "lm-1" / "export"), "freeze": False}
     return make_plan(tiny_config(home / "corpus", home / "runs", name, **merged(SHARED, own, sections)))
 
 
@@ -137,8 +144,8 @@ class Site:
 
     def alone(self, case: str) -> Any:
         """Return the outcome of a case that one process has trained, which is done once."""
-        if case == "frozen":
-            self.alone("lm")  # the base
+        if case in ("frozen", "distil", "finetune"):
+            self.alone("lm")  # the base, or the teacher
         if case not in self.outcomes:
             make, sections = CASES[case]
             self.outcomes[case] = self.train(make, f"{case}-1", **sections)
@@ -160,28 +167,30 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, alone: Call, together: Call) -> Site:
-    from pipelines.archives import list_archives
-    from pipelines.text.reading import Document, read_documents
-    from pipelines.text.tokenization import train_wordpiece
-
+def site(
+    corpus: Path, wordpiece: Path, images: Path, alone: Call, together: Call, tmp_path_factory: pytest.TempPathFactory
+) -> Site:
     home = tmp_path_factory.mktemp("tasks")
-    write_corpus(home / "corpus")
-    write_tiny_images(home / "images")
+    for name, directory in {"corpus": corpus, "wordpiece": wordpiece, "images": images}.items():
+        (home / name).symlink_to(directory)
     write_smooth_tower(home / "smooth")
-    source = str(home / "corpus" / "train")
-    documents = (item for archive in list_archives(source) for item in read_documents(source, archive))
-    train_wordpiece((item.text for item in documents if isinstance(item, Document)), 400).save_pretrained(
-        home / "wordpiece"
-    )
-    lines = [f"{label}\t{word} abc {'def ' * (number % 4)}{number}" for number in range(20) for label, word in
-             (("neg", "bad"), ("pos", "good"))]  # fmt: skip
-    (home / "labelled.tsv").write_text("\n".join(lines))
+    rows = [
+        (label, f"{word} abc {'def ' * (number % 4)}{number}") for number in range(20) for label, word in LABELS.items()
+    ]
+    (home / "labelled.tsv").write_text("\n".join(map("\t".join, rows)))
     return Site(home, {1: alone, 2: together})
 
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, dict[str, Any]]]] = {
     "lm": (language_model, {"optimizer": {"micro_batch_size": 2}}),  # one process accumulates 4, two accumulate 2
+    "distil": (
+        language_model,
+        {"temperature": {"loss": "distil"}, "model": {"hidden_size": 32}, "optimizer": {"epsilon": 1e-4}},
+    ),
+    "finetune": (
+        language_model,
+        {"temperature": {"loss": "ce"}, "workers": {"activation_checkpointing": True}, "optimizer": {"epsilon": 1e-4}},
+    ),
     "frozen": (frozen, {"workers": {"zero_stage": 3}}),
     "clip-tempnet": (dual_encoder, {"temperature": {"loss": "tempnet", "target_tau": 0.2, "rho": 1.0, **TAU_RANGE}}),
     "clip-isogclr": (
@@ -220,14 +229,15 @@ def test_two_processes_train_what_one_does_and_an_interrupted_run_goes_on(site: 
 def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     outcome = site.alone(case)
     report = Path(outcome["directory"]) / "report"
-    pages = {"lm": {"tokens.html", "histogram.png"}, "frozen": {"tokens.html", "histogram.png"}, "classifier": set()}
+    tokens = {"tokens.html", "histogram.png"}
+    pages = {"classifier": set()} | dict.fromkeys(("lm", "frozen", "distil", "finetune"), tokens)
     assert {path.name for path in report.iterdir()} == {
         "summary.txt",
         "outcome.json",
         "configuration.json",
     } | pages.get(case, {"histogram.png"})
     assert json.loads((report / "outcome.json").read_text())["validation"].keys() == outcome["validation"].keys()
-    if case in ("classifier", "clip-isogclr"):  # their temperatures are not a network's
+    if case in ("classifier", "clip-isogclr", "distil", "finetune"):  # they train no TempNet
         return
     rivals = outcome["rivals"]
     assert rivals["robust/best_constant_loss"] <= rivals["robust/mean_shift_loss"] + 1e-4
@@ -369,3 +379,26 @@ def test_what_the_pairs_are_too_few_for_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         dual_encoder(site.home, "large", sections).prepare()
+
+
+def test_a_student_learns_from_its_teacher_and_a_finetuned_model_from_where_it_began(site: Site) -> None:
+    scores = [found["scores"]["cross_entropy"] for found in site.alone("distil")["validations"]]
+    assert scores[-1] < scores[0]
+    assert not any("teacher" in file.name for file in Path(site.alone("distil")["export"]).rglob("*"))
+    losses = history(site.home / "finetune-1")
+    assert losses[1][0] == pytest.approx(site.alone("lm")["validation"]["cross_entropy"], abs=0.5)
+    assert not (Path(site.alone("finetune")["export"]) / "tempnet").exists()
+
+
+def test_a_teacher_with_another_tokenizer_or_none_is_refused(site: Site, tmp_path: Path) -> None:
+    site.alone("lm")
+    distil = {"temperature": {"loss": "distil"}}
+    with pytest.raises(ValueError, match=r"distillation\.teacher = '.*nowhere' is missing: there is no such file"):
+        language_model(site.home, "nobody", merged(distil, {"distillation": {"teacher": str(tmp_path / "nowhere")}}))
+    (tmp_path / "other").mkdir()
+    tokenizer = Tokenizer.from_file(str(site.home / "corpus" / "tokenizer" / "tokenizer.json"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(tmp_path / "other" / "tokenizer.json"))
+    other = {"data": {"tokenizer": str(tmp_path / "other" / "tokenizer.json")}}
+    with pytest.raises(ValueError, match=r"is not the tokenizer of distillation\.teacher = "):
+        language_model(site.home, "distil-other", merged(distil, other))

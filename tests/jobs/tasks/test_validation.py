@@ -1,23 +1,28 @@
-"""Tests that validation figures of language models over all tokens do not depend on how the tokens are divided."""
+"""Test that the figures of a validation or a step are those of all tokens, pairs or spans, however they are divided."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jobs.tasks.dual_encoder.scores import one_temperature
+from jobs.tasks.dual_encoder.validation import HeldOut
 from jobs.tasks.language_model.validation import ValidationDetails, ValidationPart, validate
+from jobs.tasks.sentence_encoder.statistics import SpanStatistics
 from pipelines.text.packing import IGNORE_INDEX
 from tempnet import TempNet, TempNetConfig
+from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.dro import robust_loss
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.temperature_sentence_encoder import SpanOutput
 from tempnet.rivals import half_width
 from tempnet.softmax.reference import TemperatureLossConfig
 
@@ -65,30 +70,24 @@ def validated(
 
 
 @torch.no_grad()
-def expected_spearman() -> float:
-    module, arrays = make_module(), blocks()
-    logits = module.logits(torch.from_numpy(arrays["input_ids"]), torch.from_numpy(arrays["position_ids"]))
-    logits = logits[torch.from_numpy(arrays["targets"] != IGNORE_INDEX)]
+def predictions(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits, the targets and the temperatures of all tokens that have a target."""
+    module, is_valid = make_module(), torch.from_numpy(arrays["targets"] != IGNORE_INDEX)
+    logits = module.logits(torch.from_numpy(arrays["input_ids"]), torch.from_numpy(arrays["position_ids"]))[is_valid]
     assert module.tempnet is not None
-    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
-    return float(spearmanr(module.tempnet(logits), entropy).statistic)
+    return logits, torch.from_numpy(arrays["targets"])[is_valid], module.tempnet(logits)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("micro_batch_size", [1, 3, NUM_BLOCKS])
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("micro_batch_size", [3, NUM_BLOCKS])
 def test_the_rank_correlation_is_that_of_all_tokens(micro_batch_size: int) -> None:
     scores, _ = validated(blocks(), micro_batch_size)
-    assert scores["tau_entropy_spearman"] == pytest.approx(expected_spearman(), abs=1e-4)
+    logits, _, tau = predictions(blocks())
+    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+    assert scores["tau_entropy_spearman"] == pytest.approx(float(spearmanr(tau, entropy).statistic), abs=1e-4)
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
     """If every token has an oracle temperature, the rivals' figures do not depend on the micro-batches either."""
@@ -103,14 +102,62 @@ def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
     assert found["robust/loss"] == pytest.approx(scores["robust_loss"], abs=1e-5)
     assert found["cross_entropy/loss"] == pytest.approx(scores["cross_entropy_tau"], abs=1e-5)
     assert found["robust/mean_shift_tau"] == pytest.approx(scores["tau_mean"], abs=1e-6)
-    module = make_module()
-    with torch.no_grad():
-        logits = module.logits(torch.from_numpy(arrays["input_ids"]), torch.from_numpy(arrays["position_ids"]))
-        logits, targets = logits[torch.from_numpy(is_valid)], torch.from_numpy(arrays["targets"][is_valid])
-        assert module.tempnet is not None
-        tau = module.tempnet(logits)
-        constant = robust_loss(logits, targets, float(tau.mean()), LOSS.rho)
-        gain = (constant - robust_loss(logits, targets, tau, LOSS.rho)).double()
+    logits, targets, tau = predictions(arrays)
+    constant = robust_loss(logits, targets, float(tau.mean()), LOSS.rho)
+    gain = (constant - robust_loss(logits, targets, tau, LOSS.rho)).double()
     assert found["robust/mean_shift_gain"] == pytest.approx(gain.mean().item(), abs=1e-6)
     block_of = torch.from_numpy(is_valid.nonzero()[0])
     assert found["robust/mean_shift_gain_half_width"] == pytest.approx(half_width(gain, block_of), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in LOSS_KINDS.items() if kind.temperature != "tempnet"])
+def test_every_contrastive_loss_has_a_cross_entropy_at_its_own_temperature(name: str) -> None:
+    config = ContrastiveLossConfig.for_name(name)
+    has_own = config.kind.temperature in ("learned", "per_sample", "given")
+    scores = {"tau_mean": 0.03} if has_own else {}
+    tau = 0.03 if has_own else config.tau
+    generator = torch.Generator().manual_seed(0)
+    image, text = (F.normalize(torch.randn(20, 8, generator=generator, dtype=torch.float64), dim=-1) for _ in range(2))
+    cosines = image @ text.T
+    logits = torch.log((1 + cosines) / (1 - cosines)) if config.kind.temperature == "free" else cosines / tau
+    target = torch.arange(20)
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    held_out = HeldOut(image=image, text=text, image_of_text=target.numpy())
+    found = held_out.scores(one_temperature(config, scores))
+    assert found["cross_entropy_tau"] == pytest.approx(float(expected), rel=1e-9)
+
+
+TAU = torch.tensor([[0.02, 0.04, 0.03, 0.05], [0.1, 0.2, 0.1, 0.2]])
+
+
+def output_of(tau: torch.Tensor | None, mlm_loss: float | None) -> SpanOutput:
+    one = torch.tensor(1.0)
+    contrastive: ContrastiveOutput | None = None
+    if tau is not None:
+        contrastive = {"loss": one, "tau": tau, "log_u": None, "dual_gradient": None}
+    return {"loss": one, "mlm_loss": None if mlm_loss is None else mlm_loss * one, "contrastive": contrastive}
+
+
+def summary(name: str, parts: list[torch.Tensor] | list[None], mlm_loss: float | None) -> dict[str, float]:
+    config = ContrastiveLossConfig.for_name(name)
+    found = [
+        SpanStatistics.of(output_of(tau, mlm_loss), config, num_documents=4, num_crowded=number)
+        for number, tau in enumerate(parts)
+    ]
+    found[0].sums.add_(found[1].sums)  # The training loop adds up ranks in the same way.
+    return found[0].summary()
+
+
+def test_the_means_of_a_sentence_encoders_step_are_those_of_all_ranks() -> None:
+    found = summary("clip", [TAU[:, :2], TAU[:, 2:]], 2.5)
+    assert found["mlm_loss"] == pytest.approx(2.5)
+    assert found["share_crowded"] == pytest.approx(1 / 8)
+    assert found["tau_mean"] == pytest.approx(float(TAU.mean()), rel=1e-6)
+    assert found["tau_mean_anchor"] == pytest.approx(float(TAU[0].mean()), rel=1e-6)
+    assert found["tau_mean_positive"] == pytest.approx(float(TAU[1].mean()), rel=1e-6)
+
+
+def test_a_sentence_encoders_step_leaves_out_what_it_has_not() -> None:
+    assert summary("clip", [None, None], 2.5).keys() == {"share_crowded", "mlm_loss"}
+    free = summary("temperature_free", [torch.ones(2, 2), torch.ones(2, 2)], None)
+    assert free == {"share_crowded": pytest.approx(1 / 8)}

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipelines.images.decoding import MAX_DECODING_BYTES, MAX_PIXELS, ImageProblemKind
 
-# This program reads an image in every way, and prints the outcome of each and the peak of the memory.
+# This program reads images in every way, and prints the outcomes of each and the peak of the memory.
 _READ = """
 import json, sys
 from pathlib import Path
@@ -25,40 +25,45 @@ import pipelines.images.pairs  # all that a reader imports
 from pipelines.images.decoding import ImageError, check_image
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 
-data = Path(sys.argv[1]).read_bytes()
-outcomes = []
-for read in (
+def outcome(read, data):
+    try:
+        read(data)
+        return ""
+    except ImageError as error:
+        return error.kind
+
+ways = (
     check_image,
     lambda data: training_view(data, 224, AugmentationConfig(), np.random.default_rng(0)),
     lambda data: evaluation_view(data, 224),
-):
-    try:
-        read(data)
-        outcomes.append("")
-    except ImageError as error:
-        outcomes.append(error.kind)
+)
+outcomes = [sorted({outcome(read, Path(path).read_bytes()) for read in ways}) for path in sys.argv[1:]]
 (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(json.dumps([outcomes, int(peak) * 1024]))
 """
-_ROWS_AT_A_TIME = 64
 
 
-def read_in_a_child(path: Path, data: bytes) -> tuple[set[str], int]:
-    """Return the outcomes of all ways of reading, and the child's peak resident memory in bytes."""
-    path.write_bytes(data)
-    child = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
+def read_in_a_child(directory: Path, images: list[bytes]) -> tuple[list[list[str]], int]:
+    """Return the outcomes of all ways of reading each image, and the child's peak resident memory in bytes."""
+    paths = [directory / str(number) for number in range(len(images))]
+    for path, data in zip(paths, images, strict=True):
+        path.write_bytes(data)
+    child = subprocess.run([sys.executable, "-c", _READ, *paths], check=True, capture_output=True, text=True)
     outcomes, peak = json.loads(child.stdout)
-    return set(outcomes), peak
+    return outcomes, peak
 
 
 def deflated_zeros(num_bytes: int) -> bytes:
-    compressor = zlib.compressobj(1)
-    block = bytes(2**20)
-    parts = [compressor.compress(block[: min(2**20, num_bytes - at)]) for at in range(0, num_bytes, 2**20)]
-    return b"".join([*parts, compressor.flush()])
+    """Compress zeros quickly: a block that is flushed fully may be repeated."""
+    compressor = zlib.compressobj(1, zlib.DEFLATED, -15)
+    block = compressor.compress(bytes(2**20)) + compressor.flush(zlib.Z_FULL_FLUSH)
+    rest = zlib.compressobj(1, zlib.DEFLATED, -15)
+    end = rest.compress(bytes(num_bytes % 2**20)) + rest.flush()
+    checksum = (num_bytes % 65_521) << 16 | 1
+    return b"\x78\x01" + block * (num_bytes // 2**20) + end + checksum.to_bytes(4, "big")
 
 
-def png(width: int, height: int, *, depth: int, colour: int, extra: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+def png(width: int, height: int, *, depth: int, colour: int) -> bytes:
     """Return a PNG of zeros, of any size and depth (bits per channel)."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -67,7 +72,7 @@ def png(width: int, height: int, *, depth: int, colour: int, extra: Iterable[tup
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
     rows = deflated_zeros(height * (1 + (width * channels * depth + 7) // 8))
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    chunks = [(b"IHDR", header), *extra, (b"IDAT", rows), (b"IEND", b"")]
+    chunks = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, data) for kind, data in chunks)
 
 
@@ -115,10 +120,13 @@ LARGEST: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", LARGEST)
+# A quick one is enough for `make test`, which shows by the bombs that the limits hold.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("GIF") else pytest.mark.long) for name in LARGEST]
+)
 def test_the_largest_legal_images_are_read_within_a_gigabyte(name: str, tmp_path: Path) -> None:
-    outcomes, peak = read_in_a_child(tmp_path / "image", LARGEST[name]())
-    assert outcomes == {""}
+    outcomes, peak = read_in_a_child(tmp_path, [LARGEST[name]()])
+    assert outcomes == [[""]]
     assert peak < 1e9
 
 
@@ -132,9 +140,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], ImageProblemKind]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_before_they_are_decoded(name: str, tmp_path: Path) -> None:
-    make, kind = BOMBS[name]
-    outcomes, peak = read_in_a_child(tmp_path / "image", make())
-    assert outcomes == {kind}
+def test_bombs_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+    outcomes, peak = read_in_a_child(tmp_path, [make() for make, _ in BOMBS.values()])
+    assert dict(zip(BOMBS, outcomes, strict=True)) == {name: [kind] for name, (_, kind) in BOMBS.items()}
     assert peak < 4e8

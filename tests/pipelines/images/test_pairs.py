@@ -1,56 +1,59 @@
-"""Tests of indexing and of PairSource: which pairs there are, and that what is read depends on nothing else."""
+"""Prepared pairs: which there are, what is read of them, on what it depends, and the temperatures that belong to them."""
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
 import pickle
 import tarfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import image_archive_support
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from image_archive_support import prepare
+from image_archive_support import prepare, tar
 
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import PairSource
+from pipelines.images.temperature_table import read_temperatures, table_schema
 from pipelines.images.views import AugmentationConfig, evaluation_view
 from pipelines.problems import TooManyProblemsError, check_problems
-from pipelines.storage import write_json
 from pipelines.text.tokenization import train_bpe
 
 jpeg = partial(image_archive_support.jpeg, size=(40, 30))
 TOKENIZER = train_bpe(["caption of number one two three four five six"] * 10, 280)
 
 
-def write_tar(path: Path, samples: dict[str, tuple[bytes, list[str]]] | list[tuple[str, bytes, list[str]]]) -> None:
-    listed = samples if isinstance(samples, list) else [(key, *rest) for key, rest in samples.items()]
-    with tarfile.open(path, "w") as file:
-        for key, image, captions in listed:
-            for suffix, data in (("jpg", image), ("json", json.dumps({"caption": captions}).encode())):
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(data)
-                file.addfile(info, io.BytesIO(data))
+def write_tar(path: Path, samples: list[tuple[str, bytes, list[str]]]) -> None:
+    """Write samples, each a key, an image and its captions."""
+    members = [
+        member
+        for key, image, captions in samples
+        for member in ((f"{key}.jpg", image), (f"{key}.json", json.dumps({"caption": captions}).encode()))
+    ]
+    path.write_bytes(tar(members))
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
+def write_data(root: Path) -> Path:
     """Write three tars: 6 images with 2 captions each, no images, and 5 images with one caption, two of them bad."""
-    (tmp_path / "data").mkdir()
+    (root / "data").mkdir()
     texts = ["one two three", "four five six"]
-    write_tar(tmp_path / "data" / "0.tar", {f"a{n}": (jpeg(n), [f"{t} {n}" for t in texts]) for n in range(6)})
-    write_tar(tmp_path / "data" / "1.tar", {})
+    write_tar(root / "data" / "0.tar", [(f"a{n}", jpeg(n), [f"{t} {n}" for t in texts]) for n in range(6)])
+    write_tar(root / "data" / "1.tar", [])
     more = [(f"b{n}", jpeg(10 + n, size=(64, 80)), [f"number {n}"]) for n in range(3)]
-    write_tar(tmp_path / "data" / "2.tar", [("bad", b"no image", ["x"]), *more, ("a3", jpeg(3), ["again"])])
-    return tmp_path / "data"
+    write_tar(root / "data" / "2.tar", [("bad", b"no image", ["x"]), *more, ("a3", jpeg(3), ["again"])])
+    return root / "data"
 
 
-@pytest.fixture
-def manifest(data: Path, tmp_path: Path) -> ImageManifest:
-    return prepare(data, tmp_path / "prepared")
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> ImageManifest:
+    root = tmp_path_factory.mktemp("pairs")
+    return prepare(write_data(root), root / "prepared")
 
 
 def source(manifest: ImageManifest, **options: object) -> PairSource:
@@ -77,9 +80,9 @@ def test_pairs_and_images_are_numbered_densely_and_bad_ones_counted(manifest: Im
 
 def test_the_share_of_captions_that_are_cut_is_that_of_all_or_of_a_spread_sample(manifest: ImageManifest) -> None:
     lengths = [len(row) for row in TOKENIZER(source(manifest).captions()[0])["input_ids"]]
-    for num_text_tokens in range(min(lengths), max(lengths) + 1):
-        expected = sum(length > num_text_tokens for length in lengths) / len(lengths)
-        assert source(manifest, num_text_tokens=num_text_tokens).share_of_captions_cut() == pytest.approx(expected)
+    limit = sorted(lengths)[7]
+    share = source(manifest, num_text_tokens=limit).share_of_captions_cut()
+    assert share == pytest.approx(sum(length > limit for length in lengths) / len(lengths))
     # Of 4 captions from shards 0 and 2, two come from each.
     few = [*lengths[:2], *lengths[12:14]]
     shortest = source(manifest, num_text_tokens=min(few))
@@ -104,18 +107,27 @@ def test_a_key_that_occurs_again_is_dropped_wherever_it_is(tmp_path: Path) -> No
         assert np.array_equal(views[number], evaluation_view(jpeg(seed), 16))
 
 
-@pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (1, 0.5), (3, 0.5), (3, 0.9), (3, 0.02)])
-def test_the_rest_of_a_tar_that_is_cut_is_estimated_from_bytes(
+@pytest.mark.parametrize(("num_whole", "cut_share"), [(0, 0.5), (2, 0.9), (2, 0.02), (0, 0.0)])
+def test_the_rest_of_a_tar_that_is_cut_or_broken_is_estimated_from_bytes(
     num_whole: int, cut_share: float, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
+    images = [jpeg(n) for n in range(200)]
     for number in range(num_whole + 1):
-        samples = [(f"{number}-{n}", jpeg(n), [f"text {n}"]) for n in range(200)]
+        samples = [(f"{number}-{n}", image, [f"text {n}"]) for n, image in enumerate(images)]
         write_tar(tmp_path / "data" / f"{number}.tar", samples)
     path = tmp_path / "data" / "0.tar"
-    path.write_bytes(path.read_bytes()[: int(cut_share * path.stat().st_size)])
+    stored = bytearray(path.read_bytes())
+    if cut_share:
+        del stored[int(cut_share * len(stored)) :]
+    else:
+        with tarfile.open(path) as file:
+            broken = file.getmember("0-60.jpg").offset
+        stored[broken : broken + 512] = b"\xff" * 512
+    path.write_bytes(stored)
     manifest = prepare(tmp_path / "data", tmp_path / "prepared")
     lost = 200 - manifest.shards[0].num_images
+    assert cut_share or lost == 140
     assert abs(sum(manifest.problems.values()) - lost) <= 5
     assert manifest.problems["truncated_archive"] == 1
     total = 200 * (num_whole + 1)
@@ -124,39 +136,11 @@ def test_the_rest_of_a_tar_that_is_cut_is_estimated_from_bytes(
     check_problems("data", manifest.readings, 1.1 * lost / total + 0.01)
 
 
-def test_what_lies_behind_a_broken_header_is_estimated_from_the_bytes_that_are_left(tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", [(f"{n:03}", jpeg(n), ["text"]) for n in range(100)])
-    with tarfile.open(tmp_path / "0.tar") as file:
-        broken = file.getmember("030.jpg").offset
-    data = bytearray((tmp_path / "0.tar").read_bytes())
-    data[broken : broken + 512] = b"\xff" * 512
-    (tmp_path / "0.tar").write_bytes(data)
-    manifest = prepare(tmp_path / "0.tar", tmp_path / "prepared")
-    assert manifest.num_images == 30
-    assert manifest.problems["truncated_archive"] == 1
-    assert abs(manifest.problems["unread_sample"] - 70) <= 3
-
-
-def test_the_manifest_is_saved_and_loaded_and_other_directories_are_refused(
-    manifest: ImageManifest, tmp_path: Path
-) -> None:
-    manifest.save()
-    loaded = ImageManifest.load(manifest.directory)
-    assert loaded == manifest
-    assert loaded.digest == manifest.digest
-    (tmp_path / "other").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"other holds no manifest\.json"):
-        ImageManifest.load(str(tmp_path / "other"))
-    write_json(f"{tmp_path}/other/manifest.json", {"archives": [], "version": 1})
-    with pytest.raises(ValueError, match="does not hold prepared images of version 3"):
-        ImageManifest.load(str(tmp_path / "other"))
-
-
-def test_digests_speak_of_content_and_order_only(data: Path, manifest: ImageManifest, tmp_path: Path) -> None:
-    data.rename(tmp_path / "moved")
-    assert prepare(tmp_path / "moved", tmp_path / "again").digest == manifest.digest
-    write_tar(tmp_path / "moved" / "1.tar", [("late", jpeg(50), ["new"])])
-    assert prepare(tmp_path / "moved", tmp_path / "more").digest != manifest.digest
+def test_digests_speak_of_content_and_order_only(manifest: ImageManifest, tmp_path: Path) -> None:
+    data = write_data(tmp_path)
+    assert prepare(data, tmp_path / "again").digest == manifest.digest
+    write_tar(data / "1.tar", [("late", jpeg(50), ["new"])])
+    assert prepare(data, tmp_path / "more").digest != manifest.digest
     digests = set()
     for number, (key, seed, caption) in enumerate([("k", 1, "c"), ("l", 1, "c"), ("k", 2, "c"), ("k", 1, "d")]):
         write_tar(tmp_path / f"{number}.tar", [(key, jpeg(seed), [caption])])
@@ -210,15 +194,12 @@ def test_what_is_read_is_a_function_of_seed_epoch_and_pair(manifest: ImageManife
     assert np.array_equal(whole["images"], quiet["images"])
 
 
-def test_evaluation_images_are_read_by_number_in_any_order(data: Path, manifest: ImageManifest) -> None:
+def test_images_are_read_by_number_in_any_order_and_numbers_beyond_are_refused(manifest: ImageManifest) -> None:
     numbers = [8, 0, 3, 3, 6]
     stored = [jpeg(12, size=(64, 80)), jpeg(0), jpeg(3), jpeg(3), jpeg(10, size=(64, 80))]
     views = source(manifest).read_images(numbers)
     assert np.array_equal(views, np.stack([evaluation_view(image, 16) for image in stored]))
     assert source(manifest).read_images([]).shape == (0, 16, 16, 3)
-
-
-def test_numbers_beyond_the_manifest_are_refused(manifest: ImageManifest) -> None:
     with pytest.raises(IndexError, match=r"image 9 does not exist: the data set has images 0 … 8"):
         source(manifest).read_images([0, 9])
     for pair in (15, -1):
@@ -230,20 +211,21 @@ def test_numbers_beyond_the_manifest_are_refused(manifest: ImageManifest) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("cut", r"0\.tar has changed since it was prepared: 'a1\.jpg' is no longer \d+ bytes at byte \d+"),
-        ("other bytes", r"0\.tar has changed since it was prepared: 'a0\.jpg'"),
-        ("gone", r"0\.tar"),
+        (
+            lambda data: data[:3000],
+            r"0\.tar has changed since it was prepared: 'a1\.jpg' is no longer \d+ bytes at byte \d+",
+        ),
+        (lambda data: data[:1000] + bytes([data[1000] ^ 1]) + data[1001:], r"0\.tar has changed since .*: 'a0\.jpg'"),
+        (None, r"0\.tar"),
     ],
+    ids=["cut", "other bytes", "gone"],
 )
-def test_an_archive_that_has_changed_is_named(data: Path, manifest: ImageManifest, change: str, message: str) -> None:
-    path = data / "0.tar"
-    stored = path.read_bytes()
-    if change == "cut":
-        path.write_bytes(stored[:3000])
-    elif change == "other bytes":
-        path.write_bytes(stored[:1000] + bytes([stored[1000] ^ 1]) + stored[1001:])
-    else:
-        path.unlink()
+def test_an_archive_that_has_changed_is_named(
+    tmp_path: Path, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    manifest = prepare(write_data(tmp_path), tmp_path / "prepared")
+    path = tmp_path / "data" / "0.tar"
+    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(OSError, match=message):
         everything(source(manifest))
 
@@ -254,18 +236,93 @@ def test_a_directory_of_images_with_a_json_of_captions(tmp_path: Path) -> None:
         (tmp_path / "val" / f"{number}.jpg").write_bytes(jpeg(number) if number else b"")
     content = [{"image": f"val/{n}.jpg", "caption": [f"one {n}", f"two {n}"]} for n in (3, 0, 1, 9)]
     (tmp_path / "captions.json").write_text(json.dumps(content))
-    captions = CaptionFile.load(str(tmp_path / "captions.json"))
-    manifest = prepare(tmp_path / "val", tmp_path / "prepared", captions)
-    assert (manifest.num_pairs, manifest.num_images) == (4, 2)
+    manifest = prepare(tmp_path / "val", tmp_path / "prepared", CaptionFile.load(str(tmp_path / "captions.json")))
     assert manifest.problems == {"empty_image": 1, "absent_image": 1}
-    pairs = source(manifest)
-    assert pairs.captions()[0] == ["one 1", "two 1", "one 3", "two 3"]
-    views = pairs.read_images([0, 1])
+    texts, numbers = source(manifest).captions()
+    assert (texts, numbers.tolist()) == (["one 1", "two 1", "one 3", "two 3"], [0, 0, 1, 1])
+    views = source(manifest).read_images([0, 1])
     assert np.array_equal(views, np.stack([evaluation_view(jpeg(number), 16) for number in (1, 3)]))
-    assert everything(pairs)["image_ids"].tolist() == [0, 0, 1, 1]
 
 
 def test_impossible_options_are_refused_by_name(manifest: ImageManifest) -> None:
     for options in ({"image_size": 0}, {"num_text_tokens": 0}, {"caption_noise": -0.1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             source(manifest, **options)
+
+
+# ---- tables of temperatures ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageManifest]:
+    """Prepare `train` (one caption per image) and `test` (five captions per image), whose keys are alike."""
+    root = tmp_path_factory.mktemp("data")
+    found = {}
+    for split, num_images, num_texts in (("train", 30, 1), ("test", 12, 5)):
+        path = root / f"{split}.tar"
+        texts = [[f"{split} {number} {text}" for text in range(num_texts)] for number in range(num_images)]
+        write_tar(path, [(f"{number:04d}", jpeg(number), captions) for number, captions in enumerate(texts)])
+        found[split] = prepare(path, root / split)
+    return found
+
+
+def rows_of(manifest: ImageManifest) -> pa.Table:
+    """Return a table of the pairs, with temperatures that identify the pair (texts) and its image (images)."""
+    index = read_index(manifest, 0)
+    ids = np.arange(manifest.num_pairs)
+    return pa.table(
+        {
+            "id": ids,
+            "key": index["key"],
+            "caption": index["caption"],
+            "tau_image": (index["image"].to_numpy() / 1000).astype(np.float32),
+            "tau_text": (ids / 1000).astype(np.float32),
+        },
+        schema=table_schema(),
+    )
+
+
+def write_table(directory: Path, table: pa.Table, *, num_parts: int = 3) -> str:
+    directory.mkdir()
+    edges = np.linspace(0, table.num_rows, num_parts + 1).astype(int)
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+        pq.write_table(table.slice(start, stop - start), directory / f"part-00000-{number:05d}.parquet")
+    (directory / "_summary.json").write_text("{}")
+    return str(directory)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_temperatures_come_in_the_order_of_the_data_set(
+    split: str, manifests: dict[str, ImageManifest], tmp_path: Path
+) -> None:
+    """The table may be in any order and contain rows of other data."""
+    manifest = manifests[split]
+    other = rows_of(manifests["test" if split == "train" else "train"])
+    other = other.set_column(4, "tau_text", pa.array(np.full(other.num_rows, 9.0, np.float32)))
+    table = pa.concat_tables([rows_of(manifest), other])
+    order = np.random.default_rng(0).permutation(table.num_rows)
+    # Keys of the two splits are alike; captions tell them apart.
+    directory = write_table(tmp_path / "table", table.take(pa.array(order)))
+    tau = read_temperatures(directory, manifest)
+    assert (tau.shape, tau.dtype) == ((2, manifest.num_pairs), np.float32)
+    np.testing.assert_array_equal(tau[0], (read_index(manifest, 0)["image"].to_numpy() / 1000).astype(np.float32))
+    np.testing.assert_array_equal(tau[1], (np.arange(manifest.num_pairs) / 1000).astype(np.float32))
+
+
+def test_what_is_no_table_or_lacks_pairs_is_refused(manifests: dict[str, ImageManifest], tmp_path: Path) -> None:
+    rows = rows_of(manifests["test"])
+    directory = write_table(tmp_path / "table", rows.slice(7))
+    with pytest.raises(ValueError, match=r"lacks 7 of the 60 pairs of .*test.tar, for example '0000") as caught:
+        read_temperatures(directory, manifests["test"])
+    assert rows["caption"][2].as_py() in str(caught.value)
+    assert rows["caption"][3].as_py() not in str(caught.value)
+    for empty in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no part-\*\.parquet"):
+            read_temperatures(str(empty), manifests["train"])
+    text = write_table(tmp_path / "text", pa.table({"key": ["a"], "tau_mean": [0.5]}), num_parts=1)
+    with pytest.raises(ValueError, match="has the columns key, tau_mean, and not caption, tau_image, tau_text"):
+        read_temperatures(text, manifests["train"])
+    # Every column says what it is.
+    schema = pq.read_schema(Path(directory, "part-00000-00000.parquet"))
+    assert all(field.metadata[b"unit"] and field.metadata[b"meaning"] for field in schema)
+    assert table_schema(7).field("text_embedding").type == pa.list_(pa.float32(), 7)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from pipelines.images.decoding import ImageError, ImageProblemKind, check_image, open_image, to_rgb
 from pipelines.images.rand_augment import OPERATIONS, rand_augment
 from pipelines.images.views import AugmentationConfig, evaluation_view, random_crop, training_view
-
-WHOLE = AugmentationConfig(min_scale=1.0, min_ratio=1.0, max_ratio=1.0, flip_probability=0.0)
 
 
 def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -59,9 +55,9 @@ def test_a_transparent_colour_becomes_white() -> None:
     palette.putpalette([10, 20, 30, 200, 100, 50])
     palette.putpixel((0, 0), 0)
     assert decode(encode(palette))[0, 0].tolist() == [10, 20, 30]
-    for data in (encode(palette, transparency=0), encode(palette, "GIF", transparency=0)):
-        assert decode(data)[0, 0].tolist() == [255, 255, 255]
-        assert decode(data)[1, 1].tolist() == [200, 100, 50]
+    for form in ("PNG", "GIF"):
+        decoded = decode(encode(palette, form, transparency=0))
+        assert (decoded[0, 0].tolist(), decoded[1, 1].tolist()) == ([255, 255, 255], [200, 100, 50])
     assert decode(encode(Image.new("RGB", (2, 2), (1, 2, 3)), transparency=(1, 2, 3))).min() == 255
 
 
@@ -102,101 +98,57 @@ ORIENTATIONS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 def test_an_image_is_turned_upright_before_it_is_cropped(orientation: int, form: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     options = {"lossless": True} if form == "WEBP" else {}
-    data = encode(Image.fromarray(noise), form, exif=exif, **options)
-    stored = np.asarray(Image.open(io.BytesIO(encode(Image.fromarray(noise), form, **options))).convert("RGB"))
+    data = encode(noise, form, exif=exif, **options)
+    stored = np.asarray(Image.open(io.BytesIO(encode(noise, form, **options))).convert("RGB"))
     upright = encode(Image.fromarray(np.ascontiguousarray(ORIENTATIONS[orientation](stored))))
     check_image(data)
     assert np.array_equal(decode(data), decode(upright))
     assert np.array_equal(evaluation_view(data, 24), evaluation_view(upright, 24))
-    for seed in range(4):  # so large that a JPEG is not shrunk while it is decoded
+    for seed in range(2):  # so large that a JPEG is not shrunk while it is decoded
         views = (training_view(file, 64, AugmentationConfig(), np.random.default_rng(seed)) for file in (data, upright))
         assert np.array_equal(*views)
 
 
-def test_a_jpeg_that_is_turned_is_shrunk_while_decoding_all_the_same() -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    data = encode(smooth(1024, 512), "JPEG", quality=95, exif=exif)
-    upright = encode(smooth(1024, 512).transpose(Image.Transpose.ROTATE_270), "JPEG", quality=95)
-    for seed in range(4):
-        views = [training_view(file, 32, AugmentationConfig(), np.random.default_rng(seed)) for file in (data, upright)]
-        assert np.abs(views[0].astype(int) - views[1]).max() <= 6
-
-
-def test_broken_or_senseless_orientations_are_passed_over() -> None:
-    image = smooth(32, 24)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_broken_or_senseless_orientations_are_passed_over(form: str) -> None:
     senseless = Image.Exif()
     senseless[ExifTags.Base.Orientation] = 9
     for exif in (senseless.tobytes(), b"Exif\0\0" + b"\xff" * 20):
-        for form in ("JPEG", "PNG"):
-            data = encode(image, form, exif=exif)
-            assert np.array_equal(decode(data), decode(encode(image, form)))
+        assert np.array_equal(decode(encode(smooth(32, 24), form, exif=exif)), decode(encode(smooth(32, 24), form)))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def bomb() -> bytes:
-    """Return a PNG whose header claims 30 000 × 30 000 pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 10_000))
-        + chunk(b"IEND", b"")
-    )
-
-
 JPEG = encode(smooth(64, 48), "JPEG")
 PNG = encode(smooth(64, 48))
 
-REFUSED: dict[str, tuple[Callable[[], bytes], ImageProblemKind]] = {
-    "0 bytes": (lambda: b"", ImageProblemKind.EMPTY_IMAGE),
-    "html": (lambda: b"<html>not found</html>", ImageProblemKind.CORRUPT_IMAGE),
-    "cut JPEG": (lambda: JPEG[: len(JPEG) // 2], ImageProblemKind.CORRUPT_IMAGE),
-    "cut PNG": (lambda: PNG[: len(PNG) // 2], ImageProblemKind.CORRUPT_IMAGE),
-    "a bit of a PNG": (lambda: PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:], ImageProblemKind.CORRUPT_IMAGE),
-    "bomb": (bomb, ImageProblemKind.TOO_MANY_PIXELS),
-    "PPM": (lambda: encode(smooth(4, 4), "PPM"), ImageProblemKind.CORRUPT_IMAGE),
-    "TIFF of floats": (lambda: encode(Image.new("F", (4, 4), 0.5), "TIFF"), ImageProblemKind.CORRUPT_IMAGE),
+REFUSED = {
+    "0 bytes": b"",
+    "html": b"<html>not found</html>",
+    "cut JPEG": JPEG[: len(JPEG) // 2],
+    "cut PNG": PNG[: len(PNG) // 2],
+    "a byte of a PNG": PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:],
+    "PPM": encode(smooth(4, 4), "PPM"),
+    "TIFF of floats": encode(Image.new("F", (4, 4), 0.5), "TIFF"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_images_are_refused_by_kind(name: str) -> None:
-    make, kind = REFUSED[name]
     with pytest.raises(ImageError) as caught:
-        check_image(make())
-    assert caught.value.kind is kind
+        check_image(REFUSED[name])
+    assert caught.value.kind is (ImageProblemKind.CORRUPT_IMAGE if REFUSED[name] else ImageProblemKind.EMPTY_IMAGE)
 
 
 def test_the_limit_is_by_pixels() -> None:
     check_image(JPEG, 64 * 48)
     with pytest.raises(ImageError, match=r"64 × 48 pixels; the limit is 3071"):
         check_image(JPEG, 64 * 48 - 1)
-
-
-@settings(max_examples=150)
-@given(st.sampled_from([JPEG, PNG, encode(smooth(30, 20), "WEBP"), encode(smooth(30, 20), "GIF")]), st.data())
-def test_damaged_bytes_are_refused_by_the_check_or_can_be_viewed(data: bytes, draw: st.DataObject) -> None:
-    damaged = bytearray(data)
-    for _ in range(draw.draw(st.integers(1, 8))):
-        damaged[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
-    damaged = damaged[: draw.draw(st.integers(0, len(data)))] if draw.draw(st.booleans()) else damaged
-    try:
-        check_image(bytes(damaged), 2**20)
-    except ImageError:
-        return
-    evaluation_view(bytes(damaged), 16)
-    training_view(bytes(damaged), 16, AugmentationConfig(), np.random.default_rng(0))
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -209,7 +161,6 @@ def test_damaged_bytes_are_refused_by_the_check_or_can_be_viewed(data: bytes, dr
     st.floats(0.1, 1.0),
     st.integers(0, 2**32),
 )
-@settings(max_examples=300)
 def test_crops_lie_inside_the_image(width: int, height: int, min_scale: float, min_ratio: float, seed: int) -> None:
     augmentation = AugmentationConfig(min_scale=min_scale, min_ratio=min_ratio, max_ratio=1 / min_ratio)
     left, top, right, bottom = random_crop(width, height, augmentation, np.random.default_rng(seed))
@@ -229,33 +180,30 @@ def test_crops_cover_the_scales_ratios_and_places_that_are_asked_for() -> None:
     assert abs((boxes[room, 0] / (640 - width[room])).mean() - 0.5) < 0.02
 
 
-def test_the_whole_image_is_what_pillow_resizes_it_to() -> None:
-    image = smooth(96, 96)
-    view = training_view(encode(image), 24, WHOLE, np.random.default_rng(0))
-    assert np.array_equal(view, np.asarray(image.resize((24, 24), Image.Resampling.BICUBIC)))
-
-
-def test_shrinking_while_decoding_a_jpeg_changes_little() -> None:
-    data = encode(smooth(512, 384), "JPEG", quality=95)
-    lossless, crop = encode(Image.open(io.BytesIO(data))), AugmentationConfig()
-    for seed in range(10):
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_shrinking_while_decoding_a_jpeg_changes_little(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encode(smooth(512, 384), "JPEG", quality=95, exif=exif)
+    lossless, crop = encode(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))), AugmentationConfig()
+    for seed in range(6):
         view = training_view(data, 40, crop, np.random.default_rng(seed))
         full = training_view(lossless, 40, crop, np.random.default_rng(seed))
         assert np.abs(view.astype(int) - full).max() <= 6
 
 
-def test_half_of_the_views_are_flipped() -> None:
-    data, plain = encode(smooth(32, 32)), training_view(encode(smooth(32, 32)), 32, WHOLE, np.random.default_rng(0))
-    flips = AugmentationConfig(min_scale=1.0, min_ratio=1.0, max_ratio=1.0)
+def test_half_of_the_views_are_flipped_and_the_whole_is_what_pillow_resizes_it_to() -> None:
+    image, whole = smooth(96, 96), {"min_scale": 1.0, "min_ratio": 1.0, "max_ratio": 1.0}
+    plain = np.asarray(image.resize((24, 24), Image.Resampling.BICUBIC))
     is_flipped = []
     for seed in range(200):
-        view = training_view(data, 32, flips, np.random.default_rng(seed))
-        is_flipped.append(np.array_equal(view, plain[:, ::-1]))
-        assert is_flipped[-1] or np.array_equal(view, plain)
+        view = training_view(encode(image), 24, AugmentationConfig(**whole), np.random.default_rng(seed))
+        is_flipped.append(not np.array_equal(view, plain))
+        assert np.abs(view - (plain[:, ::-1] if is_flipped[-1] else plain).astype(int)).max() <= is_flipped[-1]
     assert 70 < sum(is_flipped) < 130
 
 
-@pytest.mark.parametrize("size", [(30, 50), (50, 30), (7, 9), (40, 40), (1, 300)])
+@pytest.mark.parametrize("size", [(30, 50), (7, 9), (300, 1)])
 def test_evaluation_takes_the_centre(size: tuple[int, int]) -> None:
     image = smooth(*size)
     scale = 24 / min(size)
@@ -274,12 +222,9 @@ def test_rand_augment_is_a_function_of_the_generator_and_does_nothing_at_magnitu
         assert operation(image, 0.7).size == image.size
         if name not in ("auto_contrast", "equalise"):  # these have no strength
             assert np.array_equal(np.asarray(operation(image, 0.0)), np.asarray(image)), name
-
-
-def test_shifts_and_rotations_move_as_far_as_they_say() -> None:
-    image = Image.new("RGB", (100, 100))
-    image.putpixel((50, 50), (255, 255, 255))
-    shifted = np.asarray(OPERATIONS["shift_x"](image, 0.2))[..., 0] == 255
+    dot = Image.new("RGB", (100, 100))
+    dot.putpixel((50, 50), (255, 255, 255))
+    shifted = np.asarray(OPERATIONS["shift_x"](dot, 0.2))[..., 0] == 255
     assert np.argwhere(shifted).tolist() == [[50, 41]]
 
 

@@ -1,6 +1,9 @@
+"""The sample images: scenes are drawn and captioned truly, in img2dataset's layout, for any number of processes."""
+
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import random
@@ -15,17 +18,180 @@ import webdataset
 from PIL import Image
 from transformers import AutoTokenizer
 
+from pipelines.sample import images
+from pipelines.sample import scene_captions as words
+from pipelines.sample.drawing import COLOUR_JITTER, PALETTE, render
 from pipelines.sample.images import TEMPLATES, read_captions, write_images
+from pipelines.sample.scene_captions import SHAPE_NOUNS, generate_caption, generate_captions, pluralize
 from pipelines.sample.scenes import (
     COLOURS,
     CONCEPTS,
+    MAX_FIGURES,
+    RADII,
     SHAPES,
+    Scene,
     draw_concepts,
+    draw_scene,
+    measure_gap,
     zipf_probabilities,
 )
 from pipelines.text.tokenization import train_wordpiece
 
-NUM_IMAGES = 1_150
+# ---- scenes and their captions ---------------------------------------------------------------------------------------
+
+
+def draw_scenes(number: int) -> list[Scene]:
+    generator = random.Random(11)
+    return [draw_scene(generator.choice(CONCEPTS), generator) for _ in range(number)]
+
+
+def test_scenes_are_separate_figures_of_the_stated_size_and_the_main_group_is_the_most_to_be_seen() -> None:
+    totals = []
+    for scene in draw_scenes(200):
+        figures = [figure for group in scene.groups for figure in group.figures]
+        totals.append(len(figures))
+        assert 1 <= len(figures) <= MAX_FIGURES
+        assert len({(group.shape, group.colour) for group in scene.groups}) == len(scene.groups)
+        assert all(measure_gap(one, other) > 0 for one, other in itertools.combinations(figures, 2))
+        for group in scene.groups:
+            assert 1 <= len(group.figures) <= 3
+            for figure in group.figures:
+                assert RADII[group.size][0] <= figure.radius <= RADII[group.size][1]
+                assert figure.radius < figure.x < 1 - figure.radius
+                assert figure.radius < figure.y < 1 - figure.radius
+        areas = [sum(figure.radius**2 for figure in group.figures) for group in scene.groups]
+        assert all(areas[0] > area for area in areas[1:])
+    assert sum(total >= 2 for total in totals) > 190
+
+
+def test_figures_are_drawn_where_and_in_the_colour_that_the_scene_says() -> None:
+    """The centre of a shape without a hole or pattern has the palette's colour."""
+    tolerance, image_size, num_checked = COLOUR_JITTER + 0.04 * 255 + 1, 48, 0
+    generator = random.Random(3)
+    for scene in draw_scenes(150):
+        image = render(scene, image_size, generator)
+        for group in scene.groups:
+            if group.shape in ("ring", "crescent", "flower") or group.pattern != "plain":
+                continue
+            for figure in group.figures:
+                pixel: Any = image.getpixel((int(figure.x * image_size), int(figure.y * image_size)))
+                differences = [abs(a - b) for a, b in zip(pixel, PALETTE[group.colour], strict=True)]
+                assert max(differences) <= tolerance, (group, figure, pixel)
+                num_checked += 1
+    assert num_checked > 150
+
+
+# A grammar of captions, written from the outside: the words of every kind, and what each of them means.
+MEANINGS: dict[str, dict[str, Any]] = {
+    kind: {text: meaning for meaning, texts in meanings.items() for text in texts}
+    for kind, meanings in {
+        "size": words.SIZE_ADJECTIVES,
+        "pattern": words.PATTERN_ADJECTIVES,
+        "colour": words.COLOUR_ADJECTIVES,
+        "place": words.PLACES,
+        "relation": words.RELATIONS,
+        "texture": words.TEXTURE_ADJECTIVES,
+        "background": words.BACKGROUND_ADJECTIVES,
+    }.items()
+}
+MEANINGS["count"] = {"a": 1, "an": 1, "one": 1, "a single": 1, "two": 2, "a pair of": 2, "three": 3, "a trio of": 3}
+MEANINGS["noun"] = {
+    noun if is_one else pluralize(noun): (shape, is_one)
+    for shape, nouns in SHAPE_NOUNS.items()
+    for noun in nouns
+    for is_one in (True, False)
+}
+ONE = {kind: f"(?P<{kind}>{'|'.join(sorted(texts, key=len, reverse=True))})" for kind, texts in MEANINGS.items()}
+PHRASE = re.compile(
+    rf"\b{ONE['count']} (?:{ONE['size']} )?(?:{ONE['pattern']} )?{ONE['colour']} {ONE['noun']}\b"
+    rf"(?: {ONE['place']})?(?: {ONE['relation']}(?= ))?"
+)
+BACKGROUND = re.compile(rf"(?:on|against|over) a (?:{ONE['texture']} )?{ONE['background']} (?:background|backdrop)")
+REST = re.compile(
+    r"(?:(?:a picture of|an image of|a drawing of|this shows|we see|here we have|there is|there are) )?"
+    r"N(?: (?:(?:with|and|along with) )?N)*"
+)
+
+
+def check_caption(text: str, scene: Scene) -> Counter[str]:
+    """Assert that everything said is true, and return what kinds of things were said."""
+    said: Counter[str] = Counter()
+    if background := BACKGROUND.search(text):
+        assert scene.background_colour == MEANINGS["background"][background["background"]], text
+        if background["texture"]:
+            assert scene.background_texture == MEANINGS["texture"][background["texture"]], text
+        said["background"] += 1
+        text = BACKGROUND.sub("", text).strip(" ,")
+    groups, relations = [], []
+    for match in PHRASE.finditer(text):
+        meant = {kind: MEANINGS[kind][value] for kind, value in match.groupdict().items() if value}
+        said.update(meant.keys())
+        shape, is_one = meant["noun"]
+        (group,) = (group for group in scene.groups if (group.shape, group.colour) == (shape, meant["colour"]))
+        assert len(group.figures) == meant["count"], (text, scene)
+        assert (meant["count"] == 1) == is_one or shape == "fish", f"number of the noun in {text!r}"
+        assert group.size == meant.get("size", group.size), (text, scene)
+        assert group.pattern == meant.get("pattern", group.pattern), (text, scene)
+        for figure in group.figures:
+            place = (int(figure.x * 3), int(figure.y * 3))
+            assert place == meant.get("place", place), (text, scene)
+        groups.append(group)
+        relations.append(meant.get("relation"))
+    for relation, one, other in zip(relations, groups, groups[1:], strict=False):
+        for a, b in itertools.product(one.figures, other.figures):
+            holds = {
+                None: True,
+                "left": a.x < b.x,
+                "right": a.x > b.x,
+                "above": a.y < b.y,
+                "below": a.y > b.y,
+                "beside": measure_gap(a, b) < 0.15,
+            }
+            assert holds[relation], (text, scene)
+    assert scene.groups[0] in groups, f"the main concept is said in {text!r}"
+    assert len(set(map(id, groups))) == len(groups), f"nothing is said twice in {text!r}"
+    assert REST.fullmatch(PHRASE.sub("N", text)), f"{text!r} was not understood: {PHRASE.sub('N', text)!r}"
+    if text.startswith("there "):
+        assert text.startswith("there is" if len(groups[0].figures) == 1 else "there are"), text
+    return said
+
+
+def test_captions_are_true_and_those_of_a_scene_differ() -> None:
+    generator = random.Random(7)
+    said: Counter[str] = Counter()
+    for scene in draw_scenes(600):
+        said += check_caption(generate_caption(scene, generator), scene)
+    wanted = {"count", "size", "pattern", "colour", "noun", "place", "relation", "background"}
+    assert all(said[name] > 60 for name in wanted), said
+    captions = [generate_captions(scene, 5, generator) for scene in draw_scenes(100)]
+    assert all(len(set(found)) == 5 for found in captions)
+    lengths = [len(text.split()) for found in captions for text in found]
+    assert min(lengths) <= 4
+    assert sum(length <= 28 for length in lengths) > 0.95 * len(lengths)
+
+
+def test_concepts_follow_the_zipf_law() -> None:
+    assert len({concept.name for concept in CONCEPTS}) == len(CONCEPTS) == len(SHAPES) * len(COLOURS) == 200
+    harmonic = math.fsum(1 / rank for rank in range(1, 201))
+    expected = [1 / (rank * harmonic) for rank in range(1, 201)]
+    assert zipf_probabilities(1.0) == pytest.approx(expected)
+    number = 20_000
+    counts = Counter(draw_concepts(number, 1.0, random.Random(5)))
+    # Pearson's statistic has a mean of 199 and a standard deviation of 20 under the law.
+    statistic = sum((counts[rank] - number * p) ** 2 / (number * p) for rank, p in enumerate(expected))
+    assert statistic < 199 + 5 * math.sqrt(2 * 199)
+
+
+# ---- the data set ----------------------------------------------------------------------------------------------------
+
+NUM_IMAGES = 230
+
+
+def write(directory: Path, *, num_processes: int, seed: int = 0) -> None:
+    sizes = {"num_retrieval_images": 30, "num_classes": 6, "num_images_per_class": 3, "image_size": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "NUM_PAIRS_PER_SHARD", 200)
+        write_images(directory, num_images=NUM_IMAGES, seed=seed, num_processes=num_processes, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -35,76 +201,57 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def write(directory: Path, *, num_processes: int, seed: int = 0) -> None:
-    write_images(
-        directory,
-        num_images=NUM_IMAGES,
-        num_retrieval_images=40,
-        num_classes=6,
-        num_images_per_class=3,
-        image_size=32,
-        seed=seed,
-        num_processes=num_processes,
-    )
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    shards = [str(path) for path in sorted(directory.glob("*.tar"))]
+    return list(webdataset.WebDataset(shards, shardshuffle=False))
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """Return the JSON record of every pair, read by webdataset."""
-    shards = [str(path) for path in sorted(directory.glob("*.tar"))]
-    return [json.loads(sample["json"]) for sample in webdataset.WebDataset(shards, shardshuffle=False)]
+    return [json.loads(sample["json"]) for sample in read_samples(directory)]
 
 
-def digests(directory: Path) -> dict[str, bytes]:
+def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_any_number_of_processes_writes_the_same_bytes(data: Path, tmp_path: Path) -> None:
     write(tmp_path / "one", num_processes=1)
     write(tmp_path / "other", num_processes=2, seed=1)
-    assert digests(tmp_path / "one") == digests(data)
-    other = digests(tmp_path / "other")
-    assert sorted(other) == sorted(digests(data))
-    assert all(other[name] != content for name, content in digests(data).items() if not name.endswith(".txt"))
+    with pytest.raises(FileExistsError, match="not empty"):
+        write(data, num_processes=1)
+    assert contents(tmp_path / "one") == contents(data)
+    other = contents(tmp_path / "other")
+    assert sorted(other) == sorted(contents(data))
+    assert all(other[name] != content for name, content in contents(data).items() if not name.endswith(".txt"))
 
 
-def test_the_layout_is_that_of_img2dataset(data: Path) -> None:
+def test_the_layout_is_that_of_img2dataset_with_five_captions_for_retrieval(data: Path) -> None:
     assert sorted(path.name for path in (data / "train").iterdir()) == ["00000.tar", "00001.tar"]
-    shards = [str(path) for path in sorted((data / "train").iterdir())]
-    samples = list(webdataset.WebDataset(shards, shardshuffle=False))
-    keys = [sample["__key__"] for sample in samples]
-    assert len(set(keys)) == NUM_IMAGES
-    assert keys == sorted(keys)
+    keys = [sample["__key__"] for sample in read_samples(data / "train")]
+    assert sorted(set(keys)) == keys
     assert all(re.fullmatch(r"\d{9}", key) for key in keys)
-    assert [int(key) // 10_000 for key in keys] == [0] * 1000 + [1] * 150
-    assert int(keys[999]) > 999, "keys have gaps"
-    for sample in samples[::50]:
-        record = json.loads(sample["json"])
-        assert (record["key"], record["caption"], record["status"]) == (
-            sample["__key__"],
-            sample["txt"].decode(),
-            "success",
-        )
+    assert [int(key) // 10_000 for key in keys] == [0] * 200 + [1] * 30
+    assert int(keys[199]) > 199, "keys have gaps"
+    scenes = []
+    for split, num_images, num_captions in (("train", NUM_IMAGES, 1), ("validation", 30, 5), ("test", 30, 5)):
+        samples = read_samples(data / split)
+        assert len(samples) == num_images
+        assert list(read_captions(data / split)) == [sample["txt"].decode() for sample in samples]
+        for sample in samples:
+            record = json.loads(sample["json"])
+            scenes.append(json.dumps(record["scene"]))
+            found = record["key"], record["caption"], record["status"]
+            assert found == (sample["__key__"], sample["txt"].decode(), "success")
+            captions = record.get("captions", [record["caption"]])
+            assert captions[0] == record["caption"]
+            assert len(set(captions)) == len(captions) == num_captions
         image = Image.open(io.BytesIO(sample["jpg"]))
-        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (record["width"], record["height"]))
-        assert image.size == (32, 32)
-    assert list(read_captions(data / "train")) == [sample["txt"].decode() for sample in samples]
-
-
-def test_retrieval_splits_have_five_captions_an_image(data: Path) -> None:
-    found = {split: records(data / split) for split in ("train", "validation", "test")}
-    for split in ("validation", "test"):
-        assert len(found[split]) == 40
-        for record in found[split]:
-            assert len(set(record["captions"])) == len(record["captions"]) == 5
-            assert record["captions"][0] == record["caption"]
-        assert list(read_captions(data / split)) == [record["caption"] for record in found[split]]
-    scenes = [json.dumps(record["scene"]) for split in found.values() for record in split]
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
     assert len(set(scenes)) == len(scenes), "the splits share no scene"
 
 
 def test_frequencies_are_the_true_counts_of_the_training_split(data: Path) -> None:
-    train = records(data / "train")
-    counts = Counter(record["concept"] for record in train)
+    counts = Counter(record["concept"] for record in records(data / "train"))
     table = json.loads((data / "concepts.json").read_text())["concepts"]
     assert [row["concept"] for row in table] == [concept.name for concept in CONCEPTS]
     assert [row["concept_rank"] for row in table] == list(range(1, 201))
@@ -120,42 +267,12 @@ def test_frequencies_are_the_true_counts_of_the_training_split(data: Path) -> No
             assert record["concept"] == f"{main['colour']} {main['shape']}"
 
 
-def test_concepts_follow_the_zipf_law() -> None:
-    assert len({concept.name for concept in CONCEPTS}) == len(CONCEPTS) == len(SHAPES) * len(COLOURS) == 200
-    harmonic = math.fsum(1 / rank for rank in range(1, 201))
-    expected = [1 / (rank * harmonic) for rank in range(1, 201)]
-    assert zipf_probabilities(1.0) == pytest.approx(expected)
-    number = 20_000
-    counts = Counter(draw_concepts(number, 1.0, random.Random(5)))
-    # Pearson's statistic has a mean of 199 and a standard deviation of 20 under the law.
-    statistic = sum((counts[rank] - number * p) ** 2 / (number * p) for rank, p in enumerate(expected))
-    assert statistic < 199 + 5 * math.sqrt(2 * 199)
-    statistic = sum((counts[rank] - number / 200) ** 2 / (number / 200) for rank in range(200))
-    assert statistic > 10_000, "the test tells the law from an even one"
-
-
 def test_zero_shot_classes_are_the_most_frequent_concepts(data: Path) -> None:
     with tarfile.open(data / "zero_shot" / "test.tar") as archive:
         names = archive.getnames()
         assert names == [f"{concept.name}/{number:04d}.jpg" for concept in CONCEPTS[:6] for number in range(3)]
-        images = [archive.extractfile(name).read() for name in names]  # type: ignore[union-attr]
-    assert len(set(images)) == len(images)
-    assert all(Image.open(io.BytesIO(image)).size == (32, 32) for image in images)
+        assert len({archive.extractfile(name).read() for name in names}) == len(names)  # type: ignore[union-attr]
     assert (data / "zero_shot" / "templates.txt").read_text().splitlines() == list(TEMPLATES)
-    words = {word for text in read_captions(data / "train") for word in text.split()}
-    assert {word for template in TEMPLATES for word in template.split()} - {"{}"} <= words, (
-        "prompts speak as captions do"
-    )
-
-
-def test_what_is_there_is_not_overwritten(data: Path) -> None:
-    before = digests(data)
-    with pytest.raises(FileExistsError, match="not empty"):
-        write(data, num_processes=1)
-    assert digests(data) == before
-
-
-# ---- the tokenizer of the captions -----------------------------------------------------------------------------------
 
 
 def test_the_tokenizer_knows_every_caption(data: Path, tmp_path: Path) -> None:
@@ -163,22 +280,15 @@ def test_the_tokenizer_knows_every_caption(data: Path, tmp_path: Path) -> None:
     train_wordpiece(texts, 1024).save_pretrained(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     validation = [text for record in records(data / "validation") for text in record["captions"]]
-    for text in [*texts, *validation, *(template.format("red circle") for template in TEMPLATES)]:
+    others = ["random", "Zeppelin", "4711", *(template.format("red circle") for template in TEMPLATES)]
+    for text in [*texts, *validation, *others]:
         ids = tokenizer(text)["input_ids"]
-        assert ids[0] == tokenizer.cls_token_id
-        assert ids[-1] == tokenizer.sep_token_id
+        assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
         assert tokenizer.unk_token_id not in ids, text
-        assert re.sub(r"\W", "", tokenizer.decode(ids, skip_special_tokens=True)) == re.sub(r"\W", "", text)
-    for word in ("random", "Zeppelin", "4711"):
-        ids = tokenizer(word)["input_ids"]
-        assert tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids, skip_special_tokens=True) == word.lower()
-    batch = tokenizer(texts[:9], padding="max_length", truncation=True, max_length=30, return_tensors="np")
-    assert sorted(batch) == ["attention_mask", "input_ids"]
-    assert batch["input_ids"].shape == (9, 30)
+        decoded = tokenizer.decode(ids, skip_special_tokens=True)
+        assert re.sub(r"\W", "", decoded) == re.sub(r"\W", "", text.lower())
     assert {tokenizer.mask_token, tokenizer.pad_token} == {"[MASK]", "[PAD]"}
     assert train_wordpiece(texts, 1024).get_vocab() == tokenizer.get_vocab()
     small = train_wordpiece(texts, 150)
     assert len(small) == 150
-    assert small.tokenize("a random circle") != tokenizer.tokenize("a random circle")
     assert not any(small.unk_token_id in small(text)["input_ids"] for text in texts)

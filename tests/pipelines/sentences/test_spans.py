@@ -1,23 +1,25 @@
-"""Spans against their definition: bounds, the laws of lengths and places, spacing, purity."""
+"""Spans of documents: bounds, spacing and laws of what is drawn, and the arrays that are read against the stored text."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, chisquare, kstest
 
-from pipelines.sentences.spans import SpanConfig, Spans, Strategy, gather_spans, sample_spans
+from pipelines.sentences.span_source import IGNORE_INDEX, SpanSource
+from pipelines.sentences.spans import SpanConfig, Spans, Strategy, sample_spans
+from pipelines.text.documents import DocumentConfig
+from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
+from pipelines.text.tokenization import SpecialTokens, load_tokenizer, train_bpe, train_wordpiece
 
 STRATEGIES = ("any", "subsuming", "adjacent")
-
-
-def ends(spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    return spans.anchor_start + spans.anchor_length, spans.positive_start + spans.positive_length
 
 
 @st.composite
@@ -38,7 +40,7 @@ def configurations(draw: st.DrawFn) -> SpanConfig:
 def test_bounds_spacing_and_the_positives_relation(config: SpanConfig, seed: int, epoch: int, extra: int) -> None:
     num_tokens = config.least_num_tokens + np.arange(extra, extra + 40)
     spans = sample_spans(num_tokens, np.arange(40), seed=seed, epoch=epoch, config=config)
-    anchor_end, positive_end = ends(spans)
+    anchor_end, positive_end = spans.anchor_start + spans.anchor_length, spans.positive_start + spans.positive_length
     assert spans.anchor_start.min() >= 0
     assert (anchor_end <= num_tokens[:, None]).all()
     assert spans.positive_start.min() >= 0
@@ -52,14 +54,13 @@ def test_bounds_spacing_and_the_positives_relation(config: SpanConfig, seed: int
     first, end = spans.anchor_start[..., None], anchor_end[..., None]
     if config.strategy == "subsuming":
         assert ((spans.positive_start >= first) & (positive_end <= end)).all()
-        return
-    if config.strategy == "adjacent":
+    elif config.strategy == "adjacent":
         assert ((spans.positive_start == end) | (positive_end == first)).all()
         room = np.maximum(first, num_tokens[:, None, None] - end)
         assert ((spans.positive_length >= config.min_length) | (spans.positive_length == room)).all()
-        return
-    assert ((spans.positive_start <= end) & (positive_end >= first)).all()
-    assert (spans.positive_length >= config.min_length).all()
+    else:
+        assert ((spans.positive_start <= end) & (positive_end >= first)).all()
+        assert (spans.positive_length >= config.min_length).all()
 
 
 @given(configurations(), st.integers(0, 2**40), st.permutations(range(12)))
@@ -74,12 +75,9 @@ def test_a_document_has_its_spans_whoever_reads_it(config: SpanConfig, seed: int
 
 
 def test_seed_epoch_and_document_change_the_spans() -> None:
-    config = SpanConfig()
-    num_tokens = np.full(200, 4096)
-
     def starts(seed: int, epoch: int, first_key: int = 0) -> np.ndarray:
         keys = first_key + np.arange(200)
-        return sample_spans(num_tokens, keys, seed=seed, epoch=epoch, config=config).anchor_start
+        return sample_spans(np.full(200, 4096), keys, seed=seed, epoch=epoch, config=SpanConfig()).anchor_start
 
     assert len(np.unique(starts(0, 0), axis=0)) > 195
     for other in (starts(1, 0), starts(0, 1), starts(0, 0, 200)):
@@ -119,14 +117,6 @@ def test_positive_starts_are_uniform_in_their_range(strategy: Strategy) -> None:
     assert len(allowed) == 1 or chisquare([counts[offset] for offset in allowed]).pvalue > 0.001
 
 
-def test_rows_hold_the_tokens_of_their_spans_and_padding() -> None:
-    tokens = np.arange(100, 200, dtype=np.uint16)
-    start, length = np.array([[0, 10], [97, 50]]), np.array([[3, 1], [3, 4]])
-    rows, mask = gather_spans(tokens, start, length, pad_id=7)
-    assert rows.tolist() == [[100, 101, 102, 7], [110, 7, 7, 7], [197, 198, 199, 7], [150, 151, 152, 153]]
-    assert mask.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -134,13 +124,140 @@ def test_rows_hold_the_tokens_of_their_spans_and_padding() -> None:
         ({"min_length": 9, "max_length": 8}, "max_length = 8 is below min_length = 9"),
         ({"strategy": "near"}, "strategy = 'near'"),
         ({"min_num_tokens": 1535}, r"min_num_tokens = 1535 is below \(num_anchors \+ 1\)·max_length = 1536"),
+        ({}, "document 8 has 2047 tokens, and spans need 2048"),
     ],
 )
 def test_impossible_spans_are_refused_by_name(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpanConfig(**values)
+        sample_spans(np.array([3000, 2047]), np.array([7, 8]), seed=0, epoch=0, config=SpanConfig(**values))
 
 
-def test_a_short_document_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="document 8 has 2047 tokens, and spans need 2048"):
-        sample_spans(np.array([3000, 2047]), np.array([7, 8]), seed=0, epoch=0, config=SpanConfig())
+# ---- documents as rows, and their spans as arrays --------------------------------------------------------------------
+
+SPECIAL = SpecialTokens(opening=(2,), closing=(3,), pad_id=0, mask_id=4, vocab_size=90_000)
+SPANS = SpanConfig(num_anchors=2, num_positives=3, min_length=4, max_length=10, min_num_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 90_000, size=size) for size in rng.integers(20, 200, size=60)]
+
+
+@pytest.fixture(scope="module")
+def manifest(documents: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Write a prepared data set of three shards, without Ray."""
+    directory = tmp_path_factory.mktemp("prepared")
+    layout = DocumentConfig(least_num_tokens=30, vocab_size=90_000)
+    shards = []
+    for number, part in enumerate(np.array_split(np.arange(len(documents)), 3)):
+        table = pa.Table.from_batches(
+            list(layout.rows([documents[index] for index in part], num_documents_per_batch=7)), layout.schema
+        )
+        with pa.OSFile(str(directory / f"{number}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+            file.write_table(table)
+        shards.append(ShardEntry(file=f"{number}.arrow", archive="", num_rows=table.num_rows, num_tokens=0, digest=""))
+    entry = ArchiveEntry(path="", num_bytes=0, num_documents=len(documents), problems={}, examples=[], shards=shards)
+    return Manifest(directory=str(directory), tokenizer_digest="", layout=layout, archives=[entry])
+
+
+def source(manifest: Manifest, **options: float) -> SpanSource:
+    return SpanSource(**{"manifest": manifest, "spans": SPANS, "special_tokens": SPECIAL, "seed": 5, **options})
+
+
+def every(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
+    sizes = manifest.shard_sizes
+    shards = np.repeat(np.arange(len(sizes)), sizes)
+    return shards, np.concatenate([np.arange(size) for size in sizes])
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 30), st.sampled_from([100, 70_000]))
+def test_rows_are_the_documents_that_are_long_enough(lengths: list[int], least: int, vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(vocab_size, size=length) for length in lengths]
+    layout = DocumentConfig(least_num_tokens=least, vocab_size=vocab_size)
+    batches = layout.rows(iter(documents), num_documents_per_batch=4)
+    assert [row for batch in batches for row in batch.to_pylist()] == [
+        {"document": at, "tokens": tokens.tolist(), "num_tokens": len(tokens)}
+        for at, tokens in enumerate(documents)
+        if len(tokens) >= least
+    ]
+
+
+def test_rows_of_a_batch_are_the_spans_between_special_tokens(documents: list[np.ndarray], manifest: Manifest) -> None:
+    shards, rows = every(manifest)
+    order = np.random.default_rng(1).permutation(len(shards))
+    batch = source(manifest, mask_share=0.0).read(shards[order], rows[order], 2)
+    kept = [tokens for tokens in documents if len(tokens) >= 30]
+    assert batch["ids"].tolist() == order.tolist()  # dense, in stored order
+    lengths = np.array([len(kept[index]) for index in order])
+    expected = sample_spans(lengths, order, seed=5, epoch=2, config=SPANS)
+    assert batch["is_crowded"].tolist() == expected.is_crowded.tolist()
+    assert (batch["mlm_labels"] == IGNORE_INDEX).all()
+    for place, index in enumerate(order):
+        for anchor in range(2):
+            spans = [("anchor", (place, anchor), expected.anchor_start, expected.anchor_length)]
+            spans += [
+                ("positive", (place, anchor, k), expected.positive_start, expected.positive_length) for k in range(3)
+            ]
+            for name, at, start, length in spans:
+                row, size = batch[f"{name}_ids"][at], batch[f"{name}_lengths"][at]
+                inside = kept[index][start[at] : start[at] + length[at]]
+                assert size == length[at] + 2
+                assert row[:size].tolist() == [2, *inside.tolist(), 3]
+                assert (row[size:] == 0).all()
+
+
+def test_reading_depends_on_seed_epoch_and_document_alone(manifest: Manifest) -> None:
+    shards, rows = every(manifest)
+    whole = source(manifest).read(shards, rows, 0)
+    for other in (source(manifest).read(shards, rows, 1), source(manifest, seed=6).read(shards, rows, 0)):
+        assert (whole["digest"] != other["digest"]).all()
+    for part in np.array_split(np.random.default_rng(0).permutation(len(shards)), 4):
+        batch = source(manifest).read(shards[part], rows[part], 0)
+        for name, value in batch.items():
+            np.testing.assert_array_equal(value, whole[name][part])
+
+
+def test_masking_follows_its_shares_and_spares_special_tokens(manifest: Manifest) -> None:
+    shards, rows = every(manifest)
+    num_tokens = num_chosen = num_mask = num_kept = 0
+    for epoch in range(20):
+        before, after = (source(manifest, mask_share=share).read(shards, rows, epoch) for share in (0.0, 0.15))
+        ids, masked, labels = before["anchor_ids"], after["anchor_ids"], after["mlm_labels"]
+        chosen = labels != IGNORE_INDEX
+        column = np.arange(ids.shape[-1])
+        is_inside = (column > 0) & (column < before["anchor_lengths"][..., None] - 1)
+        assert not (chosen & ~is_inside).any()
+        assert (labels[chosen] == ids[chosen]).all()
+        assert (masked[~chosen] == ids[~chosen]).all()
+        np.testing.assert_array_equal(before["positive_ids"], after["positive_ids"])
+        num_tokens += is_inside.sum()
+        num_chosen += chosen.sum()
+        num_mask += (masked[chosen] == SPECIAL.mask_id).sum()
+        num_kept += (masked[chosen] == ids[chosen]).sum()
+    # The tolerance is four standard deviations of these binomials.
+    for count, total, share in (
+        (num_chosen, num_tokens, 0.15),
+        (num_mask, num_chosen, 0.8),
+        (num_kept, num_chosen, 0.1),
+    ):
+        assert abs(count / total - share) < 4 * np.sqrt(share * (1 - share) / total)
+
+
+def test_documents_that_are_too_short_for_the_spans_are_refused(manifest: Manifest) -> None:
+    with pytest.raises(ValueError, match="of 30 tokens or more, but the spans need 40: prepare it again"):
+        source(manifest, spans=SpanConfig(num_anchors=2, min_length=4, max_length=10))
+
+
+def test_special_tokens_are_what_the_tokenizer_puts_around_a_text(tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(["a small house beside a big house"], 200)
+    special = SpecialTokens.of(tokenizer)
+    assert [*special.opening, *tokenizer.encode("big", add_special_tokens=False), *special.closing] == tokenizer.encode(
+        "big"
+    )
+    assert (special.pad_id, special.mask_id) == (tokenizer.pad_token_id, tokenizer.mask_token_id)
+    assert special.num_added == 2
+    train_bpe(["plain text"], 300).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no pad_token: use the tokenizer of a masked language model"):
+        SpecialTokens.of(load_tokenizer(str(tmp_path)))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.archives import list_archives
 from pipelines.decompression import DamagedError
 from pipelines.problems import Problem
-from pipelines.storage import resolve
 from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
 from pipelines.text.parts import WHOLE, list_parts
 from pipelines.text.reading import Document, ProblemKind, read_documents
@@ -31,11 +29,6 @@ def read(path: Path, part_bytes: int) -> list[list[Document | Problem]]:
     return [list(read_documents(str(path), archive, part=part)) for part in parts]
 
 
-def content(items: list[Document | Problem]) -> list[str]:
-    return [item.text if isinstance(item, Document) else f"{item.kind} of {item.where}" for item in items]
-
-
-@settings(max_examples=300)
 @given(
     data=st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"defghij", b"\r\n"]), max_size=30).map(b"".join),
     size=st.integers(1, 20),
@@ -93,40 +86,31 @@ def make_parquet(path: Path) -> None:
     pq.write_table(pa.table({"text": texts, "other": list(range(103))}), path, row_group_size=7)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"a.jsonl": make_jsonl, "a.tar": make_tar, "a.parquet": make_parquet}
+def make_cut_tar(path: Path) -> None:
+    make_tar(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * 0.8)])
 
 
-@pytest.mark.parametrize("part_bytes", [1, 300, 700, 5000, 10**6])
+MAKERS = {"a.jsonl": make_jsonl, "a.tar": make_tar, "cut.tar": make_cut_tar, "a.parquet": make_parquet}
+
+
+@pytest.mark.parametrize("part_bytes", [1, 700, 10**6])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_parts_hold_what_the_whole_holds(tmp_path: Path, name: str, part_bytes: int) -> None:
     path = tmp_path / name
     MAKERS[name](path)
     parts = read(path, part_bytes)
-    (archive,) = list_archives(str(path))
-    whole = list(read_documents(str(path), archive))
+    (whole,) = read(path, 10**9)
     items = [item for part in parts for item in part]
     keys = [item.key if isinstance(item, Document) else item.where for item in items]
     assert len(set(keys)) == len(keys)
     if name == "a.jsonl":  # Its records are counted from the beginning of the part.
-        assert [item.text for item in items if isinstance(item, Document)] == [
-            item.text for item in whole if isinstance(item, Document)
-        ]
-        assert sum(isinstance(item, Problem) for item in items) == 1
+        assert [getattr(item, "text", "lost") for item in items] == [getattr(item, "text", "lost") for item in whole]
     else:
         assert items == whole
-    assert len(parts) == 1 if part_bytes == 10**6 else len(parts) > 1 or part_bytes == 5000
-
-
-@pytest.mark.parametrize("cut", [0.5, 0.8, 0.2])
-def test_the_part_that_holds_the_damage_of_a_tar_reports_it(tmp_path: Path, cut: float) -> None:
-    path = tmp_path / "a.tar"
-    make_tar(path)
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * cut)])
-    parts = read(path, 700)
-    (archive,) = list_archives(str(path))
-    assert [item for part in parts for item in part] == list(read_documents(str(path), archive))
-    assert isinstance(parts[-1][-1], Problem)
-    assert parts[-1][-1].kind == ProblemKind.TRUNCATED_ARCHIVE
+    assert (len(parts) == 1) == (part_bytes == 10**6)
+    if name == "cut.tar":
+        assert parts[-1][-1].kind == ProblemKind.TRUNCATED_ARCHIVE
 
 
 def test_a_name_that_occurs_twice_or_a_global_header_keeps_a_tar_whole(tmp_path: Path) -> None:
@@ -149,35 +133,18 @@ def test_dividing_a_tar_reads_little_more_than_its_headers(tmp_path: Path, monke
             info = tarfile.TarInfo(f"{number}.jsonl")
             info.size = 2**20
             archive.addfile(info, io.BytesIO(bytes(2**20)))
-    filesystem, _ = resolve(str(path))
-    files: list[CountedReads] = []
+    read_sizes: list[int] = []
 
-    class CountedReads:
-        def __init__(self, file: pa.NativeFile) -> None:
-            self._file, self.num_bytes = file, 0
-            files.append(self)
-
-        def __enter__(self) -> CountedReads:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self._file.close()
-
-        def read(self, num_bytes: int) -> bytes:
-            self.num_bytes += num_bytes
-            return self._file.read(num_bytes)
-
-        def seekable(self) -> bool:
-            return True
-
-        def seek(self, position: int, whence: int = 0) -> int:
-            return self._file.seek(position, whence)
+    class CountedFile(io.FileIO):
+        def read(self, num_bytes: int | None = -1, /) -> bytes:
+            data = super().read(num_bytes)
+            read_sizes.append(len(data))
+            return data
 
     class Counting:
-        def open_input_file(self, name: str) -> CountedReads:
-            return CountedReads(filesystem.open_input_file(name))
+        open_input_file = CountedFile
 
     monkeypatch.setattr("pipelines.text.parts.resolve", lambda uri: (Counting(), uri))
     (parts,) = list_parts(str(path), list_archives(str(path)), part_bytes=2 * 2**20)
     assert len(parts) == 4
-    assert files[0].num_bytes < 10 * 2**14
+    assert 0 < sum(read_sizes) < 10 * 2**14

@@ -1,15 +1,16 @@
-"""Tests of pipelines.text.reading: what is intact is read exactly, and what is damaged costs one problem and no exception."""
+"""Text archives: what is intact is read exactly, and what is damaged costs one problem and no exception."""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+import zstandard
+from hypothesis import given
 from hypothesis import strategies as st
 from text_archive_support import TEXTS, WRITERS, lines, parquet, read_file, tar, zst
 
@@ -19,7 +20,18 @@ from pipelines.text import reading as text
 from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
 
 
-@settings(max_examples=40)
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., tuple[list[str], list[Problem]]]:
+    """Return a function that writes an archive, and returns the texts and the problems that are read from it."""
+
+    def read(name: str, data: bytes, **options: str) -> tuple[list[str], list[Problem]]:
+        (tmp_path / name).write_bytes(data)
+        documents, problems = read_file(tmp_path / name, **options)
+        return [document.text for document in documents], problems
+
+    return read
+
+
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8))
 def test_every_format_gives_back_the_same_texts_under_distinct_keys(texts: list[str]) -> None:
     with TemporaryDirectory() as directory:
@@ -51,60 +63,39 @@ def test_a_plain_text_file_is_one_document_and_is_listed_only_when_asked_for(tmp
     ]
 
 
-def test_keys_name_archive_member_and_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spell", [str, lambda path: path.as_uri(), lambda path: f"{path}/"])
+def test_keys_name_archive_member_and_record_however_the_directory_is_spelled(
+    tmp_path: Path, spell: Callable[[Path], str]
+) -> None:
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub" / "a.tar"
     path.write_bytes(tar({"m/1.jsonl": b'not json\n\n"a"\n', "2.jsonl": b'"b"'}))
-    (archive,) = list_archives(str(tmp_path))
-    items = list(read_documents(str(tmp_path), archive))
-    assert [i.key if isinstance(i, Document) else i.where for i in items] == [
-        "sub/a.tar/m/1.jsonl:0",
-        "sub/a.tar/m/1.jsonl:1",
-        "sub/a.tar/2.jsonl:0",
-    ]
+    (archive,) = list_archives(spell(tmp_path))
+    items = list(read_documents(spell(tmp_path), archive))
+    places = ["sub/a.tar/m/1.jsonl:0", "sub/a.tar/m/1.jsonl:1", "sub/a.tar/2.jsonl:0"]
+    assert [i.key if isinstance(i, Document) else i.where for i in items] == places
     assert [d.key for d in read_file(path)[0]] == ["a.tar/m/1.jsonl:1", "a.tar/2.jsonl:0"]
 
 
-@pytest.mark.parametrize("spell", [str, lambda p: p.as_uri(), lambda p: f"{p}/"])
-def test_a_directory_may_be_spelled_as_path_or_uri(tmp_path: Path, spell: Callable[[Path], str]) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
-    (archive,) = list_archives(spell(tmp_path))
-    assert [d.key for d in read_documents(spell(tmp_path), archive)] == [f"a.jsonl:{i}" for i in range(len(TEXTS))]
-
-
-def test_a_relative_path_is_below_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve("data/a.jsonl")[1] == str(tmp_path / "data" / "a.jsonl")
-
-
-@pytest.mark.parametrize("uri", ["", "nonsense://host/a.jsonl"])
-def test_a_uri_that_names_no_filesystem_is_refused(uri: str) -> None:
-    with pytest.raises(ValueError, match="s3://"):
-        resolve(uri)
-
-
-# ---- listing ---------------------------------------------------------------------------------------------------------
+    for uri in ("", "nonsense://host/a.jsonl"):
+        with pytest.raises(ValueError, match="s3://"):
+            resolve(uri)
 
 
 def test_listing_passes_over_hidden_underscored_and_unknown_files(tmp_path: Path) -> None:
-    for name in ["b.jsonl", "a/z.parquet", ".hidden.jsonl", "_part.jsonl", "_tmp/c.jsonl", ".git/d.jsonl", "x.zip"]:
+    for name in ["b.jsonl", "a/z.parquet", ".hidden.jsonl", "_part.jsonl", "_tmp/c.jsonl", ".git/d.jsonl", "x/x.zip"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    archives = list_archives(str(tmp_path))
-    assert [a.path for a in archives] == [f"{tmp_path}/a/z.parquet", f"{tmp_path}/b.jsonl"]
-    assert [a.format for a in archives] == [ArchiveFormat.PARQUET, ArchiveFormat.JSONL]
-
-
-def test_a_directory_without_archives_says_what_it_expected_and_saw(tmp_path: Path) -> None:
-    (tmp_path / "corpus.zip").touch()
-    with pytest.raises(FileNotFoundError, match=r"\.jsonl\.zst, \.tar, \.parquet; seen: corpus\.zip"):
-        list_archives(str(tmp_path))
-
-
-def test_a_file_with_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "corpus.zip").touch()
-    with pytest.raises(ValueError, match=r"corpus\.zip.*\.jsonl\.zst"):
-        list_archives(str(tmp_path / "corpus.zip"))
+    archives = [(a.path, a.format) for a in list_archives(str(tmp_path))]
+    wanted = [("a/z.parquet", ArchiveFormat.PARQUET), ("b.jsonl", ArchiveFormat.JSONL)]
+    assert archives == [(f"{tmp_path}/{name}", kind) for name, kind in wanted]
+    with pytest.raises(FileNotFoundError, match=r"\.jsonl\.zst, \.tar, \.parquet; seen: x\.zip"):
+        list_archives(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"x\.zip.*\.jsonl\.zst"):
+        list_archives(str(tmp_path / "x" / "x.zip"))
 
 
 def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None:
@@ -136,10 +127,10 @@ BAD_RECORDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.tar"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.tar"])
 def test_a_bad_record_costs_itself_only(name: str, tmp_path: Path) -> None:
     data = b"".join(b'"good"\n' + bad + b"\n" for bad in BAD_RECORDS) + b'"good"'
-    encode = {"a.jsonl.gz": gzip.compress, "a.jsonl.zst": zst, "a.tar": lambda d: tar({"1.jsonl": d})}.get(name, bytes)
+    encode = {"a.jsonl.zst": zst, "a.tar": lambda d: tar({"1.jsonl": d})}.get(name, bytes)
     (tmp_path / name).write_bytes(encode(data))
     documents, problems = read_file(tmp_path / name)
     where = name + "/1.jsonl" * (name == "a.tar")
@@ -175,24 +166,125 @@ def test_parquet_without_the_column_names_those_it_has(read: Callable) -> None:
     assert "'text'" in problems[0].detail
     assert "'id', 'body'" in problems[0].detail
     assert read("a.parquet", parquet({"id": [1], "body": ["a"]}), text_field="body") == (["a"], [])
-
-
-def test_parquet_without_a_footer_is_unreadable(read: Callable) -> None:
     texts, problems = read("a.parquet", parquet({"text": TEXTS})[:-1])
     assert (texts, [p.kind for p in problems]) == ([], ["unreadable_archive"])
 
 
-def rows() -> Iterator[tuple[pa.Array, list[str], list[str]]]:
-    yield pa.array(["a", None, " ", "b"]), ["a", "b"], ["missing_text", "empty_document"]
-    yield pa.array([b"a", b"\xff", b"b"], pa.large_binary()), ["a", "b"], ["invalid_utf8"]
-    yield pa.array([["a", "b"], [], None]), ["a\n\nb"], ["empty_document", "missing_text"]
-    yield pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"], []
-    yield pa.array([1, 2]), [], ["missing_text", "missing_text"]
-
-
-@pytest.mark.parametrize(("column", "texts", "kinds"), list(rows()))
+@pytest.mark.parametrize(
+    ("column", "texts", "kinds"),
+    [
+        (pa.array(["a", None, " ", "b"]), ["a", "b"], ["missing_text", "empty_document"]),
+        (pa.array([b"a", b"\xff", b"b"], pa.large_binary()), ["a", "b"], ["invalid_utf8"]),
+        (pa.array([["a", "b"], [], None]), ["a\n\nb"], ["empty_document", "missing_text"]),
+        (pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"], []),
+        (pa.array([1, 2]), [], ["missing_text", "missing_text"]),
+    ],
+)
 def test_a_parquet_row_is_judged_as_a_json_record_is(
     column: pa.Array, texts: list[str], kinds: list[str], read: Callable
 ) -> None:
     found, problems = read("a.parquet", parquet({"text": column}))
     assert (found, [p.kind for p in problems]) == (texts, kinds)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def assert_prefix_and_one_problem(texts: list[str], problems: list[Problem]) -> None:
+    assert texts == TEXTS[: len(texts)]
+    assert [p.kind for p in problems] == [ProblemKind.TRUNCATED_ARCHIVE]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz"])
+def test_truncation_at_any_byte_gives_a_prefix_and_one_problem(name: str, read: Callable) -> None:
+    data = zst(lines(TEXTS), flush_lines=True) if name.endswith("zst") else gzip.compress(lines(TEXTS))
+    num_documents = []
+    for num_bytes in range(len(data)):
+        texts, problems = read(name, data[:num_bytes])
+        assert_prefix_and_one_problem(texts, problems)
+        num_documents.append(len(texts))
+    assert num_documents == sorted(num_documents)
+    assert num_documents[-1] == len(TEXTS)
+    if name.endswith("zst"):
+        assert set(num_documents) == set(range(len(TEXTS) + 1)), "a document is given as soon as its block is there"
+    assert read(name, data) == (TEXTS, [])
+
+
+def test_truncation_of_a_tar_gives_a_prefix_and_one_problem(read: Callable) -> None:
+    members = {f"{i}.jsonl": lines([t]) for i, t in enumerate(TEXTS[:3])}
+    members |= {f"{i}.zst": zst(lines([t])) for i, t in enumerate(TEXTS[3:])}
+    data = tar(members)
+    end = 512 * sum(1 + -(-len(member) // 512) for member in members.values())
+    for num_bytes in {*range(0, end, 97), *range(0, end, 512), end}:
+        texts, problems = read("a.tar", data[:num_bytes])
+        assert_prefix_and_one_problem(texts, problems)
+        assert len(texts) >= num_bytes // 512 // 2 - 1, "documents before the damage are kept"
+    assert read("a.tar", data) == (TEXTS, [])
+
+
+def test_a_cut_line_of_a_plain_file_that_shrank_is_not_taken_for_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'"one"\n12')
+    archive = Archive(path=str(path), format=ArchiveFormat.JSONL, num_bytes=100)
+    items = list(read_documents(str(path), archive))
+    assert [type(i) for i in items] == [Document, Problem]
+    assert items[1].kind == ProblemKind.TRUNCATED_ARCHIVE
+
+
+def test_frames_after_a_skippable_one_are_read_and_the_last_may_not_be_cut(read: Callable) -> None:
+    skippable = (0x184D2A53).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"hello"
+    frames = zst(lines(TEXTS), num_frames=4)
+    assert read("a.jsonl.zst", skippable + frames + skippable) == (TEXTS, [])
+    for cut in range(1, len(skippable)):
+        texts, problems = read("a.jsonl.zst", frames + skippable[:cut])
+        assert (texts, [p.kind for p in problems]) == (TEXTS, ["truncated_archive"])
+
+
+@pytest.mark.parametrize("options", [{}, {"write_content_size": False}, {"write_checksum": True}])
+@pytest.mark.parametrize("num_records", [1, 400, 20_000])
+def test_the_end_of_a_frame_is_recognised_whatever_its_header(options: dict, num_records: int, read: Callable) -> None:
+    frame = zstandard.ZstdCompressor(**options).compress(b'"the same words again"\n' * num_records)
+    texts, problems = read("a.jsonl.zst", frame + frame)
+    assert (len(texts), problems) == (2 * num_records, [])
+
+
+def test_a_damaged_member_does_not_stop_the_next(read: Callable) -> None:
+    damaged = bytearray(zst(lines(TEXTS[2:4])))
+    damaged[len(damaged) // 2] ^= 0xFF
+    short = gzip.compress(lines(TEXTS[4:5]))[:-1]
+    whole = {"0.zst": zst(lines(TEXTS[:2])), "3.jsonl": lines(TEXTS[5:])}
+    members = sorted((whole | {"1.zst": bytes(damaged), "2.jsonl.gz": short}).items())
+    texts, problems = read("a.tar", tar(members))
+    assert [t for t in texts if t not in TEXTS[2:5]] == TEXTS[:2] + TEXTS[5:]
+    assert [(p.kind, p.where) for p in problems] == [
+        ("truncated_archive", f"a.tar/{name}") for name in ("1.zst", "2.jsonl.gz")
+    ]
+
+
+def test_a_broken_header_inside_a_tar_is_not_taken_for_its_end(read: Callable) -> None:
+    data = bytearray(tar({"1.jsonl": b'"a"', "2.jsonl": b'"b"'}))
+    data[1024:1034] = b"\xff" * 10
+    texts, problems = read("a.tar", bytes(data))
+    assert (texts, [p.kind for p in problems]) == (["a"], ["truncated_archive"])
+
+
+# ---- archives without records ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", b""),
+        ("a.jsonl", b"\n \r\n"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0)),
+        ("a.jsonl.zst", zst(b"")),
+        ("a.tar", tar({})),
+        ("a.tar", tar({"1.jsonl": b"", "2.zst": zst(b"")})),
+        ("a.tar", tar({"readme.md": b"?"})),
+        ("a.parquet", parquet({"text": pa.array([], pa.string())})),
+    ],
+)
+def test_an_archive_without_records_is_reported_once(name: str, data: bytes, read: Callable) -> None:
+    texts, problems = read(name, data)
+    assert (texts, [(p.kind, p.where) for p in problems]) == ([], [("empty_archive", name)])
+    assert "readme" not in str(data) or "readme.md" in problems[0].detail

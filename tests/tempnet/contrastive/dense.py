@@ -1,18 +1,27 @@
-"""A second transcription of the losses, with whole matrices and autograd in one process; it shares only the formulas.
+"""A second transcription of the contrastive losses, with whole matrices and autograd in one process.
 
-`Dense` also keeps the per-sample state in plain dictionaries by id, in float32 like the real one, and updates it.
+`Dense` shares only the formulas with the product. It keeps the per-sample state in plain dictionaries by id, in float32
+like the real one. Below it are the batches, and the pairs of equal losses (ours and the transcription) of the tests.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tempnet import TempNet
-from tempnet.contrastive.losses import ContrastiveLossConfig
+from tempnet import TempNet, TempNetConfig
+from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig, ContrastiveOutput
+from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.world import World
+
+NAMES = tuple(LOSS_KINDS)
+NUM_SAMPLES, SIZE = 40, 6
 
 
 @dataclass
@@ -27,11 +36,8 @@ class Dense:
 
     def __call__(self, image: Tensor, text: Tensor, ids: Tensor, image_ids: Tensor, gamma: float) -> Tensor:
         similarity = image @ text.T
-        sides = [
-            self.side(0, similarity, image, ids, image_ids, gamma),
-            self.side(1, similarity.T, text, ids, image_ids, gamma),
-        ]
-        loss = (sides[0] + sides[1]) / 2
+        loss = self.side(0, similarity, image, ids, image_ids, gamma) / 2
+        loss = loss + self.side(1, similarity.T, text, ids, image_ids, gamma) / 2
         if self.config.name == "cyclip":
             images, texts = image @ image.T, text @ text.T
             loss = loss + self.config.cyclic_in_modal * (images - texts).square().sum() / len(ids)
@@ -43,65 +49,47 @@ class Dense:
     ) -> Tensor:
         name, size = self.config.name, len(ids)
         is_negative = image_ids[:, None] != image_ids[None]
-        num_negatives = is_negative.sum(1)
         if name == "temperature_free":
-            limit = 1 - 1e-6
-            clamped = similarity.clamp(-limit, limit)
+            clamped = similarity.clamp(1e-6 - 1, 1 - 1e-6)
             logits = torch.log((1 + clamped) / (1 - clamped))
             return self.cross_entropy(logits, torch.ones(size, dtype=logits.dtype), is_negative)
         tau = self.tau(modality, anchors, ids)
         if name in ("clip", "clip_fixed", "cyclip", "tempnet_in_batch"):
             return self.cross_entropy(similarity, tau, is_negative)
 
+        # Row by row, over the negatives only.
         h = similarity - similarity.diag()[:, None]
         log_u = self.estimates(modality, h, tau, ids, is_negative, gamma)
-        # Row by row, over the negatives only.
-        total = similarity.sum() * 0
-        duals = {}
         rho = self.config.rho if name in ("isogclr", "tempnet") else 0.0
+        total, self.duals = similarity.sum() * 0, {}
         for i in range(size):
-            if num_negatives[i] == 0:
+            if not is_negative[i].any():
                 continue
             estimate = log_u[int(ids[i])]
             scaled = (h[i] / tau[i].detach())[is_negative[i]]
-            weights = (scaled - estimate).exp().detach() / num_negatives[i]
-            # The value is τ·(log u + ρ); the gradient flows through h/τ under the weights, and through τ times G.
+            weights = (scaled - estimate).exp().detach() / len(scaled)
             dual = (estimate + rho - (weights * scaled).sum()).detach()
-            through_h = (weights * h[i][is_negative[i]]).sum()
-            through_tau = tau[i] * dual if tau[i].requires_grad else 0 * similarity.sum()
-            value = (tau[i] * (estimate + rho)).detach()
-            total = total + value + (through_h - through_h.detach())
-            if tau[i].requires_grad:
-                total = total + (through_tau - through_tau.detach())
-            duals.setdefault(int(ids[i]), []).append(dual)
-        self.duals = duals
-        self.update(modality, log_u, duals)
+            # The value is τ·(log u + ρ); the gradient flows through h under the weights, and through τ times G.
+            graph = (weights * h[i][is_negative[i]]).sum() + (tau[i] * dual if tau[i].requires_grad else 0.0)
+            total = total + (tau[i] * (estimate + rho) - graph).detach() + graph
+            self.duals.setdefault(int(ids[i]), []).append(dual)
+        self.update(modality, log_u, self.duals)
         return total / size
 
     def estimates(
         self, modality: int, h: Tensor, tau: Tensor, ids: Tensor, is_negative: Tensor, gamma: float
     ) -> dict[int, Tensor]:
         """Return id → log u, the moving average of the batch's log mean over the negatives of exp(h/τ)."""
-        num_negatives = is_negative.sum(1)
-        log_g = {}
+        log_g: dict[int, list[Tensor]] = {}
         for i in range(len(ids)):
-            if num_negatives[i] == 0:
-                continue
-            scaled = (h[i] / tau[i].detach())[is_negative[i]]
-            log_g.setdefault(int(ids[i]), []).append((scaled.logsumexp(0) - math.log(num_negatives[i])).detach())
-        log_u = {}
+            if is_negative[i].any():
+                scaled = (h[i] / tau[i].detach())[is_negative[i]]
+                log_g.setdefault(int(ids[i]), []).append((scaled.logsumexp(0) - math.log(len(scaled))).detach())
+        log_u, keep = {}, torch.tensor(1 - gamma, dtype=torch.float64).log()
         for key, values in log_g.items():
             mean = torch.stack(values).logsumexp(0) - math.log(len(values))
             old = self.state[modality].setdefault(key, {}).get("log_u")
-            log_u[key] = (
-                mean
-                if old is None
-                else (
-                    math.log(gamma) + mean
-                    if gamma == 1
-                    else torch.logaddexp(math.log(1 - gamma) + old.to(mean.dtype), math.log(gamma) + mean)
-                )
-            )
+            log_u[key] = mean if old is None else torch.logaddexp(keep + old, math.log(gamma) + mean)
         return log_u
 
     def update(self, modality: int, log_u: dict[int, Tensor], duals: dict[int, list[Tensor]]) -> None:
@@ -135,3 +123,102 @@ class Dense:
         allowed = is_negative | torch.eye(len(logits), dtype=torch.bool)
         scaled = (logits / tau[:, None]).masked_fill(~allowed, -torch.inf)
         return (scaled.logsumexp(1) - scaled.diag()).mean()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters in the order of the loss's own."""
+        if self.networks is not None:
+            return [parameter for network in self.networks for parameter in network.parameters()]
+        return [] if self.log_tau is None else [self.log_tau]
+
+
+@dataclass
+class Batch:
+    """A batch of unit rows (B, d), which are leaves of autograd, and their ids."""
+
+    image: Tensor
+    text: Tensor
+    ids: Tensor
+    image_ids: Tensor
+
+    def part(self, rows: slice) -> Batch:
+        image, text = (x.detach()[rows].clone().requires_grad_() for x in (self.image, self.text))
+        return Batch(image, text, self.ids[rows], self.image_ids[rows])
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        return replace(self, **{k: getattr(self, k).detach().to(dtype).requires_grad_() for k in ("image", "text")})
+
+
+def make_batch(num_pairs: int, *, seed: int = 0, repeats: bool = True) -> Batch:
+    """Create a float64 batch in which sample n shows image n // 2.
+
+    With repeats, ids are drawn with replacement; without, all images are different.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if repeats:
+        ids = torch.randint(NUM_SAMPLES, (num_pairs,), generator=generator)
+    else:
+        ids = 2 * torch.randperm(NUM_SAMPLES // 2, generator=generator)[:num_pairs]
+    image, text = F.normalize(torch.randn(2, num_pairs, SIZE, generator=generator, dtype=torch.float64), dim=-1)
+    text = F.normalize(image + 0.8 * text, dim=-1)
+    return Batch(image.requires_grad_(), text.requires_grad_(), ids, ids // 2)
+
+
+def make_config(name: str, **changes: Any) -> ContrastiveLossConfig:
+    defaults = {"rho": 1.2, "tau_max": 0.4, "tau": 0.08, "cyclic_cross_modal": 0.4}
+    return ContrastiveLossConfig.for_name(name, **{**defaults, **changes})
+
+
+def make_loss(
+    config: ContrastiveLossConfig, *, world: World | None = None, seed: int = 0, **network: Any
+) -> ContrastiveLoss:
+    """Create a loss of two modalities in float64, with its state and networks."""
+    torch.manual_seed(seed)
+    networks: dict[str, Any] = {}
+    if config.kind.temperature == "tempnet":
+        sizes = {"hidden_size": 7, "num_prototypes": 5, "tau_min": 0.01, "tau_max": 0.3, "phi_init": 0.1, **network}
+        tempnet = TempNetConfig.for_embeddings(SIZE, rho=config.rho, **sizes)
+        networks = {key: TempNet(tempnet) for key in ("image_tempnet", "text_tempnet")}
+    state = SampleState(NUM_SAMPLES, config.state_columns, world=world) if config.state_columns else None
+    if config.kind.temperature == "given":
+        assert state is not None
+        state.fill("tau", make_table())
+    return ContrastiveLoss(config, state=state, world=world, **networks).double()
+
+
+def make_unimodal_loss(config: ContrastiveLossConfig, *, world: World | None = None) -> UnimodalLoss:
+    """Create a loss on one space in float64; its network is the first one of the bimodal loss."""
+    bimodal = make_loss(config, world=world)
+    return UnimodalLoss(config, tempnet=bimodal.image_tempnet, state=bimodal.state, world=world).double()
+
+
+def make_table() -> Tensor:
+    return 0.02 + 0.2 * torch.rand(2, NUM_SAMPLES, generator=torch.Generator().manual_seed(5))
+
+
+def make_dense(loss: ContrastiveLoss) -> Dense:
+    """Create the transcription, with copies of the loss's parameters as leaves of its own."""
+    networks = None
+    if loss.image_tempnet is not None and loss.text_tempnet is not None:
+        networks = TempNet(loss.image_tempnet.config), TempNet(loss.text_tempnet.config)
+        for copy, network in zip(networks, (loss.image_tempnet, loss.text_tempnet), strict=True):
+            copy.double().load_state_dict(network.state_dict())
+    log_tau = None if loss.learned is None else loss.learned.log_tau.detach().double().clone().requires_grad_()
+    table = make_table() if loss.config.kind.temperature == "given" else None
+    return Dense(loss.config, networks, log_tau, table)
+
+
+def run(loss: ContrastiveLoss | UnimodalLoss, batch: Batch, gamma: float = 0.7) -> ContrastiveOutput:
+    """Run one forward and backward pass."""
+    if isinstance(loss, UnimodalLoss):
+        output = loss(batch.image, batch.text, batch.ids, gamma=gamma)
+    else:
+        output = loss(batch.image, batch.text, batch.ids, batch.image_ids, gamma=gamma)
+    output["loss"].backward()
+    return output
+
+
+def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
+    assert value is not None
+    assert reference is not None
+    return ((value.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-12)).item()

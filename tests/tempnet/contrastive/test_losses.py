@@ -1,27 +1,37 @@
-"""Every loss against a dense float64 transcription with autograd: value, gradients, state."""
+"""Every loss against a dense float64 transcription with autograd: value, gradients, state; alone, and several at a time.
+
+The losses on one space are tested against their definition, vector by vector.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.nn.functional as F
+from hypothesis import given
 from hypothesis import strategies as st
+from pytorch_metric_learning.losses import NTXentLoss
+from torch import Tensor
 
-from tempnet import TempNet, TempNetConfig
-from tempnet.contrastive.losses import ContrastiveLoss, ContrastiveLossConfig, check_negatives, gamma_at
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss, check_negatives, contrastive_losses, gamma_at
 from tempnet.contrastive.state import SampleState
-from tests.tempnet.contrastive.cases import (
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tests.tempnet.contrastive.dense import (
     NAMES,
     NUM_SAMPLES,
     SIZE,
     Batch,
-    dense_parameters,
     make_batch,
     make_config,
     make_dense,
     make_loss,
+    make_unimodal_loss,
     relative_error,
     run,
 )
@@ -29,41 +39,54 @@ from tests.tempnet.contrastive.cases import (
 
 def errors(
     name: str,
-    batch: Batch,
+    batches: Sequence[Batch],
     *,
     dtype: torch.dtype = torch.float64,
-    gamma: float = 0.7,
-    num_steps: int = 2,
-    **changes: object,
+    gammas: Sequence[float] = (0.7,),
+    network: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> dict[str, float]:
-    """Return the relative errors of the last step on the batch; the reference sees the same rounded inputs."""
-    loss = make_loss(make_config(name, **changes))
+    """Return the largest relative errors of the steps on some batches; the reference sees the same rounded inputs.
+
+    The state of every sample is compared after the last step.
+    """
+    loss = make_loss(make_config(name, **changes), **network or {})
     dense = make_dense(loss)
     if dtype != torch.float64:
         loss.float()
-    ours, theirs = batch.to(dtype), batch.to(dtype).to(torch.float64)
-    for _ in range(num_steps):  # a second visit makes the moving average matter
-        for leaf in (ours.image, ours.text, theirs.image, theirs.text, *loss.parameters(), *dense_parameters(dense)):
-            leaf.grad = None
+    found: dict[str, float] = {}
+    for step, batch in enumerate(batches):
+        ours, theirs = batch.to(dtype), batch.to(dtype).to(torch.float64)
+        for parameter in (*loss.parameters(), *dense.parameters):
+            parameter.grad = None
+        gamma = gammas[step % len(gammas)]
         output = run(loss, ours, gamma)
         reference = dense(theirs.image, theirs.text, theirs.ids, theirs.image_ids, gamma)
         reference.backward()
-    assert ours.image.grad is not None
-    assert ours.image.grad.dtype == dtype
-    found = {
-        "loss": relative_error(output["loss"], reference),
-        "image": relative_error(ours.image.grad, theirs.image.grad),
-        "text": relative_error(ours.text.grad, theirs.text.grad),
-    }
-    for (key, parameter), copy in zip(loss.named_parameters(), dense_parameters(dense), strict=True):
-        found[key] = relative_error(parameter.grad, copy.grad)
+        assert ours.image.grad is not None
+        assert ours.image.grad.dtype == dtype
+        pairs = {
+            "loss": (output["loss"], reference),
+            "image": (ours.image.grad, theirs.image.grad),
+            "text": (ours.text.grad, theirs.text.grad),
+        }
+        for (key, parameter), copy in zip(loss.named_parameters(), dense.parameters, strict=True):
+            pairs[key] = parameter.grad, copy.grad
+        for key, (value, expected) in pairs.items():
+            found[key] = max(found.get(key, 0.0), relative_error(value, expected))
     if loss.state is not None:
-        for modality in (0, 1):
-            for id_, entry in dense.state[modality].items():
+        for modality, entries in enumerate(dense.state):
+            for id_, entry in entries.items():
                 for column, value in entry.items():
-                    kept = loss.state.columns[column][modality, id_]
+                    error = abs(float(loss.state.columns[column][modality, id_] - value)) / (1 + abs(float(value)))
                     key = f"{column} of the state"
-                    found[key] = max(found.get(key, 0.0), abs(float(kept - value)) / (1 + abs(float(value))))
+                    found[key] = max(found.get(key, 0.0), error)
+            unseen = torch.ones(NUM_SAMPLES, dtype=torch.bool)
+            unseen[list(entries)] = False
+            assert torch.isneginf(loss.state.columns["log_u"][modality, unseen]).all()
+        if name == "isogclr" and "tau" in found:
+            tau = torch.tensor([float(entry["tau"]) for entry in dense.state[0].values()])
+            assert ((tau > loss.config.tau_min) & (tau < loss.config.tau_max)).any()
     return found
 
 
@@ -72,25 +95,36 @@ def errors(
 def test_the_dense_transcription_is_met(name: str, tile_size: int) -> None:
     """The batches have 12 pairs, with and without repeated ids and images; tiles of 5 divide neither."""
     for repeats in (True, False):
-        found = errors(name, make_batch(12, seed=3, repeats=repeats), tile_size=tile_size)
+        # A second visit makes the moving average matter, and the momentum of the temperatures.
+        batches = [make_batch(12, seed=3, repeats=repeats)] * 2
+        found = errors(name, batches, tile_size=tile_size)
         # The state is float32 in both implementations.
         assert all(value < (2e-7 if "state" in key else 1e-9) for key, value in found.items()), found
 
 
+@pytest.mark.parametrize("name", ["sogclr", "sogclr_given", "isogclr", "tempnet"])
+def test_the_state_of_every_sample_is_met_over_many_batches(name: str) -> None:
+    """Different samples meet in 16 batches, at a falling γ, and a sample keeps its values while it is not seen."""
+    batches = [make_batch(5 if step == 9 else 10, seed=step, repeats=step % 3 == 0) for step in range(16)]
+    gammas = [1.0 - 0.05 * step for step in range(16)]
+    # η is small enough that the temperatures move inside their range instead of from bound to bound.
+    found = errors(name, batches, gammas=gammas, tile_size=4, tau_step=0.003)
+    assert all(value < 1e-6 for value in found.values()), found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_and_bfloat16_inputs(name: str) -> None:
-    batch = make_batch(14, seed=1)
-    found = errors(name, batch, dtype=torch.float32, tile_size=8)
+    batches = [make_batch(14, seed=1)] * 2
+    found = errors(name, batches, dtype=torch.float32, tile_size=8)
     assert found["loss"] < 1e-6, found
     # Gradients of single parameters are sums over anchors, some of which all but cancel.
     assert all(value < (1e-4 if "tempnet" in key else 1e-5) for key, value in found.items()), found
-    found = errors(name, batch, dtype=torch.bfloat16, tile_size=8)
+    found = errors(name, batches, dtype=torch.bfloat16, tile_size=8)
     # The similarities of bfloat16 rows are exact; only the gradients are rounded to the inputs' type.
     assert found["loss"] < 1e-6, found
     assert max(found["image"], found["text"]) < 5e-3, found
 
 
-@settings(max_examples=25)
 @given(
     name=st.sampled_from(NAMES),
     num_pairs=st.integers(2, 9),
@@ -100,9 +134,15 @@ def test_float32_and_bfloat16_inputs(name: str) -> None:
     gamma=st.sampled_from([0.01, 0.5, 1.0]),
 )
 def test_any_batch(name: str, num_pairs: int, seed: int, repeats: bool, tile_size: int, gamma: float) -> None:
-    found = errors(name, make_batch(num_pairs, seed=seed, repeats=repeats), tile_size=tile_size, gamma=gamma, rho=0.3)
+    batches = [make_batch(num_pairs, seed=seed, repeats=repeats)] * 2
+    found = errors(name, batches, tile_size=tile_size, gammas=[gamma], rho=0.3)
     # Gradients of few pairs may be sums that all but cancel; with one negative and ρ = 0 that of τ is rounding alone.
     assert max(found.values()) < 1e-6, found
+
+
+def test_without_stop_gradient_the_embeddings_feel_tau() -> None:
+    found = errors("tempnet_in_batch", [make_batch(12, seed=3)], network={"stop_gradient": False})
+    assert max(found.values()) < 1e-9, found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,8 +151,7 @@ def test_a_batch_without_negatives_counts_for_nothing(name: str) -> None:
     batch.ids, batch.image_ids = torch.tensor([6, 6, 7, 6]), torch.tensor([3, 3, 3, 3])
     loss = make_loss(make_config(name, cyclic_in_modal=0.0, cyclic_cross_modal=0.0))
     before = {} if loss.state is None else {key: value.clone() for key, value in loss.state.columns.items()}
-    output = run(loss, batch)
-    assert output["loss"].item() == 0.0
+    assert run(loss, batch)["loss"].item() == 0.0
     assert batch.image.grad is not None
     assert not batch.image.grad.any()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in loss.parameters())
@@ -123,38 +162,27 @@ def test_a_batch_without_negatives_counts_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["clip_fixed", "sogclr", "isogclr"])
 def test_small_temperatures_do_not_overflow(name: str, tau: float) -> None:
     """h/τ reaches 2000, with state from another batch, and float32 must stay finite."""
-    config = make_config(name, tau=tau, tau_min=0.001)
-    loss = make_loss(config)
+    loss = make_loss(make_config(name, tau=tau, tau_min=0.001))
     batch = make_batch(16, repeats=False).to(torch.float32)
     flipped = Batch(batch.image, (-batch.text).detach().requires_grad_(), batch.ids, batch.image_ids)
     for part in (flipped, batch, flipped):
         output = run(loss, part)
         for value in (output["loss"], output["log_u"], output["dual_gradient"], part.image.grad, part.text.grad):
             assert value is None or torch.isfinite(value).all()
-    found = errors(name, batch, dtype=torch.float32, num_steps=1, tau=tau, tau_min=0.001)
+    found = errors(name, [batch], dtype=torch.float32, tau=tau, tau_min=0.001)
     assert found["loss"] < 1e-6, found
 
 
-def test_extreme_cosines_have_finite_artanh() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_cosines_have_finite_artanh(dtype: torch.dtype) -> None:
     rows = torch.nn.functional.normalize(torch.randn(4, SIZE, generator=torch.Generator().manual_seed(0)), dim=-1)
-    for dtype in (torch.float32, torch.bfloat16):
-        image = rows.to(dtype, copy=True).requires_grad_()
-        text = torch.stack([rows[0], -rows[1], rows[1], rows[3]]).to(dtype).requires_grad_()
-        batch = Batch(image, text, torch.arange(4), torch.arange(4))
-        loss = make_loss(make_config("temperature_free")).float()
-        output = run(loss, batch)
-        assert torch.isfinite(output["loss"])
-        assert image.grad is not None
-        assert torch.isfinite(image.grad).all()
-        assert image.grad.abs().max() < 1e7
-
-
-def test_autocast_changes_nothing() -> None:
-    batch, results = make_batch(10).to(torch.float32), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            results.append(run(make_loss(make_config("tempnet")).float(), batch)["loss"].item())
-    assert results[0] == results[1]
+    image = rows.to(dtype, copy=True).requires_grad_()
+    text = torch.stack([rows[0], -rows[1], rows[1], rows[3]]).to(dtype).requires_grad_()
+    output = run(make_loss(make_config("temperature_free")).float(), Batch(image, text, *[torch.arange(4)] * 2))
+    assert torch.isfinite(output["loss"])
+    assert image.grad is not None
+    assert torch.isfinite(image.grad).all()
+    assert image.grad.abs().max() < 1e7
 
 
 def test_the_outputs_are_what_the_formulas_say() -> None:
@@ -175,104 +203,198 @@ def test_the_outputs_are_what_the_formulas_say() -> None:
     assert (clip["log_u"], clip["dual_gradient"]) == (None, None)
 
 
-def test_evaluation_leaves_the_state_alone() -> None:
-    loss, batch = make_loss(make_config("isogclr")), make_batch(10)
+def test_autocast_evaluation_and_a_frozen_encoder_change_nothing_else() -> None:
+    batch = make_batch(10)
+    loss = make_loss(make_config("tempnet"))
+    expected = run(loss, batch)["loss"].item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(make_loss(make_config("tempnet")), batch)["loss"].item() == expected
+    frozen = make_loss(make_config("tempnet"))
+    run(frozen, Batch(batch.image.detach(), batch.text.detach(), batch.ids, batch.image_ids))
+    for parameter, same in zip(frozen.parameters(), loss.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, same.grad)
+    loss = make_loss(make_config("isogclr"))
     assert loss.state is not None
     run(loss, batch)
     before = {key: value.clone() for key, value in loss.state.columns.items()}
-    loss.eval()
     with torch.no_grad():
-        loss(batch.image, batch.text, batch.ids, batch.image_ids, gamma=0.5)
+        loss.eval()(batch.image, batch.text, batch.ids, batch.image_ids, gamma=0.5)
     assert all(torch.equal(value, loss.state.columns[key]) for key, value in before.items())
 
 
-def test_a_frozen_encoder_leaves_only_the_networks_gradients() -> None:
-    batch, loss = make_batch(12, seed=3), make_loss(make_config("tempnet"))
-    run(loss, batch)
-    gradients = [parameter.grad.clone() for parameter in loss.parameters() if parameter.grad is not None]
-    frozen = make_loss(make_config("tempnet"))
-    run(frozen, Batch(batch.image.detach(), batch.text.detach(), batch.ids, batch.image_ids))
-    for parameter, gradient in zip(frozen.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+MANY: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("tempnet", {}, 0.7), ("tempnet", {"rho": 0.4, "tau_max": 0.3}, 0.2), ("tempnet_in_batch", {}, 1.0),
+    ("isogclr", {"tau_step": 0.1}, 0.5), ("sogclr", {}, 0.9), ("clip", {}, 1.0), ("cyclip", {}, 1.0),
+)  # fmt: skip
+"""Name, changes of the configuration, and γ; normalisers and temperatures may be mixed."""
+ARTANH: tuple[tuple[str, dict[str, Any], float], ...] = (("temperature_free", {}, 1.0),) * 2
 
 
-def test_without_stop_gradient_the_embeddings_feel_tau() -> None:
-    batch, config = make_batch(12, seed=3), make_config("tempnet_in_batch")
-    sizes = {"hidden_size": 7, "num_prototypes": 5, "tau_min": 0.01, "tau_max": 0.3, "stop_gradient": False}
-    torch.manual_seed(0)
-    networks = [TempNet(TempNetConfig.for_embeddings(SIZE, rho=1.2, **sizes)).double() for _ in range(2)]
-    loss = ContrastiveLoss(config, image_tempnet=networks[0], text_tempnet=networks[1])
-    dense = make_dense(loss)
-    copy = batch.to(torch.float64)
-    run(loss, batch)
-    dense(copy.image, copy.text, copy.ids, copy.image_ids, 1.0).backward()
-    assert relative_error(batch.image.grad, copy.image.grad) < 1e-9
-    assert relative_error(batch.text.grad, copy.text.grad) < 1e-9
+@pytest.mark.parametrize(("cases", "tile_size"), [(MANY, 5), (MANY, 64), (ARTANH, 5)], ids=["5", "64", "artanh"])
+def test_several_losses_of_a_batch_are_those_that_they_would_be_alone(cases: Any, tile_size: int) -> None:
+    configs = [make_config(name, tile_size=tile_size, **changes) for name, changes, _ in cases]
+    gammas = [gamma for *_, gamma in cases]
+    together, alone = ([make_loss(config, seed=seed) for seed, config in enumerate(configs)] for _ in range(2))
+    for step in range(3):
+        shared = make_batch(12, seed=step)
+        outputs = contrastive_losses(together, shared.image, shared.text, shared.ids, shared.image_ids, gammas=gammas)
+        torch.stack([output["loss"] for output in outputs]).sum().backward()
+        image_grad, text_grad = (torch.zeros_like(leaf) for leaf in (shared.image, shared.text))
+        for ours, loss, output, gamma in zip(together, alone, outputs, gammas, strict=True):
+            own = make_batch(12, seed=step)
+            expected = run(loss, own, gamma)
+            for key in ("loss", "tau", "log_u", "dual_gradient"):
+                torch.testing.assert_close(output[key], expected[key], rtol=1e-12, atol=1e-12)  # type: ignore[literal-required]
+            for parameter, other in zip(ours.parameters(), loss.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+                parameter.grad = other.grad = None
+            image_grad += own.image.grad
+            text_grad += own.text.grad
+            for name, column in loss.state.columns.items() if loss.state is not None else ():
+                torch.testing.assert_close(ours.state.columns[name], column, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(shared.image.grad, image_grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(shared.text.grad, text_grad, rtol=1e-10, atol=1e-12)
 
 
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("fields", "words"),
-        [
-            ({"name": "simclr"}, "choose one of clip, clip_fixed"),
-            ({"rho": -1.0}, "rho = -1"),
-            ({"rho": math.inf}, "rho = inf"),
-            ({"tau_min": 0.1}, "tau_min < tau_max"),
-            ({"name": "isogclr", "tau": 0.2}, "tau = 0.2, where isogclr starts"),
-            ({"tau": 0.0}, "tau = 0 must be positive"),
-            ({"gamma": 0.0}, r"gamma = 0 must lie in \(0, 1\]"),
-            ({"gamma_min": 1.5}, "gamma_min = 1.5"),
-            ({"gamma_schedule": "linear"}, "gamma_schedule = 'linear'"),
-            ({"tile_size": 0}, "tile_size = 0"),
-        ],
-    )
-    def test_of_the_configuration(self, fields: dict[str, object], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            ContrastiveLossConfig(**fields)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "simclr"}, "choose one of clip, clip_fixed"),
+        ({"rho": -1.0}, "rho = -1"),
+        ({"rho": math.inf}, "rho = inf"),
+        ({"tau_min": 0.5}, "tau_min < tau_max"),
+        ({"name": "isogclr", "tau": 0.5}, "tau = 0.5, where isogclr starts"),
+        ({"tau": 0.0}, "tau = 0 must be positive"),
+        ({"gamma": 0.0}, r"gamma = 0 must lie in \(0, 1\]"),
+        ({"gamma_min": 1.5}, "gamma_min = 1.5"),
+        ({"gamma_schedule": "linear"}, "gamma_schedule = 'linear'"),
+        ({"tile_size": 0}, "tile_size = 0"),
+    ],
+)
+def test_impossible_configurations_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config(**{"name": "tempnet", **fields})
 
-    def test_an_infeasible_rho(self) -> None:
-        check_negatives(make_config("tempnet", rho=4.0), 16, 64)
-        check_negatives(make_config("clip", rho=9.0), 16, 64)  # This loss does not use ρ.
-        with pytest.raises(
-            ValueError, match=r"rho = 4.5 is not below log\(N − 1\) = 4.1431 .* below 4.1431, or more than"
-        ):
-            check_negatives(make_config("isogclr", rho=4.5), 16, 64)
-        with pytest.raises(ValueError, match="at least 2 pairs, not 1"):
-            check_negatives(make_config("clip"), 1, 64)
 
-    def test_the_batch_that_is_asked_for_is_large_enough(self) -> None:
-        for rho in (0.0, 0.5, 3.0, math.log(8.0)):
-            with pytest.raises(ValueError, match="more than") as caught:
-                check_negatives(make_config("tempnet", rho=rho), 2, 2)
-            smallest = int(str(caught.value).split("more than ")[1].split(" pairs")[0]) + 1
-            check_negatives(make_config("tempnet", rho=rho), 2, smallest)
+def test_the_batch_that_is_asked_for_is_large_enough() -> None:
+    check_negatives(make_config("clip", rho=9.0), 16, 64)  # This loss does not use ρ.
+    with pytest.raises(ValueError, match="at least 2 pairs, not 1"):
+        check_negatives(make_config("clip"), 1, 64)
+    with pytest.raises(ValueError, match=r"rho = 4.5 is not below log\(N − 1\) = 4.1431"):
+        check_negatives(make_config("isogclr", rho=4.5), 16, 64)
+    for rho in (0.0, 0.5, 3.0, math.log(8.0)):
+        with pytest.raises(ValueError, match="more than") as caught:
+            check_negatives(make_config("tempnet", rho=rho), 2, 2)
+        smallest = int(str(caught.value).split("more than ")[1].split(" pairs")[0]) + 1
+        check_negatives(make_config("tempnet", rho=rho), 2, smallest)
 
-    def test_an_unknown_id(self) -> None:
-        batch = make_batch(4)
-        batch.ids[2] = NUM_SAMPLES
-        with pytest.raises(ValueError, match=f"id {NUM_SAMPLES} is not one of the {NUM_SAMPLES} samples"):
-            run(make_loss(make_config("sogclr")), batch)
 
-    def test_a_missing_temperature(self) -> None:
-        config = make_config("sogclr_given")
-        loss = ContrastiveLoss(config, state=SampleState(NUM_SAMPLES, config.state_columns))
-        with pytest.raises(ValueError, match="4 of 4 ids of the batch have no temperature, the first is id"):
-            run(loss, make_batch(4))
-
-    def test_parts_that_do_not_belong(self) -> None:
-        with pytest.raises(ValueError, match="two TempNets"):
-            ContrastiveLoss(make_config("tempnet_in_batch"))
-        with pytest.raises(ValueError, match="sogclr keeps log_u per sample"):
-            ContrastiveLoss(make_config("sogclr"))
-        with pytest.raises(ValueError, match="clip keeps nothing per sample"):
-            ContrastiveLoss(make_config("clip"), state=SampleState(4, {"log_u": 0.0}))
+def test_ids_and_parts_that_do_not_belong_are_refused() -> None:
+    batch = make_batch(4)
+    config = make_config("sogclr_given")
+    loss = ContrastiveLoss(config, state=SampleState(NUM_SAMPLES, config.state_columns))
+    with pytest.raises(ValueError, match="4 of 4 ids of the batch have no temperature, the first is id"):
+        run(loss, batch)
+    batch.ids[2] = NUM_SAMPLES
+    with pytest.raises(ValueError, match=f"id {NUM_SAMPLES} is not one of the {NUM_SAMPLES} samples"):
+        run(make_loss(make_config("sogclr")), batch)
+    with pytest.raises(ValueError, match="two TempNets"):
+        ContrastiveLoss(make_config("tempnet_in_batch"))
+    with pytest.raises(ValueError, match="sogclr keeps log_u per sample"):
+        ContrastiveLoss(make_config("sogclr"))
+    with pytest.raises(ValueError, match="clip keeps nothing per sample"):
+        ContrastiveLoss(make_config("clip"), state=SampleState(4, {"log_u": 0.0}))
 
 
 def test_gamma_falls_over_the_first_half() -> None:
     config = make_config("sogclr", gamma_schedule="cosine", gamma_min=0.2)
     values = [gamma_at(config, step, 100) for step in range(101)]
-    assert values[0] == 1.0
-    assert values[25] == pytest.approx(0.6)
+    assert (values[0], values[25]) == (1.0, pytest.approx(0.6))
     assert all(value == pytest.approx(0.2) for value in values[50:])
     assert values == sorted(values, reverse=True)
     assert gamma_at(make_config("sogclr", gamma=0.9), 7, 10) == 0.9
+
+
+def by_the_formula(loss: UnimodalLoss, anchors: Tensor, positives: Tensor, ids: Tensor) -> Tensor:
+    """Compute a loss on one space, one vector at a time.
+
+    For global losses it is the first visit, where u of a document is the mean of the g of its spans.
+    """
+    z, n, inner = torch.cat([anchors, positives]), len(anchors), loss.bimodal
+    config, document = inner.config, ids.repeat(2).tolist()
+    if inner.image_tempnet is not None:
+        tau = inner.image_tempnet(z)
+    else:
+        tau = (inner.learned.log_tau.exp() if inner.learned else z.new_full((1,), config.tau)).expand(len(z))
+    losses, scaled, log_g = [], [], {}
+    for v in range(2 * n):
+        mate = (v + n) % (2 * n)
+        others = [w for w in range(2 * n) if w not in (v, mate)]
+        scores = z[v] @ z[[mate, *others]].T
+        if config.name == "temperature_free":
+            losses.append(-(2 * scores.atanh()).log_softmax(0)[0])
+        elif config.kind.normaliser == "in_batch":
+            losses.append(-(scores / tau[v]).log_softmax(0)[0])
+        else:
+            h = scores[1:] - scores[0]
+            scaled.append(h)
+            log_g.setdefault(document[v], []).append((h / tau[v]).logsumexp(0).detach() - math.log(len(others)))
+    for v, h in enumerate(scaled):
+        same = log_g[document[v]]
+        log_u = torch.stack(same).logsumexp(0) - math.log(len(same))
+        weights = (h / tau[v] - log_u).exp().detach() / len(h)
+        rho = config.rho if config.kind.uses_rho else 0.0
+        dual = (log_u + rho - (weights * h / tau[v]).sum()).detach()
+        through_h = (weights * h).sum()
+        value = (tau[v] * (log_u + rho)).detach() + through_h - through_h.detach()
+        losses.append(value + (tau[v] - tau[v].detach()) * dual)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("tile_size", [5, 64])
+@pytest.mark.parametrize("name", ["clip", "clip_fixed", "tempnet_in_batch", "temperature_free", "sogclr", "tempnet"])
+def test_losses_on_one_space_and_their_gradients(name: str, tile_size: int) -> None:
+    loss, batch = make_unimodal_loss(make_config(name, tile_size=tile_size)), make_batch(9)
+    ids = torch.tensor([3, 3, 7, 8, 8, 1, 0, 2, 5])  # two spans of some documents
+    output, expected = loss(batch.image, batch.text, ids, gamma=0.7), by_the_formula(loss, batch.image, batch.text, ids)
+    torch.testing.assert_close(output["loss"], expected, rtol=1e-9, atol=1e-12)
+    leaves = [batch.image, batch.text, *loss.parameters()]
+    found = torch.autograd.grad(output["loss"], leaves)
+    for value, wanted in zip(found, torch.autograd.grad(expected, leaves), strict=True):
+        assert relative_error(value, wanted) < 1e-8
+    if name == "tempnet":  # the members of a pair have their own temperatures
+        for member, rows in enumerate((batch.image, batch.text)):
+            torch.testing.assert_close(output["tau"][member], loss.tempnet(rows), rtol=1e-6, atol=1e-7)
+        assert output["log_u"].shape == output["dual_gradient"].shape == (2, 9)
+
+
+def test_the_public_library_agrees_on_nt_xent() -> None:
+    raw = torch.randn(30, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
+    anchors, positives = F.normalize(raw, dim=-1).chunk(2)  # the library normalises by itself
+    found = make_unimodal_loss(make_config("clip_fixed", tau=0.1))(anchors, positives, torch.arange(15), gamma=1.0)
+    expected = NTXentLoss(temperature=0.1)(raw, torch.arange(15).repeat(2))
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, raw)[0] for loss in (found["loss"], expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_without_a_temperature_the_gradient_falls_with_the_cosine_and_vanishes_at_one() -> None:
+    """With a positive at cosine C and a negative at −C, |dL/dC| = 2(1 − C)/((1 + C)(1 + C²)) (arXiv 2501.17683, Figure 5)."""
+    loss = UnimodalLoss(ContrastiveLossConfig.for_name("temperature_free"))
+    slopes = []
+    cosines = [-0.95, -0.5, 0.0, 0.3, 0.6, 0.9, 0.99, 0.999]
+    for value in cosines:
+        c = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        anchors = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+        positive = torch.stack([c, (1 - c**2).sqrt()])
+        output = loss(anchors, torch.stack([positive, -positive]), torch.arange(2), gamma=1.0)
+        slopes.append(-float(torch.autograd.grad(output["loss"], c)[0]))
+    # The two anchors are opposite, too: at −1, clamped, their share is below 1e-5.
+    assert slopes == pytest.approx([2 * (1 - c) / ((1 + c) * (1 + c**2)) for c in cosines], rel=1e-3)
+    assert all(later < earlier for earlier, later in itertools.pairwise(slopes))
+    assert 0.0 < slopes[-1] < 1e-3
+
+
+def test_cyclic_terms_are_refused() -> None:
+    with pytest.raises(ValueError, match="cyclip compares two modalities"):
+        UnimodalLoss(ContrastiveLossConfig.for_name("cyclip"))

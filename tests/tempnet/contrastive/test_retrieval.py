@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,28 +51,19 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     return {"rng": rng, "image_of_text": image_of_text, "num_images": len(num_texts)}
 
 
-@settings(max_examples=60)
-@given(problems(), st.sampled_from([1, 2, 5, 64]), st.integers(2, 9))
-def test_recall_is_that_of_brute_force(problem: dict[str, Any], tile_size: int, size: int) -> None:
+@given(problems(), st.sampled_from([1, 3, 64]), st.integers(3, 9), st.booleans())
+def test_recall_is_that_of_brute_force(problem: dict[str, Any], tile_size: int, size: int, with_ties: bool) -> None:
+    """With ties, embeddings are a few signed axes: most scores are equal, exact in any arithmetic, and count against."""
     rng, image_of_text = problem["rng"], problem["image_of_text"]
-    text = units(rng, len(image_of_text), size)
-    image = units(rng, problem["num_images"], size)
-    of = torch.from_numpy(image_of_text)
-    expected = brute_force(image.double().numpy(), text.double().numpy(), image_of_text, (1, 5, 10))
-    assert recall(image, text, of, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
-
-
-@settings(max_examples=60)
-@given(problems(), st.sampled_from([1, 3, 64]))
-def test_equal_scores_count_against_the_query(problem: dict[str, Any], tile_size: int) -> None:
-    """Embeddings are a few signed axes, so that most scores are equal, and exact in any arithmetic."""
-    rng, image_of_text = problem["rng"], problem["image_of_text"]
-    axes = torch.cat([torch.eye(3), -torch.eye(3)])
+    axes = torch.cat([torch.eye(size), -torch.eye(size)])
     text, image = (
-        axes[torch.from_numpy(rng.integers(0, 6, num))] for num in (len(image_of_text), problem["num_images"])
+        axes[torch.from_numpy(rng.integers(0, 2 * size, num))] if with_ties else units(rng, num, size)
+        for num in (len(image_of_text), problem["num_images"])
     )
-    expected = brute_force(image.double().numpy(), text.double().numpy(), image_of_text, (1, 2, 3))
-    assert recall(image, text, torch.from_numpy(image_of_text), (1, 2, 3), tile_size) == pytest.approx(expected)
+    for ks in ((1, 2, 3), (1, 5, 10)):
+        expected = brute_force(image.double().numpy(), text.double().numpy(), image_of_text, ks)
+        found = recall(image, text, torch.from_numpy(image_of_text), ks, tile_size)
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_collapsed_model_and_one_without_numbers_find_nothing() -> None:
@@ -87,12 +77,6 @@ def test_a_collapsed_model_and_one_without_numbers_find_nothing() -> None:
         for tile_size in (7, 64, 2048):
             assert set(recall(image, text, of, tile_size=tile_size).values()) == {0.0}
         assert set(accuracy(text, image, of, tile_size=7).values()) == {0.0}
-
-
-def test_a_perfect_model_finds_everything() -> None:
-    image = units(np.random.default_rng(0), 40, 16)
-    of = torch.arange(200) % 40
-    assert set(recall(image, image[of], of, ks=(1, 5), tile_size=13).values()) == {1.0}
 
 
 def brute_force_cross_entropy(
@@ -113,7 +97,6 @@ def brute_force_cross_entropy(
     return float(np.mean(costs))
 
 
-@settings(max_examples=60)
 @given(problems(), st.sampled_from([1, 2, 5, 64]), st.integers(2, 9), st.booleans())
 def test_cross_entropy_is_that_of_brute_force(
     problem: dict[str, Any], tile_size: int, size: int, has_temperature: bool
@@ -127,7 +110,7 @@ def test_cross_entropy_is_that_of_brute_force(
     assert found == pytest.approx(expected, rel=1e-6 if tau is None else 1e-10)  # artanh is steep at its margin
 
 
-@pytest.mark.parametrize("tau", [0.001, 0.05, 1.0])
+@pytest.mark.parametrize("tau", [0.001, 0.05])
 def test_with_a_text_for_every_image_it_is_the_loss_of_clip(tau: float) -> None:
     """It also holds where e^{1/τ} exceeds the range of float64; all pairs have one temperature."""
     rng = np.random.default_rng(1)
@@ -138,16 +121,7 @@ def test_with_a_text_for_every_image_it_is_the_loss_of_clip(tau: float) -> None:
     assert cross_entropy(image, text, torch.arange(50), (one, one), 7) == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_the_cross_entropy_of_a_collapsed_model_is_that_of_guessing() -> None:
-    row = units(np.random.default_rng(0), 1, 256)
-    tau = torch.full((1,), 0.01)
-    # A caption competes with those of the 99 other images, an image with 99 others.
-    expected = (math.log(99 * 5 + 1) + math.log(100)) / 2
-    found = cross_entropy(row.expand(100, -1), row.expand(500, -1), torch.arange(500) // 5, (tau, tau), 64)
-    assert found == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("size", [3, 256, 1024])
+@pytest.mark.parametrize("size", [3, 1024])
 def test_scores_on_the_grid_are_exact(size: int) -> None:
     """The score does not depend on the order of the sum, and is close to that of the rows themselves."""
     rng = np.random.default_rng(size)
@@ -160,7 +134,6 @@ def test_scores_on_the_grid_are_exact(size: int) -> None:
     torch.testing.assert_close(scores, a.double() @ b.double().T, atol=1e-6, rtol=0)
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8), st.sampled_from([1, 4, 100]))
 def test_accuracy_is_that_of_brute_force(seed: int, num_images: int, num_classes: int, tile_size: int) -> None:
     rng = np.random.default_rng(seed)

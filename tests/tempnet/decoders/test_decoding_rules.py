@@ -1,17 +1,23 @@
-"""Test every decoding rule against Transformers' warpers, plain loops over tokens, and properties of all rules."""
+"""Decoding rules and their measures against Transformers, nltk, scikit-learn, loops over tokens, and enumeration."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+from scipy.stats import t as student
+from sklearn.metrics import log_loss
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
+from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss, soft_top_p
+from tempnet.decoders.likelihood import SMOOTHING, LikelihoodSums, Scores, score_tokens
 from tempnet.decoders.rule import Rule, entropy, teacher_forced, temper
 from tempnet.decoders.temperatures import (
     ConstantTemperature,
@@ -20,9 +26,19 @@ from tempnet.decoders.temperatures import (
     PredictedTemperature,
     Shuffled,
 )
-from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP
+from tempnet.decoders.texts import (
+    bleu,
+    distinct_correct,
+    distinct_n,
+    mean_interval,
+    pass_at_k,
+    samples_at_equal_cost,
+    self_bleu,
+)
+from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP, nucleus
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
+from tempnet.rivals import half_width
 
 RULES: list[Rule] = [
     ConstantTemperature(0.7),
@@ -47,27 +63,21 @@ def distribution(rule: Rule, logits: Tensor) -> Tensor:
     return rule.log_probabilities(logits, None, rule.start(len(logits)))
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999, 1.0])
-@pytest.mark.parametrize("tau", [0.3, 1.0, 2.5])
-def test_top_p_is_that_of_transformers(share: float, tau: float) -> None:
+@pytest.mark.parametrize("tau", [0.3, 2.5])
+def test_top_p_and_min_p_are_those_of_transformers(tau: float) -> None:
     logits = some_logits()
     ids = torch.zeros(len(logits), 1, dtype=torch.long)
-    theirs = TopPLogitsWarper(share)(ids, TemperatureLogitsWarper(tau)(ids, logits))
-    torch.testing.assert_close(distribution(TopP(share, tau), logits), theirs.log_softmax(-1), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("tau", [0.3, 1.0, 2.5])
-def test_min_p_is_that_of_transformers(ratio: float, tau: float) -> None:
-    logits = some_logits()
-    ids = torch.zeros(len(logits), 1, dtype=torch.long)
-    theirs = MinPLogitsWarper(ratio)(ids, TemperatureLogitsWarper(tau)(ids, logits))
-    torch.testing.assert_close(distribution(MinP(ratio, tau), logits), theirs.log_softmax(-1), atol=1e-5, rtol=1e-5)
+    tempered = TemperatureLogitsWarper(tau)(ids, logits)
+    pairs = [(TopP(share, tau), TopPLogitsWarper(share)) for share in (0.05, 0.5, 0.999, 1.0)]
+    pairs += [(MinP(ratio, tau), MinPLogitsWarper(ratio)) for ratio in (0.0, 0.01, 0.3, 1.0)]
+    for rule, warper in pairs:
+        expected = warper(ids, tempered).log_softmax(-1)
+        torch.testing.assert_close(distribution(rule, logits), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_top_n_sigma_keeps_what_a_loop_in_numpy_keeps_at_every_temperature() -> None:
     logits = some_logits().double().numpy()
-    for tau in (0.5, 1.0, 3.0):
+    for tau in (0.5, 3.0):
         found = distribution(TopNSigma(1.3, tau), torch.from_numpy(logits)).numpy()
         for row, log_q in zip(logits, found, strict=True):
             weights = np.where(row >= row.max() - 1.3 * np.std(row), np.exp((row - row.max()) / tau), 0.0)
@@ -116,19 +126,6 @@ def test_mirostat_follows_its_definition_token_by_token() -> None:
         assert state.item() == pytest.approx(mu, abs=1e-4)
 
 
-def test_mirostat_brings_the_mean_surprise_to_its_target() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, rule = 2.0 * torch.randn(3000, 200, generator=generator), Mirostat(3.0, 0.1)
-    state, surprises = rule.start(1), []
-    for row in logits.split(1):
-        log_q = rule.log_probabilities(row, None, state)
-        token = torch.multinomial(log_q.exp(), 1, generator=generator).squeeze(-1)
-        surprises.append(-log_q[0, token].item() / math.log(2))
-        state = rule.advance(state, log_q, token)
-    assert np.mean(surprises[200:]) == pytest.approx(3.0, abs=0.05)
-    assert abs(np.mean(-temper(logits, 1.0).gather(1, logits.softmax(-1).multinomial(1)).numpy()) / math.log(2) - 3) > 1
-
-
 def test_a_text_is_scored_as_it_would_be_decoded() -> None:
     logits, tokens = some_logits(20), torch.arange(20) % 7
     for rule in RULES:
@@ -174,7 +171,6 @@ def test_shuffled_predictions_have_the_distribution_of_the_pool_and_ignore_the_c
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.label)
 @given(seed=st.integers(0, 10_000), vocab_size=st.integers(2, 40), spread=st.sampled_from([1e-3, 1.0, 30.0]))
-@settings(max_examples=25, deadline=None)
 def test_every_rule_gives_a_distribution_that_ignores_shifts_and_banned_tokens(
     rule: Rule, seed: int, vocab_size: int, spread: float
 ) -> None:
@@ -191,14 +187,6 @@ def test_every_rule_gives_a_distribution_that_ignores_shifts_and_banned_tokens(
     found = distribution(rule, banned)
     assert found[:, vocab_size:].isneginf().all()
     torch.testing.assert_close(found[:, :vocab_size], log_q, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "rule", [TopP(1.0), MinP(0.0), TopNSigma(1e6), Mirostat(1e6), EntropyRange(1.0, 1.0), EntropyTemperature(1.0, 1e-9)]
-)
-def test_rules_with_nothing_to_do_are_the_softmax(rule: Rule) -> None:
-    logits = some_logits()
-    torch.testing.assert_close(distribution(rule, logits), logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
 
 
 def test_tiny_temperatures_are_greedy_and_do_not_overflow() -> None:
@@ -230,3 +218,190 @@ def test_parameters_are_checked(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
+
+
+VOCAB_SIZE, HIDDEN_SIZE = 20, 6
+
+
+def some_tokens(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, hidden states and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator)
+    logits = 2 * torch.randn(num_tokens, VOCAB_SIZE, generator=generator)
+    return logits, hidden, torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def test_the_soft_mask_is_the_published_formula_and_tends_to_top_p_without_the_token_that_crosses() -> None:
+    logits, _, _ = some_tokens(60)
+    log_p = logits.double().log_softmax(-1)
+    share = torch.rand(60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    p = log_p.exp()
+    reached = torch.stack([(row[:, None] * (row[:, None] >= row)).sum(0) for row in p])
+    for steepness in (0.0, 30.0):
+        weighted = p * torch.exp(-steepness * torch.relu(reached - share.unsqueeze(-1)))
+        expected = weighted / weighted.sum(-1, keepdim=True)
+        torch.testing.assert_close(soft_top_p(log_p, share, steepness=steepness), expected, atol=1e-5, rtol=1e-3)
+    hard = p * ((reached <= share.unsqueeze(-1)) | (p == p.amax(-1, keepdim=True)))
+    soft = soft_top_p(log_p, share, steepness=1e7)
+    torch.testing.assert_close(soft, hard / hard.sum(-1, keepdim=True), atol=1e-6, rtol=0)
+    kept = nucleus(log_p, share)
+    assert (kept | (soft < 1e-9)).all(), "the mask is inside the nucleus"
+    assert (kept & (soft < 1e-9)).sum(-1).max() == 1
+
+
+def test_the_loss_weights_tokens_by_the_base_and_drops_easy_ones() -> None:
+    """Recompute the loss in float64 with loops, with the same draws."""
+    torch.manual_seed(0)
+    logits, hidden, targets = some_tokens(80)
+    logits.requires_grad_()
+    hidden.requires_grad_()
+    heads = AutoDecoHeads(HIDDEN_SIZE, width=4)
+    loss = autodeco_loss(heads, logits, hidden, targets, generator=torch.Generator().manual_seed(3))
+    tau, share = (value.detach().double() for value in heads(logits, hidden))
+    drawn = torch.rand(80, generator=torch.Generator().manual_seed(3))
+    first, second = [], []
+    for row in range(80):
+        z, y = logits[row].double(), int(targets[row])
+        weight, log_p = z.softmax(-1)[y], (z / tau[row]).log_softmax(-1)
+        if drawn[row] >= 0.6 or int(z.argmax()) != y:
+            first.append(-weight * log_p[y])
+        second.append(-weight * soft_top_p(log_p, share[row])[y].log())
+    expected = torch.stack(first).mean() + torch.stack(second).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.norm() > 1e-6 for parameter in heads.parameters())
+    assert (logits.grad, hidden.grad) == (None, None)
+
+
+def test_the_rule_is_top_p_with_the_predictions_of_every_token() -> None:
+    torch.manual_seed(0)
+    logits, hidden, _ = some_tokens(30)
+    rule = AutoDeco(AutoDecoHeads(HIDDEN_SIZE, width=8))
+    tau, share = rule.predict(logits, hidden)
+    found = rule.log_probabilities(logits, hidden)
+    assert tau.std() > 0.01
+    for row in range(30):
+        expected = TopP(float(share[row]), float(tau[row])).log_probabilities(logits[row])
+        torch.testing.assert_close(found[row], expected)
+    torch.testing.assert_close(temper(logits, tau).argmax(-1), logits.argmax(-1))
+    with pytest.raises(ValueError, match="AutoDeco reads hidden states"):
+        rule.log_probabilities(logits)
+
+
+words = st.lists(st.sampled_from("abcd"), min_size=0, max_size=9)
+
+
+def scored_tokens(num_tokens: int = 600, vocab_size: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, targets drawn at another temperature, and documents."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(num_tokens, vocab_size, generator=generator)
+    targets = torch.multinomial((logits / 1.3).softmax(-1), 1, generator=generator).squeeze(-1)
+    return logits, targets, torch.randint(40, (num_tokens,), generator=generator).sort().values
+
+
+def summed(scores: Scores, documents: Tensor, *, batch_size: int = 77) -> LikelihoodSums:
+    sums = LikelihoodSums(40)
+    for part in torch.arange(len(documents)).split(batch_size):
+        sums.add("rule", documents[part], Scores(*(value[part] for value in scores)))
+    return sums
+
+
+def test_scores_are_those_of_scikit_learn_and_of_loops() -> None:
+    logits, targets, documents = scored_tokens()
+    log_q = ConstantTemperature(0.8).log_probabilities(logits)
+    sums = summed(score_tokens(log_q, targets), documents)
+    q = log_q.double().softmax(-1).numpy()
+    assert sums.loss("rule").mean == pytest.approx(log_loss(targets.numpy(), q, labels=range(12)), abs=1e-5)
+    brier = np.mean([sum((row - np.eye(12)[y]) ** 2) for row, y in zip(q, targets.tolist(), strict=True)])
+    assert sums.mean("rule", "brier").mean == pytest.approx(brier, abs=1e-5)
+    mixed = 0.99 * q[np.arange(600), targets] + 0.01 / 12
+    assert sums.mean("rule", "smoothed").mean == pytest.approx(-np.log(mixed).mean(), abs=1e-5)
+    error = 0.0
+    for low in range(15):
+        inside = (np.minimum((q.max(1) * 15).astype(int), 14)) == low
+        if inside.any():
+            error += inside.mean() * abs((q.argmax(1) == targets.numpy())[inside].mean() - q.max(1)[inside].mean())
+    assert sums.calibration_error("rule").mean == pytest.approx(error, abs=1e-5)
+    assert sums.calibration_error("rule").half_width > 0
+
+
+def test_a_rule_that_leaves_out_a_token_of_the_text_has_an_infinite_loss_but_a_finite_smoothed_one() -> None:
+    """The smoothed loss is the ε-perplexity of Martins et al."""
+    logits, targets, documents = scored_tokens()
+    log_q = TopP(0.7).log_probabilities(logits)
+    epsilon = SMOOTHING / (1 - SMOOTHING) / 12
+    expected = -((log_q.exp().gather(1, targets[:, None])[:, 0] + epsilon) / (1 + epsilon * 12)).log()
+    scores = score_tokens(log_q, targets)
+    torch.testing.assert_close(scores.smoothed, expected)
+    sums = summed(scores, documents)
+    excluded = log_q.gather(1, targets[:, None]).isneginf().double().mean().item()
+    assert 0.1 < excluded < 0.5
+    assert sums.mean("rule", "excluded").mean == pytest.approx(excluded)
+    assert math.isinf(sums.loss("rule").mean)
+
+
+def test_intervals_are_over_documents_and_gains_are_paired() -> None:
+    logits, targets, documents = scored_tokens()
+    sums, scores = LikelihoodSums(40), {}
+    for tau in (1.0, 1.3):
+        scores[tau] = score_tokens(ConstantTemperature(tau).log_probabilities(logits), targets)
+        sums.add(str(tau), documents, scores[tau])
+    gain = sums.gain("1.3", "1.0")
+    difference = scores[1.0].smoothed - scores[1.3].smoothed
+    assert gain.mean == pytest.approx(difference.mean().item(), abs=1e-6)
+    assert gain.half_width == pytest.approx(half_width(difference, documents), rel=1e-4)
+    assert gain.half_width < sums.mean("1.3", "smoothed").half_width
+
+
+def test_banned_tokens_take_no_share_of_the_smoothing() -> None:
+    logits, targets, _ = scored_tokens()
+    banned = torch.cat([logits, torch.full((600, 20), -math.inf)], dim=-1)
+    ours = score_tokens(banned.log_softmax(-1), targets, num_allowed=torch.full((600,), 12))
+    for value, expected in zip(ours, score_tokens(logits.log_softmax(-1), targets), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+@given(texts=st.lists(words, min_size=2, max_size=5), max_n=st.integers(1, 4))
+def test_bleu_is_that_of_nltk(texts: list[list[str]], max_n: int) -> None:
+    scores = []
+    for place, text in enumerate(texts):
+        others = texts[:place] + texts[place + 1 :]
+        weights = (1 / max_n,) * max_n
+        theirs = sentence_bleu(others, text, weights, SmoothingFunction().method1) if text else 0.0
+        assert bleu(text, others, max_n) == pytest.approx(theirs, abs=1e-9)
+        scores.append(theirs)
+    assert self_bleu(texts, max_n) == pytest.approx(np.mean(scores), abs=1e-9)
+    assert math.isnan(self_bleu(texts[:1], max_n))
+
+
+@given(texts=st.lists(words, min_size=1, max_size=5), n=st.integers(1, 4))
+def test_distinct_n_is_that_of_a_list_of_ngrams(texts: list[list[str]], n: int) -> None:
+    ngrams = ["".join(text[i : i + n]) for text in texts for i in range(len(text)) if i + n <= len(text)]
+    found = distinct_n(texts, n)
+    assert math.isnan(found) if not ngrams else found == pytest.approx(len(set(ngrams)) / len(ngrams))
+
+
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample(correct: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(correct)))
+    subsets = [any(subset) for subset in itertools.combinations(correct, k)]
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(np.mean(subsets))
+    for wrong in (0, len(correct) + 1):
+        with pytest.raises(ValueError, match=f"k = {wrong} must lie in 1 … {len(correct)}"):
+            pass_at_k(len(correct), 0, wrong)
+    with pytest.raises(ValueError, match=r"num_correct = 9 must lie in 0 …"):
+        pass_at_k(len(correct), 9, k)
+
+
+def test_answers_are_counted_and_not_samples_of_which_longer_texts_get_fewer() -> None:
+    assert distinct_correct(["1", "1", "2", "3", None], [True, True, True, False, False]) == 2
+    for length, expected in ((20.0, 8), (40.0, 4), (5.0, 16), (900.0, 1)):
+        assert samples_at_equal_cost(8, length, 20.0, 16) == expected
+
+
+def test_the_interval_of_prompts_is_the_textbook_one() -> None:
+    values = np.random.default_rng(0).normal(size=25)
+    found = mean_interval([*values, math.nan])
+    assert found.mean == pytest.approx(values.mean())
+    assert found.half_width == pytest.approx(student.ppf(0.975, 24) * values.std(ddof=1) / 5)
+    assert math.isnan(mean_interval([math.nan]).mean)

@@ -1,21 +1,25 @@
-"""The dual encoder: its embeddings, its directory, and Transformers' CLIPModel as the reference."""
+"""The dual encoder: its embeddings, its directory, its use in one call, and its training with a contrastive loss.
+
+Transformers' CLIPModel is the reference.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, CLIPImageProcessor
 
 from tempnet import TempNet, TempNetConfig
+from tempnet.contrastive.losses import LOSS_KINDS, ContrastiveLoss, ContrastiveLossConfig
+from tempnet.contrastive.state import SampleState
 from tempnet.models.dual_encoder import (
     IMAGE_TEMPNET_DIRECTORY,
     TEXT_TEMPNET_DIRECTORY,
@@ -23,7 +27,29 @@ from tempnet.models.dual_encoder import (
     DualEncoderConfig,
     load_pair_tempnets,
 )
-from tests.tempnet.models.tiny_towers import IMAGE_SIZE, NUM_TOKENS, random_batch, tiny_clip, tiny_encoder, tiny_tower
+from tempnet.models.image_text_encoder import ImageTextEncoder
+from tempnet.models.temperature_dual_encoder import TemperatureDualEncoder
+from tempnet.models.training_temperature import load_training_temperature, save_training_temperature
+from tests.tempnet.models.tiny_towers import (
+    IMAGE_SIZE,
+    NUM_PAIRS,
+    NUM_TOKENS,
+    make_module,
+    pairs,
+    random_batch,
+    tiny_clip,
+    tiny_encoder,
+    tiny_tokenizer,
+    tiny_tower,
+)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory of an encoder with its tokenizer, which no test changes."""
+    directory = tmp_path_factory.mktemp("export")
+    tiny_encoder().save_pretrained(directory, tiny_tokenizer(["a", "red", "blue", "circle", "square"]))
+    return directory
 
 
 @torch.no_grad()
@@ -76,25 +102,11 @@ def test_the_saved_towers_load_with_transformers_alone(tmp_path: Path) -> None:
     encoder, batch = tiny_encoder(), random_batch(5)
     encode(encoder, batch)
     encoder.eval().save_pretrained(tmp_path)
-    image, text = (AutoModel.from_pretrained(tmp_path / f"{name}_encoder").eval() for name in ("image", "text"))
-    assert any(type(part) is nn.BatchNorm2d for part in image.modules())
-    features = image(pixel_values=normalised(batch["images"], encoder.config)).pooler_output.flatten(1)
-    tokens = text(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state[:, 0]
-    for modality, values in (("image", features), ("text", tokens)):
-        state = load_file(tmp_path / "model.safetensors")
-        weight, bias = (state[f"{modality}_projection.{name}"] for name in ("weight", "bias"))
-        expected = encode(encoder, batch)[0 if modality == "image" else 1]
-        torch.testing.assert_close(F.normalize(F.linear(values, weight, bias), dim=-1), expected, rtol=0, atol=1e-6)
-
-
-def test_the_tokenizer_lies_in_the_text_encoder(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "dog": 3}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
-    tiny_encoder().save_pretrained(tmp_path, tokenizer)
-    again = AutoTokenizer.from_pretrained(tmp_path / "text_encoder")
-    assert again(["a dog", "dog"], padding=True)["input_ids"] == [[2, 3], [3, 0]]
-    assert DualEncoder.from_pretrained(tmp_path).config.num_text_tokens == NUM_TOKENS
+    for name, tower in (("image", encoder.image_encoder), ("text", encoder.text_encoder)):
+        alone = AutoModel.from_pretrained(tmp_path / f"{name}_encoder").eval()
+        assert not any("Synchronized" in type(part).__name__ for part in alone.modules())
+        for key, value in alone.state_dict().items():
+            assert torch.equal(value, tower.state_dict()[key]), key
 
 
 def test_a_clip_model_of_transformers(tmp_path: Path) -> None:
@@ -118,9 +130,8 @@ def test_a_clip_model_of_transformers(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("image", ["resnet", "vit"])
-def test_bfloat16_towers_give_nearly_the_same_float32_embeddings(image: str) -> None:
-    ours, theirs = tiny_encoder(image, autocast_dtype=torch.bfloat16), tiny_encoder(image)
+def test_bfloat16_towers_give_nearly_the_same_float32_embeddings() -> None:
+    ours, theirs = tiny_encoder(autocast_dtype=torch.bfloat16), tiny_encoder()
     batch = random_batch(5)
     half, full = encode(ours, batch), encode(theirs, batch)
     assert half.dtype == torch.float32
@@ -142,7 +153,56 @@ def test_tempnets_beside_the_encoder(tmp_path: Path) -> None:
         load_pair_tempnets(tmp_path)
 
 
+def scenes(*sizes: tuple[int, int]) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in sizes]
+
+
+def test_images_of_the_right_size_are_encoded_as_in_training(export: Path) -> None:
+    encoder = ImageTextEncoder.from_pretrained(export)
+    images = scenes(*[(IMAGE_SIZE, IMAGE_SIZE)] * 3)
+    expected = encoder.model.encode_images(torch.from_numpy(np.stack(images)))
+    torch.testing.assert_close(encoder.encode_images(images), expected, rtol=0, atol=1e-5)
+    pictures = [Image.fromarray(image) for image in images]
+    torch.testing.assert_close(encoder.encode_images(pictures, batch_size=2), expected, rtol=0, atol=1e-5)
+    assert encoder.encode_images([]).shape == (0, 6)
+
+
+def test_other_sizes_are_resized_and_cropped_at_the_centre(export: Path) -> None:
+    encoder = ImageTextEncoder.from_pretrained(export)
+    (image,) = scenes((80, 40))
+    middle = Image.fromarray(image).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC, box=(20, 0, 60, 40))
+    expected = encoder.model.encode_images(torch.from_numpy(np.asarray(middle).copy())[None])
+    torch.testing.assert_close(encoder.encode_images([image]), expected, rtol=0, atol=2e-3)
+
+
+def test_the_processor_is_one_that_transformers_loads(export: Path) -> None:
+    encoder = ImageTextEncoder.from_pretrained(export)
+    images = scenes((30, 20), (20, 33))
+    pixels = AutoImageProcessor.from_pretrained(export)(images, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    with torch.no_grad():
+        expected = encoder.model.encode_pixels(pixels)
+    torch.testing.assert_close(encoder.encode_images(images), expected, rtol=0, atol=1e-5)
+
+
+def test_texts_are_tokenised_truncated_and_padded(export: Path) -> None:
+    encoder = ImageTextEncoder.from_pretrained(export)
+    texts = ["a red circle", "a blue square " * 9]
+    tokens = torch.zeros(2, NUM_TOKENS, dtype=torch.int64)
+    tokens[0, :3] = torch.tensor([2, 3, 5])
+    tokens[1] = torch.tensor([2, 4, 6] * 9)[:NUM_TOKENS]
+    assert AutoTokenizer.from_pretrained(export / "text_encoder")(texts[0])["input_ids"] == [2, 3, 5]
+    with torch.no_grad():
+        expected = encoder.model.encode_texts(tokens, (tokens > 0).long())
+    for batch_size in (1, 64):
+        torch.testing.assert_close(encoder.encode_texts(texts, batch_size=batch_size), expected, rtol=0, atol=1e-5)
+
+
 def test_wrong_directories_are_refused(tmp_path: Path) -> None:
+    tiny_encoder().save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ValueError, match="text_encoder holds no tokenizer"):
+        ImageTextEncoder.from_pretrained(tmp_path / "encoder")
     with pytest.raises(ValueError, match="/nowhere/at/all holds no"):
         DualEncoder.from_pretrained("/nowhere/at/all")
     tiny_tower("bert").save_pretrained(tmp_path / "bert")
@@ -179,3 +239,115 @@ def test_wrong_sizes_are_refused() -> None:
         DualEncoderConfig(num_text_tokens=0)
     with pytest.raises(ValueError, match=r"uint8 of shape \(n, 16, 16, 3\), not torch.float32"):
         tiny_encoder().encode_images(torch.zeros(2, 16, 16, 3))
+
+
+def test_the_training_temperature_of_a_clip_model_is_the_inverse_of_its_logit_scale(tmp_path: Path) -> None:
+    tiny_clip().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert load_training_temperature(tmp_path) == pytest.approx(1 / weights["logit_scale"].exp().item())
+    weights["logit_scale"] = torch.tensor(torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"logit_scale of .*: the temperature nan must be positive and finite"):
+        load_training_temperature(tmp_path)
+    del weights["logit_scale"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_training_temperature(tmp_path) is None
+
+
+def test_the_training_temperature_of_an_export_is_what_was_saved_with_it(tmp_path: Path) -> None:
+    tiny_encoder().save_pretrained(tmp_path)
+    assert load_training_temperature(tmp_path) is None
+    save_training_temperature(tmp_path, 0.0125)
+    assert load_training_temperature(tmp_path) == 0.0125
+    for content, message in (
+        ('{"tau": 0}', "the temperature 0 must be positive and finite"),
+        ('{"temperature": 0.1}', r"training_temperature.json is no JSON object \{\"tau\": number\}"),
+    ):
+        (tmp_path / "training_temperature.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_training_temperature(tmp_path)
+
+
+def test_a_loss_has_a_constant_temperature_if_all_samples_share_it() -> None:
+    learned = ContrastiveLoss(ContrastiveLossConfig.for_name("clip"))
+    assert learned.learned is not None
+    with torch.no_grad():
+        learned.learned.log_tau.fill_(-3.0)
+    assert learned.constant_tau == pytest.approx(torch.tensor(-3.0).exp().item())
+    assert ContrastiveLoss(ContrastiveLossConfig.for_name("clip_fixed", tau=0.04)).constant_tau == 0.04
+    assert ContrastiveLoss(ContrastiveLossConfig.for_name("temperature_free")).constant_tau is None
+
+
+def rows(num_rows: int, seed: int) -> torch.Tensor:
+    return F.normalize(torch.randn(num_rows, 6, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSS_KINDS if name != "sogclr_given"])
+def test_every_parameter_of_the_encoder_is_trained(name: str) -> None:
+    module = make_module(name)
+    output = module(**pairs(), gamma=1.0)
+    assert type(output) is dict
+    assert output["loss"].shape == ()
+    assert output["tau"].shape == (2, NUM_PAIRS)
+    output["loss"].backward()
+    without = [key for key, parameter in module.named_parameters() if parameter.grad is None]
+    assert without == []
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
+
+
+def test_a_frozen_encoder_keeps_weights_and_statistics() -> None:
+    module = make_module("tempnet", freeze_encoder=True).train()
+    assert module.training
+    assert not any(part.training for part in module.encoder.modules())
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    first, second = (module(**pairs(), gamma=1.0) for _ in range(2))
+    assert first["loss"].item() == second["loss"].item()
+    second["loss"].backward()
+    assert all(parameter.grad is None for parameter in module.encoder.parameters())
+    assert all(parameter.grad is not None for parameter in module.loss.parameters())
+    optimizer.step()
+    changed = {key for key, value in module.state_dict().items() if not torch.equal(value, before[key])}
+    assert any("running_var" in key for key in before)
+    assert changed
+    assert all(key.startswith("loss.") for key in changed)
+
+
+def test_prototypes_are_transformed_samples_of_their_own_modality() -> None:
+    module = make_module("tempnet")
+    images, texts = rows(4, seed=1), rows(9, seed=2)
+    module.init_prototypes(images, texts)
+    for network, own in ((module.loss.image_tempnet, images), (module.loss.text_tempnet, texts[:4])):
+        linear = network.first_layer
+        expected = torch.sigmoid(F.linear(own, linear.weight, linear.bias)).T
+        torch.testing.assert_close(network.projection.detach(), expected)
+    with pytest.raises(ValueError, match=r"text TempNet has 4 prototypes, .* there are only 3"):
+        module.init_prototypes(images, texts[:3])
+    with pytest.raises(ValueError, match="'clip' has no TempNets"):
+        make_module("clip").init_prototypes(images, texts)
+
+
+def test_predicted_temperatures_are_those_of_the_loss() -> None:
+    module = make_module("tempnet").eval()
+    batch = pairs()
+    image = module.encoder.encode_images(batch["images"])
+    text = module.encoder.encode_texts(batch["input_ids"], batch["attention_mask"])
+    tau = torch.stack(module.predict_temperatures(image, text))
+    assert not tau.requires_grad
+    torch.testing.assert_close(tau, module(**batch, gamma=1.0)["tau"])
+    of_images, of_texts = module.predict_temperatures(image[:3], text)
+    assert (len(of_images), len(of_texts)) == (3, NUM_PAIRS)
+
+
+def test_a_tempnet_without_projection_has_no_prototypes_and_one_of_another_size_is_refused() -> None:
+    config = ContrastiveLossConfig.for_name("tempnet", rho=1.2)
+    right, wrong = (TempNet(TempNetConfig.for_embeddings(dim, rho=1.2, projection=False)) for dim in (6, 8))
+    state = SampleState(20, config.state_columns)
+    loss = ContrastiveLoss(config, image_tempnet=right, text_tempnet=right, state=state)
+    module = TemperatureDualEncoder(tiny_encoder(), loss)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    module.init_prototypes(rows(2, seed=1), rows(2, seed=2))
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    loss = ContrastiveLoss(config, image_tempnet=right, text_tempnet=wrong, state=state)
+    with pytest.raises(ValueError, match="text TempNet was built for embeddings of 8, the encoder's have 6"):
+        TemperatureDualEncoder(tiny_encoder(), loss)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
+from tempnet.models.batch_norm import synchronize_batch_norm
 from tempnet.models.towers import (
     image_features,
     image_width,
@@ -141,3 +144,17 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="first token of GPT2Model does not see"):
         text_width(decoder, NUM_TOKENS)
     assert decoder.training
+
+
+def test_a_model_with_synchronised_batch_norms_keeps_its_names_and_weights() -> None:
+    torch.manual_seed(0)
+    plain = AutoModel.from_config(AutoConfig.for_model("resnet", **SIZES["resnet"])).train()
+    ours = synchronize_batch_norm(copy.deepcopy(plain))
+    x = torch.randn(4, 3, 16, 16)
+    assert torch.equal(ours(x).pooler_output, plain(x).pooler_output)
+    assert not any(type(part) is nn.BatchNorm2d for part in ours.modules())
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    other = AutoModel.from_config(plain.config)
+    other.load_state_dict(ours.state_dict())
+    assert torch.equal(other.eval()(x).pooler_output, ours.eval()(x).pooler_output)

@@ -5,8 +5,9 @@ They run on the CPU with TRITON_INTERPRET=1, else on a GPU; Triton reads the var
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,9 +17,134 @@ from torch import Tensor
 from tempnet import TempNet, TempNetConfig
 from tempnet.softmax import linear
 from tempnet.softmax.fused import can_fuse
-from tempnet.softmax.launch import is_available
+from tempnet.softmax.kernels import SoftmaxStatistics, softmax_gradients, softmax_statistics
+from tempnet.softmax.launch import Tile, is_available
 from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig
-from tests.tempnet.softmax.kernel_inputs import DEVICE, TILE, TOLERANCES, Case, log_partition_of, relative_error
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# Small enough that the shapes below have several tiles in every direction.
+TILE = Tile(num_tokens=16, num_vocab=32, num_hidden=16, num_warps=4, num_stages=2)
+# Tolerances of statistics and of gradients: 16-bit inputs round dL and the results, but not the statistics.
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-2), torch.float16: (1e-5, 2e-3)}
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-12)).item()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Random inputs of the kernels, with methods that compute the exact answers."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    tau: Tensor
+    row_scale: Tensor
+    bias: Tensor | None
+    soft_cap: float | None
+
+    @classmethod
+    def random(
+        cls,
+        num_tokens: int,
+        num_hidden: int,
+        vocab_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        tau: tuple[float, float] = (0.3, 2.0),
+        bias: bool = False,
+        soft_cap: float | None = None,
+        num_ignored: int = 0,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(num_tokens + num_hidden + vocab_size)
+
+        def normal(*shape: int, scale: float) -> Tensor:
+            return (scale * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+        targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
+        targets[torch.randperm(num_tokens, generator=generator)[:num_ignored]] = IGNORE_INDEX
+        low, high = tau
+        return cls(
+            hidden=normal(num_tokens, num_hidden, scale=1.0),
+            weight=normal(vocab_size, num_hidden, scale=num_hidden**-0.5),
+            targets=targets.to(DEVICE),
+            tau=(low + (high - low) * torch.rand(num_tokens, generator=generator)).to(DEVICE),
+            row_scale=(0.5 + torch.rand(num_tokens, generator=generator)).to(DEVICE),
+            bias=normal(vocab_size, scale=0.5) if bias else None,
+            soft_cap=soft_cap,
+        )
+
+    def statistics(self, **options: object) -> SoftmaxStatistics:
+        return softmax_statistics(
+            self.hidden, self.weight, self.targets, self.tau, bias=self.bias, soft_cap=self.soft_cap, **options
+        )
+
+    def gradients(self, statistics: SoftmaxStatistics, **options: object) -> tuple[Tensor | None, ...]:
+        return softmax_gradients(
+            self.hidden, self.weight, self.targets, self.tau, statistics, self.row_scale,
+            bias=self.bias, soft_cap=self.soft_cap, **options,
+        )  # fmt: skip
+
+    def exact_logits(self, *leaves: Tensor) -> Tensor:
+        hidden, weight, *bias = leaves
+        logits = hidden @ weight.T + (bias[0] if bias else 0.0)
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    def leaves(self) -> list[Tensor]:
+        leaves = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
+        return [leaf.double().requires_grad_() for leaf in leaves]
+
+    def check(self, **options: object) -> None:
+        """Compare statistics and gradients with those of the formula."""
+        leaves = self.leaves()
+        logits = self.exact_logits(*leaves)
+        tau = self.tau.double()
+        is_valid = self.targets != IGNORE_INDEX
+        safe_targets = self.targets.where(is_valid, 0)
+        log_partition, mean = exact_statistics(logits, tau)
+        log_partition_unit, mean_unit = exact_statistics(logits, torch.ones_like(tau))
+        positive = logits.gather(1, safe_targets[:, None])[:, 0].where(is_valid, 0.0)
+        statistics_tolerance, gradient_tolerance = TOLERANCES[self.hidden.dtype]
+        # A float32 logit is off by 2⁻²⁴|L|, which p = exp(L/τ − …) sees divided by τ.
+        rounding = (logits.abs().max() / tau.min()).item() * 2**-24
+
+        statistics = self.statistics(tile=TILE, with_unit=True)
+        assert statistics.entropy_unit is not None
+        assert statistics.cross_entropy_unit is not None
+        expected = {"maximum": logits.amax(-1), "positive": positive}
+        errors = {name: relative_error(getattr(statistics, name), value) for name, value in expected.items()}
+        errors["log_sum"] = relative_error(log_partition_of(statistics, self.tau), log_partition)
+        assert max(errors.values()) < statistics_tolerance, errors
+        # Entropies near 0 are differences of large numbers: an absolute error is what can be asked of them.
+        for value, reference in (
+            (statistics.entropy, log_partition - mean / tau),
+            (statistics.cross_entropy[is_valid], (log_partition - positive / tau)[is_valid]),
+            (statistics.entropy_unit, log_partition_unit - mean_unit),
+            (statistics.cross_entropy_unit[is_valid], (log_partition_unit - positive)[is_valid]),
+        ):
+            assert (value.dtype, value.shape) == (torch.float32, reference.shape)
+            torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=max(1e-5, 4 * rounding))
+
+        losses = F.cross_entropy(logits / tau[:, None], safe_targets, reduction="none") * tau * self.row_scale
+        theirs = torch.autograd.grad(losses.where(is_valid, 0.0).sum(), leaves)
+        ours = self.gradients(statistics, tile=TILE, **options)
+        assert (ours[2] is None) == (self.bias is None)
+        for name, value, reference in zip(("hidden", "weight", "bias"), ours, theirs, strict=False):
+            assert value is not None
+            assert (value.dtype, value.shape) == (self.hidden.dtype, reference.shape)
+            assert relative_error(value, reference) < max(gradient_tolerance, rounding), name
+
+
+def log_partition_of(statistics: SoftmaxStatistics, tau: Tensor) -> Tensor:
+    """Return logsumexp(L/τ)."""
+    return statistics.maximum / tau + statistics.log_sum
+
+
+def exact_statistics(logits: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logsumexp(L/τ) and E_p[L]."""
+    scaled = logits / tau[:, None]
+    return scaled.logsumexp(-1), (scaled.softmax(-1) * logits).sum(-1)
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +160,26 @@ def test_the_device_can_run_them() -> None:
     assert not is_available(torch.zeros(1, device=DEVICE, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 17])
-@pytest.mark.parametrize(("num_hidden", "vocab_size"), [(3, 5), (16, 32), (40, 107)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_hidden", "vocab_size", "num_ignored"), [(1, 3, 5, 0), (7, 16, 32, 7), (17, 40, 107, 4)]
+)
 @pytest.mark.parametrize(("bias", "soft_cap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
-def test_any_shape(num_tokens: int, num_hidden: int, vocab_size: int, bias: bool, soft_cap: float | None) -> None:
-    case = Case.random(num_tokens, num_hidden, vocab_size, bias=bias, soft_cap=soft_cap, num_ignored=num_tokens // 4)
+def test_any_shape(
+    num_tokens: int, num_hidden: int, vocab_size: int, num_ignored: int, bias: bool, soft_cap: float | None
+) -> None:
+    case = Case.random(num_tokens, num_hidden, vocab_size, bias=bias, soft_cap=soft_cap, num_ignored=num_ignored)
     case.check(scratch_bytes=num_tokens * 4 * 70)  # sections of two tiles
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("tau", [(0.005, 0.005), (0.005, 2.0), (2.0, 2.0)], ids=str)
+@pytest.mark.parametrize("tau", [(0.005, 0.005), (0.005, 2.0)], ids=str)
 def test_any_precision_and_temperature(dtype: torch.dtype, tau: tuple[float, float]) -> None:
-    Case.random(17, 48, 170, dtype=dtype, tau=tau, bias=True, num_ignored=3).check()
+    Case.random(17, 24, 70, dtype=dtype, tau=tau, bias=True, num_ignored=3).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_tiles_of_a_real_launch(dtype: torch.dtype) -> None:
-    case = Case.random(17, 48, 300, dtype=dtype, bias=True, soft_cap=1.5)
+    case = Case.random(17, 48, 150, dtype=dtype, bias=True, soft_cap=1.5)
     statistics, reference = case.statistics(), case.statistics(tile=TILE)
     torch.testing.assert_close(log_partition_of(statistics, case.tau), log_partition_of(reference, case.tau))
     assert statistics.entropy_unit is None
@@ -64,16 +193,7 @@ def test_more_row_blocks_than_a_group_and_several_tiles_a_split(monkeypatch: pyt
     monkeypatch.setattr("tempnet.softmax.launch._GROUP", 2)
     for num_programs in (1, 6, 7):  # all tiles in one split; two splits and a half-empty last one; three
         monkeypatch.setattr("tempnet.softmax.kernels._NUM_PROGRAMS", num_programs)
-        Case.random(40, 20, 110, num_ignored=5).check()
-
-
-def test_all_targets_ignored() -> None:
-    case = Case.random(7, 20, 50, bias=True, num_ignored=7)
-    statistics = case.statistics(tile=TILE)
-    assert statistics.positive.abs().sum() == 0
-    assert all(torch.isfinite(value).all() for value in (statistics.log_sum, statistics.entropy))
-    gradients = case.gradients(statistics, tile=TILE)
-    assert all(gradient is not None and gradient.abs().sum() == 0 for gradient in gradients)
+        Case.random(40, 8, 110, num_ignored=5).check()
 
 
 def test_large_logits_overflow_nowhere() -> None:
@@ -88,21 +208,7 @@ def test_large_logits_overflow_nowhere() -> None:
     assert statistics.entropy.tolist() == [0.0] * 3
 
 
-def test_small_entropies_keep_their_digits() -> None:
-    """logsumexp(L/τ) − E_p[L]/τ would be a difference of two numbers near 6 000, whose last digit is 5·10⁻⁴."""
-    weight = torch.tensor([30.03, 29.98, 29.0, 1.0], device=DEVICE)[:, None]
-    case = replace(Case.random(1, 1, 4, tau=(0.005, 0.005)), hidden=torch.ones(1, 1, device=DEVICE), weight=weight)
-    case = replace(case, targets=torch.zeros_like(case.targets))
-    scaled = case.exact_logits(*case.leaves()) / case.tau.double()[:, None]
-    statistics = case.statistics(tile=TILE)
-    log_probability = scaled.log_softmax(-1)
-    entropy = -(log_probability.exp() * log_probability).sum(-1)
-    assert 4e-4 < entropy < 6e-4
-    torch.testing.assert_close(statistics.entropy.double(), entropy, rtol=0, atol=1e-6)
-    torch.testing.assert_close(statistics.cross_entropy.double(), -log_probability[:, 0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("tau", [0.001, 0.003, 0.01, 0.1, 1.0, 2.0])
+@pytest.mark.parametrize("tau", [0.001, 0.1, 2.0])
 def test_the_softmax_itself_loses_nothing_at_small_temperatures(tau: float) -> None:
     """For logits that float32 holds exactly, near 40 and about 10⁻³ apart, all results are right to 1e-5."""
     case = Case.random(17, 16, 107, tau=(tau, tau), num_ignored=2)
@@ -173,8 +279,10 @@ def test_sizes_of_a_language_model() -> None:
         assert relative_error(value, reference.double()) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["ce", "fixed_robust", "ts_ce", "dro", "proper"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [("ce", "mean"), ("fixed_robust", "none"), ("ts_ce", "none"), ("dro", "mean"), ("proper", "none")],
+)
 def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, τ, values and every gradient of `tempnet.softmax.fused` equal those of `tempnet.softmax.chunks`."""
     generator = torch.Generator().manual_seed(0)
@@ -207,8 +315,7 @@ def test_the_loss_by_kernels_is_the_loss_in_chunks(name: str, reduction: str, mo
         assert relative_error(value, reference.double()) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["ce", "dro"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("name", "reduction"), [("ce", "none"), ("dro", "mean")])
 def test_no_tokens_at_all(name: str, reduction: str) -> None:
     hidden = torch.zeros(0, 24, device=DEVICE, requires_grad=True)
     weight = torch.randn(83, 24).to(DEVICE).requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tempnet.softmax import launch
 from tempnet.softmax.launch import Tile, is_available
 
 CASES = Path(__file__).with_name("kernel_cases.py")
@@ -21,7 +23,7 @@ def run_cases(interpreted: bool) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(CASES)]
     done = subprocess.run(command, cwd=CASES.parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -39,17 +41,11 @@ def test_on_a_gpu() -> None:
     assert "skipped" not in run_cases(interpreted=False)
 
 
-def test_import_without_triton() -> None:
-    """The module can be imported without Triton, and then says that no kernels are available."""
-    program = (
-        "import sys; sys.modules['triton'] = None; import torch; from tempnet.softmax.launch import is_available; "
-        "assert not is_available(torch.zeros(1))"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-
-
-def test_a_cpu_tensor_has_no_kernels() -> None:
+def test_without_triton_or_on_a_cpu_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_available(torch.zeros(1))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not runpy.run_path(launch.__file__)["is_available"](torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", ["statistics_kernel", "logits_gradient_kernel"])
@@ -68,13 +64,9 @@ def test_they_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.M
     kernel = getattr(triton_kernels, name)
     tile = Tile.for_dtype(torch.bfloat16)
     constants = {
-        "GROUP": 8,
-        "BLOCK_TOKENS": tile.num_tokens,
-        "BLOCK_VOCAB": tile.num_vocab,
-        "BLOCK_HIDDEN": tile.num_hidden,
-        "PRECISION": "ieee",
-        "WIDEN": False,
-    }
+        "GROUP": 8, "BLOCK_TOKENS": tile.num_tokens, "BLOCK_VOCAB": tile.num_vocab, "BLOCK_HIDDEN": tile.num_hidden,
+        "PRECISION": "ieee", "WIDEN": False,
+    }  # fmt: skip
     if name == "statistics_kernel":
         constants["WITH_UNIT"] = True
     types = dict.fromkeys(["hidden", "weight", "bias", "gradient"], "*bf16")

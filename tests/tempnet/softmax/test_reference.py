@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
 
 from tempnet import TempNet, TempNetConfig, optimal_temperature
 from tempnet.softmax.reference import (
@@ -43,8 +42,10 @@ def written_out(name: str, logits: torch.Tensor, targets: torch.Tensor, tau: tor
 
 
 @pytest.mark.parametrize("name", list(LOSS_KINDS))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("stop_gradient", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "stop_gradient"),
+    [(torch.float64, 1e-6, True), (torch.float64, 1e-6, False), (torch.float32, 1e-5, True)],
+)
 def test_loss_and_all_gradients_equal_autograd_on_the_formula(
     name: str, dtype: torch.dtype, tolerance: float, stop_gradient: bool
 ) -> None:
@@ -119,35 +120,20 @@ def test_a_logit_of_minus_infinity_is_left_out_of_loss_and_slope(name: str) -> N
         torch.testing.assert_close(value, expected)
 
 
-def test_a_banned_target_has_an_infinite_loss() -> None:
-    logits = torch.tensor([[0.0, 1.0, -math.inf]])
-    for name in ("ce", "dro"):
-        losses = token_losses(logits, torch.tensor([2]), torch.ones(1), TemperatureLossConfig(name=name, rho=0.4))
-        assert losses.tolist() == [math.inf]
-
-
-def test_divisor_is_the_global_number_of_targets() -> None:
+def test_divisor_is_the_global_number_of_targets_and_nothing_to_predict_is_a_zero_loss() -> None:
     torch.manual_seed(0)
-    logits, targets = torch.randn(10, 20), torch.randint(20, (10,))
+    logits, targets = torch.randn(10, 20, requires_grad=True), torch.randint(20, (10,))
     targets[4] = IGNORE_INDEX
-    config = TemperatureLossConfig(name="ce", rho=1.0)
-    whole, _ = language_model_loss(logits, targets, config)
-    parts = [
-        language_model_loss(logits[part], targets[part], config, num_targets=9)[0]
-        for part in (slice(0, 3), slice(3, 10))
-    ]
-    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
-
-
-def test_nothing_to_predict_is_a_zero_loss_with_zero_gradients() -> None:
-    logits = torch.randn(4, 20, requires_grad=True)
+    config = TemperatureLossConfig(name="dro", rho=1.0)
     network = TempNet(TempNetConfig.for_logits(20, rho=1.0))
-    loss, tau = language_model_loss(
-        logits, torch.full((4,), IGNORE_INDEX), TemperatureLossConfig(name="dro", rho=1.0), network
-    )
+    whole, _ = language_model_loss(logits, targets, config, network)
+    parts = (slice(0, 3), slice(3, 10))
+    losses = [language_model_loss(logits[part], targets[part], config, network, num_targets=9)[0] for part in parts]
+    assert sum(losses).item() == pytest.approx(whole.item(), rel=1e-6)
+    loss, tau = language_model_loss(logits, torch.full((10,), IGNORE_INDEX), config, network)
     loss.backward()
     assert loss.item() == 0.0
-    assert tau.shape == (4,)
+    assert tau.shape == (10,)
     assert logits.grad.abs().sum().item() == 0.0
 
 
@@ -175,22 +161,3 @@ def test_the_proper_score_has_tau_times_the_derivative_of_the_cross_entropy_in_l
         losses = token_losses(logits, targets, log_tau.exp(), TemperatureLossConfig(name=name, rho=0.0))
         slopes.append(torch.autograd.grad(losses.sum(), log_tau)[0])
     torch.testing.assert_close(slopes[0], log_tau.exp().detach() * slopes[1], rtol=1e-12, atol=1e-12)
-
-
-def test_the_best_constant_of_the_cross_entropy_is_at_rest_under_the_proper_score() -> None:
-    torch.manual_seed(2)
-    logits = 3 * torch.randn(2000, VOCABULARY, dtype=torch.float64)
-    targets = torch.multinomial((logits / 1.4).softmax(-1), 1).squeeze(-1)
-
-    def loss(tau: float) -> float:
-        return torch.nn.functional.cross_entropy(logits / tau, targets).item()
-
-    best = float(minimize_scalar(loss, bounds=(0.5, 3.0), method="bounded", options={"xatol": 1e-9}).x)
-    config = TemperatureLossConfig(name="proper", rho=0.0)
-
-    def slope(tau: float) -> float:
-        return token_slopes(logits, targets, logits.new_full((2000,), tau), config).mean().item()
-
-    assert best == pytest.approx(1.4, abs=0.1)
-    assert slope(0.99 * best) < 0 < slope(1.01 * best)
-    assert slope(best) == pytest.approx(0.0, abs=1e-6)

@@ -1,0 +1,188 @@
+"""Test how a job starts Ray, with a token that its user's jobs share, and what it says when Ray's head is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from process_support import run_together
+from ray.exceptions import ActorUnavailableError
+from ray.train.v2.api.exceptions import ControllerError
+from support import ROOT
+
+from jobs.engine import cluster, cluster_loss
+from jobs.engine.cluster import start_ray
+from jobs.engine.cluster_loss import HeadWatch, LostClusterError, naming_lost_cluster
+from jobs.engine.ray_token import ensure_token
+from pipelines.storage import read_json
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Yield a socket that listens where Ray's head is said to be."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        class Context:
+            gcs_address = address
+
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "get_runtime_context", Context)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield listening
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of a head end in the same moment."""
+    monkeypatch.setattr(cluster_loss.time, "sleep", lambda seconds: None)
+
+
+def unavailable() -> ActorUnavailableError:
+    return ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"\0" * 16)
+
+
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.parametrize("error", [unavailable(), ControllerError(unavailable())])
+def test_an_error_of_ray_without_its_head_says_that_the_head_is_lost(
+    head: socket.socket, error: Exception, tmp_path: Path
+) -> None:
+    address = "{}:{}".format(*head.getsockname())
+    head.close()
+    with pytest.raises(LostClusterError) as caught, naming_lost_cluster(str(tmp_path)):
+        raise error
+    assert str(caught.value).startswith(f"Ray's head at {address} does not answer: ")
+    assert str(caught.value).endswith("the same command then begins again at step 0")
+    assert (read_json(f"{tmp_path}/failure.json") or {})["cause"] == str(caught.value)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_lost_process_of_a_head_that_answers_is_told(head: socket.socket, tmp_path: Path) -> None:
+    expected = r"^Ray has lost a process that the run cannot do without.*the same command"
+    with pytest.raises(LostClusterError, match=expected), naming_lost_cluster(str(tmp_path)):
+        raise unavailable()
+
+
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.parametrize("error", [ValueError("a field"), ControllerError(RuntimeError("a bug")), KeyboardInterrupt()])
+def test_other_errors_stay_as_they_are(head: socket.socket, error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as caught, naming_lost_cluster(str(tmp_path)):
+        raise error
+    assert caught.value is error
+
+
+def test_a_head_that_is_lost_without_an_error_interrupts_the_run(head: socket.socket, tmp_path: Path) -> None:
+    with HeadWatch(str(tmp_path), patience=0.2, seconds_to_end=20.0, seconds_between_looks=0.05) as watch:
+        time.sleep(0.5)
+        assert not watch.message
+        head.close()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)
+    assert watch.message.startswith("Ray's head at 127.0.0.1:")
+
+
+def test_a_run_that_cannot_be_interrupted_is_ended_with_the_message(
+    head: socket.socket, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with HeadWatch(str(tmp_path), patience=0.1, seconds_to_end=0.2, seconds_between_looks=0.05):
+            time.sleep(60)
+
+    head.close()
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == 1
+    assert re.fullmatch(r"error: Ray's head at 127\.0\.0\.1:\d+ does not answer: .*\n", capfd.readouterr().err)
+
+
+def test_a_cluster_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
+    with pytest.raises(ConnectionError, match=r"RAY_ADDRESS = 127\.0\.0\.1:1, but no head"):
+        start_ray()
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: Any) -> None:
+        if len(left) < num_failures:
+            left.append(subprocess.Popen(["sleep", "100"]))
+            raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Otherwise this process, and what later tests start, would be told that Ray starts no clusters.
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    if num_failures < 3:
+        start_ray()
+    else:
+        with pytest.raises(TimeoutError, match="3 times: the machine is too busy"):
+            start_ray()
+    # The processes of the failed starts have been killed.
+    assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL] * num_failures
+
+
+# Waits for a line, so that all processes are ready before any of them makes a token, and then says what it sees.
+SCRIPT = """
+import sys
+from pathlib import Path
+from jobs.engine.ray_token import ensure_token
+
+print("ready", flush=True)
+sys.stdin.readline()
+ensure_token()
+print((Path.home() / ".ray" / "auth_token").read_text())
+"""
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the place of the token of a user who has none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / ".ray" / "auth_token"
+
+
+def test_all_processes_that_start_at_once_have_the_same_token(token: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    seen = {printed.strip() for printed in run_together(SCRIPT, [[]] * 4, environment)}
+    assert seen == {token.read_text()}
+    assert len(bytes.fromhex(token.read_text())) == 32
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_a_token_that_exists_is_kept_and_closed_to_others(token: Path) -> None:
+    token.parent.mkdir()
+    token.write_text("a token")
+    token.chmod(0o644)
+    ensure_token()
+    assert token.read_text() == "a token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "secret"), ("RAY_AUTH_TOKEN_PATH", "elsewhere")],
+)
+def test_none_is_made_where_none_is_read(token: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    ensure_token()
+    assert not token.parent.exists()

@@ -1,0 +1,122 @@
+"""A pretrained model that is divided while it is loaded trains as one that was loaded whole, digit by digit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import loading_support
+import pytest
+import torch
+from corpus_support import write_corpus
+from support import tiny_config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from tempnet.weights import WeightFiles
+from tests.local_training import Call, history, train_plan
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "mistral": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "sliding_window": 8, "tie_word_embeddings": True,
+    },
+    # LLaMA-2 70B has 80 layers and 64 heads, of which eight share a key, and is 128 times as wide.
+    "llama": {
+        "hidden_size": 8192 // 128, "intermediate_size": 28_672 // 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def save_model(kind: str, directory: Path, vocab_size: int = 90, **options: Any) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **SIZES[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory, **options)
+    return directory
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_losses_are_those_of_a_model_that_was_loaded_whole(kind: str, tmp_path: Path, together: Call) -> None:
+    directory = str(save_model(kind, tmp_path / kind, max_shard_size="20KB"))
+    whole, divided = (together(loading_support.train, directory, how, 4) for how in ("whole", "divided"))
+    assert len(set(whole[0]["losses"])) == 4
+    for rank in range(2):
+        assert divided[rank]["losses"] == pytest.approx(whole[rank]["losses"], abs=1e-6)
+
+
+def test_weights_have_their_parameters_or_none_is_divided(tmp_path: Path) -> None:
+    """GPT-2's own files name the weights without the prefix of the body; a tied weight has one of its two names."""
+    directory = save_model("gpt2", tmp_path / "gpt2")
+    files = WeightFiles.find(directory)
+    assert files is not None
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    matches = files.match(model)
+    assert matches is not None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(files.read(matches[name]), parameter)
+    AutoModel.from_pretrained(directory).save_pretrained(tmp_path / "body")
+    body = WeightFiles.find(tmp_path / "body")
+    assert body is not None
+    assert body.match(model) == {name: name.removeprefix("transformer.") for name in matches}
+    larger = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=91, bos_token_id=0, eos_token_id=0, **SIZES["gpt2"])
+    )
+    assert files.match(larger) is None
+    (directory / "model.safetensors").unlink()
+    assert WeightFiles.find(directory) is None
+    (directory / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged: it must map names of weights"):
+        WeightFiles.find(directory)
+
+
+def largest_preset(home: Path, name: str, zero_stage: int) -> Any:
+    """Return the plan of `llama2-chat-70b-frozen` but for sizes, data and the eight GPUs."""
+    from jobs.tasks.language_model.models import find_divisible_base
+    from jobs.tasks.language_model.plan import make_plan
+    from jobs.tasks.presets.language_models import PRESETS
+
+    preset = PRESETS["llama2-chat-70b-frozen"]()
+    assert preset.workers.zero_stage == 3
+    small = tiny_config(
+        home / "corpus", home / "runs", name, run={"num_steps": 8, "checkpoint_every": 4, "log_every": 2},
+        validation={"every": 4, "num_blocks": 8, "num_oracle_tokens": 64},
+    )  # fmt: skip
+    config = replace(
+        preset,
+        run=small.run,
+        data=small.data,
+        model=replace(preset.model, path=str(home / "llama")),
+        temperature=replace(preset.temperature, rho=1.0, hidden_size=32, num_prototypes=16),
+        workers=replace(
+            preset.workers, num_workers=2, use_gpu=False, precision="fp32", num_threads=1, zero_stage=zero_stage
+        ),
+        validation=small.validation,
+        tracking=replace(preset.tracking, enabled=False),
+    )
+    assert (find_divisible_base(config) is None) == (zero_stage == 0)
+    return make_plan(config)
+
+
+def test_the_largest_preset_trains_on_a_divided_base_what_it_does_on_a_whole_one(
+    tmp_path: Path, together: Call
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    save_model("llama", tmp_path / "llama", vocab_size=512, max_shard_size="100KB")
+    assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 2
+
+    def train(name: str, zero_stage: int) -> Any:
+        make = partial(largest_preset, tmp_path, name, zero_stage)
+        return together(train_plan, make, str(tmp_path / name), {})[0]
+
+    whole, divided = train("whole", 0), train("divided", 3)
+    steps = history(tmp_path / "whole")
+    assert len({loss for loss, _ in steps.values()}) > 1
+    assert history(tmp_path / "divided") == {
+        step: (pytest.approx(loss, abs=1e-6), key) for step, (loss, key) in steps.items()
+    }
+    assert divided["validation"]["cross_entropy_tau"] == pytest.approx(
+        whole["validation"]["cross_entropy_tau"], abs=1e-6
+    )

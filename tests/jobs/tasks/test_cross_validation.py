@@ -1,0 +1,112 @@
+"""Test the parts of a cross-validation of classifiers: cells, folds, what the model gets, estimates and the table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ttest_1samp
+
+from jobs.engine.identity import configuration_hash, with_fields
+from jobs.studies.cross_validation.table import as_markdown, make_rows
+from jobs.studies.estimates import estimate
+from jobs.tasks.classifier.config import CrossValidationConfig
+from jobs.tasks.classifier.data import folds, read_data, read_fold
+from jobs.tasks.classifier.task import sentence_tensors
+from jobs.tasks.presets.classifiers import PRESETS
+from pipelines.text.tokenization import train_wordpiece
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CrossValidationConfig:
+    lines = [f"{'good' if number % 3 else 'bad'}\tfilm number {number}" for number in range(60)]
+    (tmp_path / "films.tsv").write_text("\n".join(lines))
+    train_wordpiece(lines, 100).save_pretrained(tmp_path / "tokenizer")
+    preset = PRESETS["triple-entropy-small"]()
+    data = replace(
+        preset.data,
+        directory="",
+        file=str(tmp_path / "films.tsv"),
+        num_examples=0,
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+    return with_fields(replace(preset, data=data), {"optimizer.batch_size": 16, "run.storage": str(tmp_path)})
+
+
+def test_cells_that_are_compared_have_the_same_folds_and_the_same_start(config: CrossValidationConfig) -> None:
+    cells = config.cells()
+    assert len({cell.run.name for cell in cells}) == len({configuration_hash(cell) for cell in cells}) == 40
+    assert [cell.setting.cross_entropy_alone for cell in cells[:4]] == [True, False, True, False]
+    (_, train, test), (_, other_train, other_test) = (read_fold(cell) for cell in cells[:2])
+    np.testing.assert_array_equal(train.token_ids, other_train.token_ids)
+    np.testing.assert_array_equal(test.labels, other_test.labels)
+
+
+@pytest.mark.parametrize(("with_padding", "with_types"), [(False, True), (True, False)])
+def test_what_the_model_gets(with_padding: bool, with_types: bool) -> None:
+    batch = {
+        "input_ids": np.array([[5, 6, 0, 0], [7, 8, 9, 0]], dtype=np.int32),
+        "token_type_ids": np.array([[0, 1, 0, 0], [0, 0, 1, 0]], dtype=np.int8),
+        "lengths": np.array([2, 3]),
+        "labels": np.array([1, 0]),
+    }
+    tensors = sentence_tensors(batch, torch.device("cpu"), with_padding=with_padding, with_types=with_types)
+    width = 4 if with_padding else 3
+    assert tensors["input_ids"].tolist() == [row[:width] for row in batch["input_ids"].tolist()]
+    assert tensors["attention_mask"].tolist() == [[1, 1, 0, 0][:width], [1, 1, 1, 0][:width]]
+    assert tensors["labels"].tolist() == [1, 0]
+    assert ("token_type_ids" in tensors) == with_types
+
+
+def test_folds_divide_the_sentences_and_keep_the_classes_in_proportion() -> None:
+    labels = np.repeat([0, 1, 2], [50, 30, 20])
+    found = folds(labels, 5, seed=2)
+    assert sorted(np.concatenate([outside for _, outside in found]).tolist()) == list(range(100))
+    for inside, outside in found:
+        assert not set(inside) & set(outside)
+        assert np.bincount(labels[outside]).tolist() == [10, 6, 4]
+    again, other = folds(labels, 5, seed=2), folds(labels, 5, seed=16)
+    np.testing.assert_array_equal(found[0][1], again[0][1])
+    assert set(found[0][1]) != set(other[0][1])
+
+
+def test_a_part_of_the_data_is_the_same_every_time_and_in_proportion(config: CrossValidationConfig) -> None:
+    data = replace(config.data, num_examples=30)
+    (_, part), (_, again), (_, other) = (read_data(one, "") for one in (data, data, replace(data, seed=1)))
+    assert part.first == again.first != other.first
+    assert len(set(part.first)) == 30
+    assert np.bincount(part.labels).tolist() == [10, 20]
+
+
+def test_estimates_are_students_where_training_sets_do_not_overlap() -> None:
+    values = np.random.default_rng(0).normal(0.3, 1.0, size=20)
+    found, oracle = estimate(values.tolist(), 0.0), ttest_1samp(values, 0.0)
+    low, high = oracle.confidence_interval(0.95)
+    assert (found.mean, found.p) == pytest.approx((values.mean(), oracle.pvalue))
+    assert found.half_width == pytest.approx((high - low) / 2)
+    # With five folds the variance of the mean is (1/20 + 1/4) times that of the values, instead of 1/20 of it.
+    assert estimate(values.tolist(), 0.25).half_width == pytest.approx(found.half_width * math.sqrt(6))
+    assert estimate([1.0, 1.0], 0.25).p == 0.0
+    assert math.isnan(estimate([1.0], 0.25).half_width)
+
+
+def test_the_table_pairs_cells_and_shows_what_failed(config: CrossValidationConfig) -> None:
+    config = replace(config, grid=replace(config.grid, seeds=(2,), num_folds=3))
+    accuracies = {"ce": [0.5, 0.6, 0.7], "k100": [0.6, 0.55, None]}
+    outcomes: dict[str, dict[str, Any]] = {}
+    for cell in config.cells():
+        value = accuracies[cell.setting.name.split("-")[0]][cell.fold.fold]
+        if value is not None:
+            outcomes[cell.run.name] = {"validation": {"accuracy": value}}
+    baseline, other = make_rows(config, outcomes)
+    assert baseline.difference is None
+    assert (other.num_failed, other.num_better, other.num_worse) == (1, 1, 1)
+    assert other.difference is not None
+    assert other.difference.mean == pytest.approx((10.0 - 5.0) / 2)
+    text = as_markdown([baseline, other], config)
+    assert all(part in text for part in ("| file |", "60.00 ±", "+2.50 ±"))

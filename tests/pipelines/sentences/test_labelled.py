@@ -1,0 +1,208 @@
+"""Labelled sentences: SentEval's files and one's own as they are, and their arrays in the order of the plan, for any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from pipelines.plan import StreamPlan
+from pipelines.sentences.classification import LabelledSource
+from pipelines.sentences.senteval import TASK_NAMES, Examples, read_labelled, read_task
+from pipelines.stream import RankStream
+from pipelines.text.tokenization import train_wordpiece
+
+
+def write(directory: Path, files: Mapping[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "class_names"),
+    [
+        ("MR", ("MR/rt-polarity.neg", "MR/rt-polarity.pos"), ("negative", "positive")),
+        ("CR", ("CR/custrev.neg", "CR/custrev.pos"), ("negative", "positive")),
+        ("SUBJ", ("SUBJ/subj.objective", "SUBJ/subj.subjective"), ("objective", "subjective")),
+        ("MPQA", ("MPQA/mpqa.neg", "MPQA/mpqa.pos"), ("negative", "positive")),
+    ],
+)
+def test_a_file_a_class(tmp_path: Path, name: str, files: tuple[str, str], class_names: tuple[str, str]) -> None:
+    latin_1, utf_8 = "dull .\r\ncafé .\n".encode("latin-1"), "naïve".encode()
+    task = read_task(write(tmp_path, {files[0]: latin_1, files[1]: utf_8}), name)
+    assert task.class_names == class_names
+    assert not task.has_split
+    assert task.parts["all"].first == ["dull .", "café .", "naïve"]
+    assert task.parts["all"].second is None
+    assert task.parts["all"].labels.tolist() == [0, 0, 1]
+    assert not task.problems
+
+
+def test_sst_has_three_parts(tmp_path: Path) -> None:
+    files = {
+        f"SST/binary/sentiment-{part}": f"{part} a\t0\n{part}\tb\t1\n".encode() for part in ("train", "dev", "test")
+    }
+    task = read_task(write(tmp_path, files), "SST2")
+    assert task.has_split
+    assert set(task.parts) == {"train", "dev", "test"}
+    assert task.parts["dev"].first == ["dev a", "dev\tb"]
+    assert task.parts["dev"].labels.tolist() == [0, 1]
+
+
+def test_trec_takes_the_coarse_label(tmp_path: Path) -> None:
+    kinds = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
+    lines = "".join(f"{kind}:x What is {kind} ?\n" for kind in kinds).encode()
+    task = read_task(write(tmp_path, {"TREC/train_5500.label": lines, "TREC/TREC_10.label": lines}), "TREC")
+    assert task.parts["test"].first[3] == "What is HUM ?"
+    assert task.parts["test"].labels.tolist() == list(range(6))
+
+
+def test_mrpc_is_of_pairs_with_a_header_and_a_mark_and_lines_that_are_no_records_cost_themselves(
+    tmp_path: Path,
+) -> None:
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n".encode()
+    lines = b'1\t7\t8\tOne .\tUno .\n0\t7\t8\tTwo .\t"Three .\n0\t7\t8\tonly one\n2\t7\t8\ta\tb\n1\t7\t8\t \tb\n\n'
+    files = {f"MRPC/msr_paraphrase_{part}.txt": header + lines for part in ("train", "test")}
+    task = read_task(write(tmp_path, files), "MRPC")
+    for part in task.parts.values():
+        assert part.first == ["One .", "Two ."]
+        assert part.second == ["Uno .", '"Three .']
+        assert part.labels.tolist() == [1, 0]
+    assert task.problems == {"missing_field": 4, "unknown_label": 2, "empty_sentence": 2}
+    assert task.examples[0].startswith("MRPC/msr_paraphrase_train.txt:4 (missing_field")
+
+
+def test_an_empty_class_an_unknown_task_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"task 'IMDB' is unknown: choose one of {', '.join(TASK_NAMES)}"):
+        read_task(tmp_path, "IMDB")
+    with pytest.raises(FileNotFoundError, match=r"rt-polarity\.neg"):
+        read_task(tmp_path, "MR")
+    files = {"CR/custrev.neg": b"\n", "CR/custrev.pos": b"fine\n"}
+    with pytest.raises(ValueError, match=r"CR, CR/custrev.neg and CR/custrev.pos: no sentence of the class negative"):
+        read_task(write(tmp_path, files), "CR")
+
+
+def test_ones_own_labels_and_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.tsv"
+    path.write_bytes("good\tfine .\nbad\tcafé\nbad\t \nbad\nodd\tx\ty\n".encode("latin-1"))
+    task = read_labelled(path)
+    assert (task.name, task.class_names, task.has_split) == ("mine", ("bad", "good"), False)
+    assert task.parts["all"].first == ["fine .", "café"]
+    assert task.parts["all"].labels.tolist() == [1, 0]
+    assert task.problems == {"empty_sentence": 1, "missing_field": 2}
+    assert task.examples[1] == "mine.tsv:4 (missing_field: 1 columns where the first line has 2)"
+    path.write_text("same\ta\tb\nother\tc\td\nnone\te\tf\n")
+    task = read_labelled(path, ("same", "other"))
+    assert task.parts["all"].second == ["b", "d"]
+    assert task.parts["all"].labels.tolist() == [0, 1]
+    assert task.problems == {"unknown_label": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "class_names", "message"),
+    [
+        ("a\tx\na\ty\n", (), r"holds 1 class \(a\): a classifier needs two or more"),
+        ("a\tx\nb\ty\n", ("a", "b", "c"), "no sentence of the class c"),
+        ("", (), "the first line has 1 columns"),
+        ("a\tb\tc\td\n", (), "the first line has 4 columns"),
+    ],
+)
+def test_files_without_two_classes_are_refused(
+    tmp_path: Path, content: str, class_names: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "data.tsv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_labelled(tmp_path / "data.tsv", class_names)
+
+
+# ---- arrays ----------------------------------------------------------------------------------------------------------
+
+FIRST = [f"{'very ' * (number % 5)}good film {number}" for number in range(13)]
+SECOND = [f"film {number}" for number in range(13)]
+LABELS = np.arange(13) % 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_wordpiece(FIRST, 120)
+
+
+@pytest.mark.parametrize("second", [None, SECOND])
+def test_rows_are_the_tokenizers_own(tokenizer: PreTrainedTokenizerFast, second: list[str] | None) -> None:
+    names = tokenizer.model_input_names
+    tokenizer.model_input_names = [*names, "token_type_ids"] if second else names
+    try:
+        source = LabelledSource.of(Examples(FIRST, second, LABELS), tokenizer, num_tokens=64)
+        expected = tokenizer(FIRST, *([second] if second else []))
+    finally:
+        tokenizer.model_input_names = names
+    for row, tokens in enumerate(expected["input_ids"]):
+        batch = source.read(np.zeros(1, int), np.array([row]), 0)
+        assert batch["input_ids"][0, : batch["lengths"][0]].tolist() == tokens
+        assert set(batch["input_ids"][0, batch["lengths"][0] :]) <= {tokenizer.pad_token_id}
+        assert batch["labels"][0] == LABELS[row]
+        assert ("token_type_ids" in batch) == (second is not None)
+        if second:
+            assert batch["token_type_ids"][0, : len(tokens)].tolist() == expected["token_type_ids"][row]
+            assert batch["token_type_ids"].sum() > 0
+    assert source.num_cut == 0
+    part = source[np.arange(4, 6)].read(np.zeros(1, int), np.array([1]), 0)
+    assert part["input_ids"].tolist() == source.read(np.zeros(1, int), np.array([5]), 0)["input_ids"].tolist()
+
+
+def test_long_sentences_are_cut_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = LabelledSource.of(Examples(FIRST, None, LABELS), tokenizer, num_tokens=6)
+    whole = [len(tokenizer.encode(text)) for text in FIRST]
+    assert source.num_cut == sum(length > 6 for length in whole) > 0
+    assert source.lengths.tolist() == [min(length, 6) for length in whole]
+
+
+@given(
+    world_size=st.sampled_from([1, 2, 4]),
+    first=st.integers(0, 5),
+    num_batches=st.integers(0, 9),
+    window_size=st.integers(1, 20),
+)
+def test_ranks_read_what_the_plan_says(world_size: int, first: int, num_batches: int, window_size: int) -> None:
+    """Batches of 8 cross the ends of epochs of 13 sentences, and may begin anywhere."""
+    source = LabelledSource(
+        token_ids=np.arange(26, dtype=np.int32).reshape(13, 2),
+        token_types=None,
+        lengths=np.full(13, 2),
+        labels=np.arange(13) % 3,
+        num_cut=0,
+    )
+    plan = StreamPlan(shard_sizes=(6, 0, 7), seed=3, window_size=window_size)
+
+    class Shards:
+        """The source, divided into shards of 6, 0 and 7 sentences."""
+
+        def read(self, shards: np.ndarray, rows: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
+            return source.read(shards, np.array([0, 6, 6])[shards] + rows, epoch)
+
+        def name(self, shard: int, row: int) -> str:
+            return f"{shard}:{row}"
+
+    start, stop = 8 * first, 8 * (first + num_batches)
+    expected = []
+    for window in plan.windows(start, stop):
+        places = np.arange(max(start, window.start), min(stop, window.stop))
+        shards, rows = plan.locate(window, places)
+        expected += (np.array([0, 6, 6])[shards] + rows).tolist()
+    streams = [
+        RankStream(source=Shards(), plan=plan, batch_size=8, rank=rank, world_size=world_size, num_readers=0)
+        for rank in range(world_size)
+    ]
+    found = []
+    for parts in zip(*(stream.batches(start, stop) for stream in streams), strict=True):
+        found += np.concatenate([part["ids"] for part in parts]).tolist()
+        assert [len(part["ids"]) for part in parts] == [8 // world_size] * world_size
+    assert found == expected

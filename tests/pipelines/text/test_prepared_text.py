@@ -1,0 +1,130 @@
+"""Text from archives to the batches of a run: what is stored, counted and named, in which order it comes, what goes on."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from corpus_support import write_corpus
+from support import write_jsonl_zst
+
+from pipelines.plan import StreamPlan
+from pipelines.problems import TooManyProblemsError
+from pipelines.stream import Batch, RankStream
+from pipelines.text import part_preparation
+from pipelines.text.blocks import BlockSource, read_range
+from pipelines.text.manifest import Manifest
+from pipelines.text.packing import PackingConfig
+from pipelines.text.parts import list_parts
+from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.tokenization import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def prepare(source: Path, corpus: Path, root: Path, max_bad_share: float = 0.5) -> Manifest:
+    config = PrepareConfig(source=str(source), tokenizer=str(corpus / "tokenizer"), max_bad_share=max_bad_share)
+    layout = PackingConfig.for_tokenizer(load_tokenizer(config.tokenizer), 32)
+    return prepare_text(config, layout, str(root), max_bad_share_field="data.max_bad_share")
+
+
+def documents_of(blocks: Batch) -> list[tuple[int, ...]]:
+    """Return the documents in blocks in stored order, each as its targets, which end with the end-of-text token (0)."""
+    targets = blocks["targets"][blocks["targets"] != -100]
+    ends = np.flatnonzero(targets == 0)
+    return [tuple(part.tolist()) for part in np.split(targets, ends + 1) if len(part)]
+
+
+def test_two_epochs_over_two_workers_visit_every_document_once_in_different_orders(
+    corpus: Path, tmp_path: Path
+) -> None:
+    manifest = prepare(corpus / "train", corpus, tmp_path)
+    tokenizer = load_tokenizer(str(corpus / "tokenizer"))
+    texts = [
+        json.loads(line)["text"]
+        for path in sorted((corpus / "train").iterdir())
+        for line in zstandard.decompress(path.read_bytes()).decode().splitlines()
+    ]
+    expected = [(*tokenizer.encode(text, add_special_tokens=False), 0) for text in texts]
+    stored = read_range(manifest, 0, manifest.num_rows)
+    assert documents_of(stored) == expected
+    assert (manifest.num_documents, manifest.num_tokens) == (len(texts), sum(map(len, expected)))
+
+    plan = StreamPlan(shard_sizes=manifest.shard_sizes, seed=3, window_size=100)
+    size, batch_size = manifest.num_rows, 8
+    stop = -(-2 * size // batch_size) * batch_size  # two epochs, and what fills the last batch
+
+    def rank_batches(rank: int, world_size: int, start: int) -> list[Batch]:
+        source = BlockSource(manifest=manifest)
+        stream = RankStream(source=source, plan=plan, batch_size=batch_size, rank=rank, world_size=world_size)
+        return list(stream.batches(start, stop))
+
+    seen: dict[int, np.ndarray] = {}
+    for rank in range(2):
+        for step, batch in enumerate(rank_batches(rank, 2, 0)):
+            assert (batch["place"] // batch_size == step).all()
+            assert len(batch["place"]) == 4
+            seen |= dict(zip(batch["place"].tolist(), batch["input_ids"], strict=True))
+    assert sorted(seen) == list(range(stop))
+    epochs = [[seen[place].tobytes() for place in range(epoch * size, (epoch + 1) * size)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(row.tobytes() for row in stored["input_ids"])
+    assert epochs[0] != epochs[1]
+    # One worker that goes on in mid-epoch gets the same.
+    for batch in rank_batches(0, 1, size // batch_size // 2 * batch_size):
+        for place, row in zip(batch["place"].tolist(), batch["input_ids"], strict=True):
+            assert np.array_equal(row, seen[place])
+
+
+def test_preparing_again_is_free_and_an_interrupted_one_goes_on(corpus: Path, tmp_path: Path) -> None:
+    first = prepare(corpus / "train", corpus, tmp_path)
+    directory = Path(first.directory)
+    times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert prepare(corpus / "train", corpus, tmp_path) == first
+    assert times == {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    part = "part-00001-00000"
+    (directory / "manifest.json").unlink()
+    (directory / f"{part}.json").unlink()
+    assert prepare(corpus / "train", corpus, tmp_path) == first
+    changed = {path.name for path in directory.iterdir() if times[path.name] != path.stat().st_mtime_ns}
+    assert changed == {"manifest.json", f"{part}.json", f"{part}-00000.arrow", f"{part}.losses.jsonl"}
+
+
+def test_broken_data_costs_its_records_is_counted_and_named(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else may be wrong with a record or an archive is in test_reading.py."""
+    data = tmp_path / "data"
+    write_jsonl_zst(data / "good.jsonl.zst", [f"abc def {number} gh" for number in range(6)])
+    write_jsonl_zst(data / "cut.jsonl.zst", [" ".join(np.random.default_rng(0).choice(["ab", "cd", "ef"], 500))] * 6)
+    (data / "cut.jsonl.zst").write_bytes((data / "cut.jsonl.zst").read_bytes()[:-40])
+    (data / "lines.jsonl").write_bytes(b'this is no JSON\n{"text": "abc"}\n{"text": "  "}\n{"meta": {}}\n')
+    (data / "none.jsonl").write_text("\n" * 100)
+    manifest = prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.9)
+    kinds = [["truncated_archive"], [], ["invalid_json", "empty_document", "missing_text"], ["empty_archive"]]
+    assert manifest.problems == {kind: 1 for of_archive in kinds for kind in of_archive}
+    assert 7 <= manifest.num_documents < 13
+    for number, of_archive in enumerate(kinds):
+        losses = Path(manifest.directory, f"part-{number:05d}-00000.losses.jsonl").read_text().splitlines()
+        if number < 3:  # that an archive is empty is seen when all its parts are read
+            assert [json.loads(line)["kind"] for line in losses] == of_archive
+    # Archives in parts of a record or two are the same archives.
+    monkeypatch.setattr(part_preparation, "list_parts", partial(list_parts, part_bytes=16))
+    parts = prepare(data, corpus, tmp_path / "parts", max_bad_share=0.9)
+    assert parts.archives[2].num_parts > 2 < parts.archives[3].num_parts
+    assert [archive.problems for archive in parts.archives] == [archive.problems for archive in manifest.archives]
+    assert parts.num_documents == manifest.num_documents
+    with pytest.raises(TooManyProblemsError, match=r"data\.max_bad_share = 0\.00%.*cut\.jsonl\.zst.*truncated_archive"):
+        prepare(data, corpus, tmp_path / "prepared", max_bad_share=0.0)
+
+
+def test_data_without_any_document_is_refused(corpus: Path, tmp_path: Path) -> None:
+    write_jsonl_zst(tmp_path / "data" / "a.jsonl.zst", [])
+    with pytest.raises(TooManyProblemsError, match="holds no readable document"):
+        prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=1.0)

@@ -1,0 +1,336 @@
+"""The processors of vLLM and SGLang: τ of every row is that of Transformers, however the requests of a batch come and go.
+
+Where vLLM and SGLang are not installed, the parts of them that a processor meets are replaced by stand-ins, written from
+their published interfaces. With them installed, the same tests run on their own classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import importlib
+import math
+import random
+import sys
+import tomllib
+import types
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tempnet import TempNet, TempNetConfig
+from tempnet.inference import TemperatureLogitsProcessor
+
+V1 = "vllm.v1.sample.logits_processor"
+V2 = "vllm.v1.worker.gpu.sample.logits_processor"
+SGLANG = "sglang.srt.sampling.custom_logit_processor"
+VOCABULARY, NUM_LOGITS = 61, 64
+MODEL = SimpleNamespace(model_config=SimpleNamespace(model=""))
+CPU = torch.device("cpu")
+
+
+def interface(*methods: str) -> type:
+    """Return a class with these abstract methods."""
+    members = {name: abstractmethod(lambda self: None) for name in methods}
+    return ABCMeta("Interface", (), {"__module__": __name__, **members})
+
+
+def sampling_params(**values: Any) -> SimpleNamespace:
+    """Return parameters of a vLLM request: those that a TempNet can meet."""
+    defaults = {"temperature": 1.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    names = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "extra_args")
+    return SimpleNamespace(**{**defaults, "min_tokens": 0, **dict.fromkeys(names), **values})
+
+
+def put_in_place(patch: pytest.MonkeyPatch, *, without: str = "") -> Callable[[str], Any]:
+    """Put stand-ins in the place of what is not installed; return what imports a module of `tempnet.serving` anew."""
+
+    def replace(name: str, **members: Any) -> None:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            parts = name.split(".")
+            for package in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+                if package not in sys.modules:
+                    patch.setitem(sys.modules, package, types.ModuleType(package))
+                    sys.modules[package].__path__ = []
+            for member, value in members.items():
+                setattr(sys.modules[name], member, value)
+
+    processor = interface("__init__", "apply", "is_argmax_invariant", "update_state")
+    directions = enum.Enum("MoveDirectionality", ["UNIDIRECTIONAL", "SWAP"])
+    replace(V1, LogitsProcessor=processor, BatchUpdate=SimpleNamespace, MoveDirectionality=directions)
+    replace(V2, LogitsProcessor=interface("apply"))
+    replace(SGLANG, CustomLogitProcessor=interface("__call__"))
+    if not hasattr(sys.modules["vllm"], "SamplingParams"):
+        sys.modules["vllm"].SamplingParams = sampling_params
+    if without:
+        patch.setitem(sys.modules, without, None)
+
+    def fresh(name: str) -> Any:
+        patch.delitem(sys.modules, f"tempnet.serving.{name}", raising=False)
+        return importlib.import_module(f"tempnet.serving.{name}")
+
+    return fresh
+
+
+@pytest.fixture
+def network() -> TempNet:
+    torch.manual_seed(1)
+    network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.5, hidden_size=16, num_prototypes=8))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    network.set_tau_max_eval(1.4)
+    return network.eval()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, network: TempNet, tmp_path: Path) -> Callable[[str], Any]:
+    network.save_pretrained(tmp_path / "tempnet")
+    monkeypatch.setenv("TEMPNET_PATH", str(tmp_path))
+    return put_in_place(monkeypatch)
+
+
+def parameters(arguments: dict[str, Any] | None = None, **others: Any) -> Any:
+    return importlib.import_module("vllm").SamplingParams(extra_args=arguments, **others)
+
+
+CHOICES: list[tuple[dict[str, Any] | None, float | None]] = [
+    (None, None), ({"tempnet": True}, 1.4), ({"tempnet_tau_max": 0.7}, 0.7), ({"tempnet_tau_max": 3, "tempnet": 1}, 3.0),
+    ({"tempnet": 0, "tempnet_tau_max": 0.7}, None), ({"other": 5}, None), ({"tempnet": "off"}, None),
+]  # fmt: skip
+"""Arguments of a request, and the τ_max at which it is sampled; None: without a TempNet."""
+
+
+def as_in_transformers(network: TempNet, logits: Tensor, tau_max: list[float | None]) -> Tensor:
+    """Return the logits as `TemperatureLogitsProcessor` makes them, each row with a network of its own τ_max."""
+    rows = []
+    for row, high in zip(logits, tau_max, strict=True):
+        own = copy.deepcopy(network)
+        if high is not None:
+            own.set_tau_max_eval(high)
+        row = row.unsqueeze(0)
+        rows.append(row if high is None else TemperatureLogitsProcessor(own)(torch.zeros(1, 1), row))
+    return torch.cat(rows)
+
+
+class Batch:
+    """A persistent batch that changes as vLLM's V1 documents it.
+
+    In every step requests leave; new ones take the free rows, lowest first, and then rows at the end; requests at the
+    end move into the rows that are still free; some swap places. The processor is told what was removed, added and
+    moved, in this order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rows: list[float | None] = []
+
+    def step(self) -> Any:
+        """Change the batch and return the update, or None for no change."""
+        interface = importlib.import_module(V1)
+        draw = self.random
+        removed = sorted(
+            draw.sample(range(len(self.rows)), draw.randint(0, len(self.rows)) if draw.random() < 0.5 else 0)
+        )
+        free = list(removed)
+        added, moved = [], []
+        rows: list[Any] = ["free" if row in removed else tau_max for row, tau_max in enumerate(self.rows)]
+        for _ in range(draw.randint(0, 4) if len(self.rows) < 12 else 0):
+            row = free.pop(0) if free else len(rows)
+            arguments, tau_max = draw.choice(CHOICES)
+            prompt: list[int] | None = draw.choice([None, [], [5, -1, 7]])
+            added.append((row, parameters(arguments), prompt, draw.choice([[], [-1], [3, -1, -1]])))
+            rows[row : row + 1] = [tau_max]
+        while free:
+            while rows and rows[-1] == "free":
+                rows.pop()
+                free.pop()
+            if free:
+                moved.append((len(rows) - 1, free[0], interface.MoveDirectionality.UNIDIRECTIONAL))
+                rows[free.pop(0)] = rows.pop()
+        for _ in range(draw.randint(0, 2) if len(rows) > 1 else 0):
+            first, second = draw.sample(range(len(rows)), 2)
+            moved.append((first, second, interface.MoveDirectionality.SWAP))
+            rows[first], rows[second] = rows[second], rows[first]
+        self.rows = rows
+        left = [row for row in removed if row not in [one[0] for one in added]]
+        update = interface.BatchUpdate(batch_size=len(rows), removed=left[::-1], added=added, moved=moved)
+        return update if left or added or moved else None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_keep_their_temperatures_while_requests_come_go_and_move(
+    fresh: Callable[[str], Any], network: TempNet, seed: int
+) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, CPU, False)
+    batch = Batch(seed)
+    torch.manual_seed(seed)
+    mixed = 0
+    for _ in range(40):
+        processor.update_state(batch.step())
+        logits = torch.randn(len(batch.rows), NUM_LOGITS) * 3
+        mixed += len(set(batch.rows)) > 2
+        if batch.rows:
+            expected = as_in_transformers(network, logits, batch.rows)
+            torch.testing.assert_close(processor.apply(logits.clone()), expected, rtol=1e-5, atol=1e-5)
+    assert mixed > 10
+    assert int(processor.temperatures.num_masked) == 0
+
+
+def slot_context(slots: list[int], num_rows_of_each: list[int]) -> Any:
+    """Return what the newer model runner says of a step: which slot each request and each row belongs to."""
+    rows = [slot for slot, number in zip(slots, num_rows_of_each, strict=True) for _ in range(number)]
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots, dtype=np.int32),
+        idx_mapping=torch.tensor(slots, dtype=torch.int32),
+        expanded_idx_mapping=torch.tensor(rows, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: TempNet, num_drafts: int) -> None:
+    state = SimpleNamespace(device=CPU, max_num_reqs=10, vocab_size=NUM_LOGITS)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, state)
+    draw = random.Random(num_drafts)
+    held: dict[int, float | None] = {}
+    for _ in range(60):
+        for slot in draw.sample(sorted(held), draw.randint(0, len(held) // 2)):
+            del held[slot]  # it is not told: slots are used again
+        for slot in draw.sample([slot for slot in range(10) if slot not in held], draw.randint(0, 10 - len(held))):
+            arguments, held[slot] = draw.choice(CHOICES)
+            assert processor.add_request(slot, parameters(arguments)) == (held[slot] is not None)
+        processor.apply_staged_writes()
+        slots = draw.sample(sorted(held), draw.randint(0, len(held)))
+        if not slots:
+            continue
+        context = slot_context(slots, [1 + draw.randint(0, num_drafts) for _ in slots])
+        rows = context.expanded_idx_mapping.tolist()
+        logits = torch.randn(len(rows), NUM_LOGITS) * 3
+        made = processor.apply(logits.clone(), context)
+        expected = as_in_transformers(network, logits, [held[slot] for slot in rows])
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_of_both_interfaces_and_found_by_its_entry_point(fresh: Callable[[str], Any]) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor
+    assert all(issubclass(processor, importlib.import_module(name).LogitsProcessor) for name in (V1, V2))
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.logits_processors"]["tempnet"].partition(":")
+    assert getattr(importlib.import_module(module), name) is processor
+    assert not processor(MODEL, CPU, False).is_argmax_invariant()
+
+
+@pytest.mark.parametrize("missing", [V1, V2])
+def test_one_interface_may_be_missing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    processor = put_in_place(monkeypatch, without=missing)("vllm").TempNetLogitsProcessor
+    bases = {base.__module__ for base in processor.__mro__}
+    assert len(bases & {V1, V2, __name__, f"{V1}.interface", f"{V2}.interface"}) == 1
+
+
+def test_without_a_tempnet_it_does_nothing(
+    fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TEMPNET_PATH")
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, CPU, False)
+    logits = torch.randn(3, NUM_LOGITS)
+    processor.update_state(Batch(0).step())
+    assert processor.apply(logits) is logits
+    served = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    assert fresh("vllm").TempNetLogitsProcessor(served, CPU, False).temperatures is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others", "message"),
+    [
+        ({"tempnet": True}, {"temperature": 0.7}, r"temperature = 0\.7 changes the logits"),
+        ({"tempnet": True}, {"temperature": 0.0}, r"temperature = 0\.0 changes the logits"),
+        ({"tempnet_tau_max": 1.0}, {"min_tokens": 3}, "min_tokens = 3"),
+        ({"tempnet": 1}, {"presence_penalty": 0.5}, r"presence_penalty = 0\.5"),
+        ({"tempnet": 1}, {"logit_bias": {3: 1.0}}, "logit_bias = "),
+        ({"tempnet": "perhaps"}, {}, "tempnet = 'perhaps' is none of"),
+        ({"tempnet_tau_max": -1}, {}, "tempnet_tau_max = -1 must be a finite number above 0"),
+        ({"tempnet_tau_max": math.nan}, {}, "tempnet_tau_max = nan"),
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_have_it_is_refused(
+    fresh: Callable[[str], Any], arguments: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
+    processor = fresh("vllm").TempNetLogitsProcessor
+    with pytest.raises(ValueError, match=message):
+        processor.validate_params(parameters(arguments, **others))
+    processor.validate_params(parameters({**arguments, "tempnet": False, "tempnet_tau_max": 1.0}, **others))
+    processor.validate_params(parameters({"tempnet": True}, temperature=1.0))
+    processor.validate_params(parameters(None, **others))
+
+
+def test_by_default_every_request_that_can_have_it_has_it(
+    fresh: Callable[[str], Any], network: TempNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEMPNET_DEFAULT", "on")
+    interface = importlib.import_module(V1)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, CPU, False)
+    asked = [parameters(), parameters({"tempnet": False}), parameters(temperature=0.5), parameters({"tempnet": "so"})]
+    added = [(row, one, None, []) for row, one in enumerate(asked)]
+    processor.update_state(interface.BatchUpdate(batch_size=4, removed=[], added=added, moved=[]))
+    logits = torch.randn(4, NUM_LOGITS)
+    made = processor.apply(logits.clone())
+    torch.testing.assert_close(made, as_in_transformers(network, logits, [1.4, None, None, None]), rtol=1e-5, atol=1e-5)
+
+
+def test_masked_rows_keep_their_logits_and_are_counted(fresh: Callable[[str], Any], network: TempNet) -> None:
+    interface = importlib.import_module(V1)
+    processor = fresh("vllm").TempNetLogitsProcessor(MODEL, CPU, False)
+    added = [(row, parameters({"tempnet": True}), None, []) for row in range(2)]
+    processor.update_state(interface.BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+    logits = torch.randn(2, NUM_LOGITS)
+    logits[1, 5:20] = -math.inf
+    made = processor.apply(logits.clone())
+    torch.testing.assert_close(made[:1], as_in_transformers(network, logits[:1], [1.4]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made[1, :VOCABULARY], logits[1, :VOCABULARY])
+    assert int(processor.temperatures.num_masked) == 1
+
+
+def test_a_model_with_fewer_logits_or_no_tempnet_is_refused(
+    fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(device=CPU, max_num_reqs=2, vocab_size=VOCABULARY - 1)
+    with pytest.raises(ValueError, match="vocabulary of 61, the served model has 60 logits"):
+        fresh("vllm").TempNetLogitsProcessor(MODEL, state)
+    with pytest.raises(ValueError, match="vocabulary of 61, the served model has 60 logits"):
+        fresh("sglang").TempNetLogitProcessor()(torch.zeros(1, 60), [None])
+    monkeypatch.delenv("TEMPNET_PATH")
+    with pytest.raises(RuntimeError, match="TEMPNET_PATH is not set"):
+        fresh("sglang").TempNetLogitProcessor()(torch.zeros(1, 64), [None])
+
+
+def test_rows_of_sglang_get_the_temperatures_of_transformers(fresh: Callable[[str], Any], network: TempNet) -> None:
+    processor = fresh("sglang").TempNetLogitProcessor
+    assert issubclass(processor, importlib.import_module(SGLANG).CustomLogitProcessor)
+    arguments: list[Any] = [None, {"tempnet_tau_max": 0.7, "__req__": object()}, {"tempnet": True}]
+    arguments += [{"tempnet": False}, {"tempnet_tau_max": "wide"}]
+    tau_max: list[float | None] = [1.4, 0.7, 1.4, None, None]
+    logits = torch.randn(5, NUM_LOGITS) * 3
+    for number in (3, 5):  # all rows have a TempNet, or not all
+        made = processor()(logits[:number].clone(), arguments[:number])
+        expected = as_in_transformers(network, logits[:number], tau_max[:number])
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    expected = as_in_transformers(network, logits, [1.4] * 5)
+    torch.testing.assert_close(processor()(logits.clone()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_server_the_modules_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vllm", V1, V2, SGLANG):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("vllm", "sglang"):
+        monkeypatch.delitem(sys.modules, f"tempnet.serving.{name}", raising=False)
+        assert importlib.import_module(f"tempnet.serving.{name}")

@@ -1,0 +1,238 @@
+"""World-size invariance: W gloo processes with their parts of a batch compute what one process computes of the whole.
+
+    python -m tests.tempnet.test_world_size <directory>
+
+This program, which the tests start once, runs every contrastive loss, batch norm, and whole dual encoders on 2 and on 3
+ranks. Every rank writes its results to `<directory>/<W>/rank-<r>.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from tempnet.contrastive.config import LOSS_KINDS
+from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.world import World
+from tempnet.models.batch_norm import SynchronizedBatchNorm
+from tests.tempnet.contrastive.dense import NUM_SAMPLES, make_batch, make_config, make_loss, make_unimodal_loss, run
+from tests.tempnet.models.tiny_towers import NUM_PAIRS, make_module, pairs
+
+ROOT = Path(__file__).parents[2]
+SIZES = (2, 3)
+Values = dict[str, Tensor]
+Ranks = tuple[Path, list[dict[str, Values]]]
+
+LOSSES = (
+    *LOSS_KINDS,
+    *(f"unimodal {name}" for name, kind in LOSS_KINDS.items() if not kind.is_cyclic and kind.temperature != "given"),
+)
+MODULES = ("clip", "sogclr", "tempnet")
+# Shape, shift of the input (far from 0, where sums of squares lose everything), dtype, momentum, affine.
+NORMS = {
+    "rows": ((7, 5), 0.0, torch.float64, 0.1, True),
+    "images": ((7, 5, 3, 2), 0.0, torch.float32, 0.1, True),
+    "far from zero": ((7, 5, 3, 2), 3000.0, torch.float32, 0.1, True),
+    "running average": ((7, 5, 3, 2), 1.0, torch.float64, None, True),
+    "without weights": ((7, 5, 3, 2), 1.0, torch.float64, 0.1, False),
+    "bfloat16": ((7, 5, 3, 2), 1.0, torch.bfloat16, 0.1, True),
+    "colours last": ((7, 5, 3, 2), 1.0, torch.float32, 0.1, True),
+}
+# Unequal parts, one of a single row.
+NORM_ROWS = {2: [slice(0, 5), slice(5, 7)], 3: [slice(0, 4), slice(4, 6), slice(6, 7)]}
+
+
+def loss_case(name: str, world: World, directory: Path) -> Values:
+    """Return losses, this rank's embedding gradients, and averaged parameter gradients of two steps; save the state.
+
+    Gradients times 1/W and summed over ranks are the gradients that an average over ranks, as of DDP, would give.
+    """
+    kind, _, base = name.rpartition(" ")
+    make = make_unimodal_loss if kind else make_loss
+    loss = make(make_config(base, tile_size=5), world=world).float()
+    found: Values = {}
+    for step in range(2):
+        # 12 pairs with repeated ids and images, over the boundaries between ranks too.
+        part = make_batch(12, seed=7 + step).to(torch.float32).part(world.part(12))
+        loss.zero_grad()
+        output = run(loss, part)
+        found[f"loss {step}"] = output["loss"].detach()
+        for key in ("tau", "log_u", "dual_gradient"):
+            if output[key] is not None:  # type: ignore[literal-required]
+                found[f"{key} {step}"] = output[key].T  # type: ignore[literal-required]
+        found[f"image {step}"], found[f"text {step}"] = part.image.grad / world.size, part.text.grad / world.size
+        for key, parameter in loss.named_parameters():
+            found[f"parameter {key} {step}"] = world.sum(parameter.grad.clone()) / world.size
+    state = loss.bimodal.state if isinstance(loss, UnimodalLoss) else loss.state
+    if state is not None:
+        state.save(directory / name)
+    return found
+
+
+def norm_case(name: str, rows: slice, reference: type[nn.Module] | None = None) -> Values:
+    """Run three batches through one batch norm; return the last output, its gradients, and the final statistics.
+
+    A reference has float64 arithmetic, and the same rounded inputs.
+    """
+    shape, shift, dtype, momentum, is_affine = NORMS[name]
+    norm_class = reference or SynchronizedBatchNorm
+    torch.manual_seed(0)
+    norm = norm_class(shape[1], momentum=momentum, affine=is_affine)
+    norm = norm.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    norm = norm.double() if reference else norm
+    for _ in range(3):
+        spread = torch.arange(1.0, 6.0).view(-1, *[1] * (len(shape) - 2))
+        x = (torch.randn(shape, dtype=torch.float64) * spread + shift).to(dtype)[rows]
+        if name == "colours last":
+            x = x.contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(shape, dtype=torch.float64).to(dtype)[rows]
+        x, weight = (x.double(), weight.double()) if reference else (x, weight)
+        norm.zero_grad()
+        y = norm(x.requires_grad_())
+        (y * weight + y.square()).sum().backward()
+    values = {"y": y.detach(), "x.grad": x.grad, **{k: v for k, v in norm.state_dict().items() if "running" in k}}
+    return values | {f"{key}.grad": parameter.grad for key, parameter in norm.named_parameters()}
+
+
+def module_case(name: str, world: World) -> Values:
+    """Run two steps of a whole dual encoder in float64, without an optimizer; return losses, gradients and buffers."""
+    module = make_module(name, torch.float64, world)
+    values = {}
+    for step in range(2):
+        module.zero_grad()
+        output = module(**pairs(step, world.part(NUM_PAIRS)), gamma=0.7)
+        output["loss"].backward()
+        values |= {f"loss.{step}": output["loss"].detach(), f"tau.{step}": output["tau"].T}
+    values |= {f"buffer.{key}": value for key, value in module.named_buffers()}
+    return values | {f"grad.{key}": parameter.grad for key, parameter in module.named_parameters()}
+
+
+def work(rank: int, size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+    world = World.current()
+    values: dict[str, Any] = {f"loss {name}": loss_case(name, world, directory) for name in LOSSES}
+    values |= {f"norm {name}": norm_case(name, NORM_ROWS[size][rank]) for name in NORMS}
+    values |= {f"module {name}": module_case(name, world) for name in MODULES}
+    torch.save(values, directory / f"rank-{rank}.pt")
+    # All ranks must see a wrong id, whoever has it: no rank may be left waiting in a collective.
+    part = make_batch(12).part(world.part(12))
+    if rank == 0:
+        part.ids[0] = 1_000_000
+    try:
+        run(make_loss(make_config("sogclr"), world=world), part)
+    except ValueError as error:
+        (directory / f"error-{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.tempnet.test_world_size", str(directory)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request: pytest.FixtureRequest, program: Path) -> Ranks:
+    """Return the results of W processes."""
+    directory = program / str(request.param)
+    return directory, [torch.load(directory / f"rank-{rank}.pt", weights_only=True) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_contrastive_losses(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    directory, parts = ranks
+    alone = loss_case(name, World.alone(), tmp_path)
+    found = [part[f"loss {name}"] for part in parts]
+    assert all(set(part) == set(alone) for part in found)
+    # A gradient of a single number may cancel: it is held to the scale of the others.
+    scale = max([float(value.norm()) for key, value in alone.items() if key.startswith("parameter")], default=0.0)
+    for key, value in alone.items():
+        is_shared = key.startswith(("loss", "parameter"))
+        ours = found[0][key] if is_shared else torch.cat([part[key] for part in found])
+        floor = 0.1 * scale if key.startswith("parameter") else 0.0
+        error = float((ours.double() - value.double()).norm()) / max(float(value.double().norm()), floor, 1e-12)
+        assert error < (1e-6 if key.startswith("loss") else 1e-5), key
+        # What all ranks share must be the same to the last bit: state is written from it.
+        if key.startswith("loss"):
+            assert all(torch.equal(part[key], ours) for part in found)
+    if columns := make_config(name.rpartition(" ")[2]).state_columns:
+        states = [SampleState(NUM_SAMPLES, columns) for _ in range(2)]
+        states[0].load(tmp_path / name, num_writers=1)
+        states[1].load(directory / name, num_writers=len(parts))
+        for key in columns:
+            torch.testing.assert_close(states[1].columns[key], states[0].columns[key], rtol=1e-5, atol=1e-5)
+
+
+def test_a_wrong_id_stops_every_rank(ranks: Ranks) -> None:
+    directory, parts = ranks
+    for rank in range(len(parts)):
+        assert "id 1000000 is not one of the 40 samples" in (directory / f"error-{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_batch_norm(name: str, ranks: Ranks) -> None:
+    dtype = NORMS[name][2]
+    theirs = norm_case(name, slice(None), nn.BatchNorm1d if len(NORMS[name][0]) == 2 else nn.BatchNorm2d)
+    found = [part[f"norm {name}"] for part in ranks[1]]
+    # At 3000 ± 3, x̂ in float32 has an error of 1e-4, that of nn.BatchNorm2d too.
+    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}[dtype]
+    tolerance = 1e-3 if name == "far from zero" else tolerance
+    for key, value in theirs.items():
+        if key in ("y", "x.grad"):
+            ours = torch.cat([part[key] for part in found])
+        elif key.endswith(".grad"):
+            ours = torch.stack([part[key] for part in found]).sum(0)
+        else:
+            ours = found[0][key]
+            assert all(torch.equal(part[key], ours) for part in found), key
+        assert ours.dtype == (dtype if key in ("y", "x.grad") or dtype == torch.float64 else torch.float32)
+        assert (ours.double() - value).abs().max() <= tolerance * value.abs().max().clamp(min=1.0), key
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_encoders_tempnets_and_loss(name: str, ranks: Ranks) -> None:
+    alone = module_case(name, World.alone())
+    found = [part[f"module {name}"] for part in ranks[1]]
+    assert all(set(part) == set(alone) for part in found)
+    largest = max(value.norm() for key, value in alone.items() if key.startswith("grad."))
+    for key, value in alone.items():
+        if key.startswith("tau."):
+            torch.testing.assert_close(torch.cat([part[key] for part in found]), value, rtol=1e-5, atol=0)
+        elif key.startswith("grad."):
+            mean = torch.stack([part[key] for part in found]).mean(0)
+            # Some gradients are small differences of large numbers, that of attention's key bias is exactly none.
+            assert (mean - value).norm() <= 1e-9 * value.norm() + 1e-13 * largest, key
+        else:
+            assert all(torch.equal(part[key], found[0][key]) for part in found), key
+            tolerance = {"rtol": 1e-9, "atol": 0} if key.startswith("loss.") else {"rtol": 1e-6, "atol": 1e-6}
+            torch.testing.assert_close(found[0][key], value, **tolerance, msg=key)
+    steps = [int(value) for key, value in alone.items() if key.endswith("num_batches_tracked")]
+    assert len(steps) > 3
+    assert set(steps) == {2}
+    if name == "tempnet":
+        assert alone["grad.loss.image_tempnet.projection"].abs().max() > 0
+
+
+if __name__ == "__main__":
+    # This process is fresh and has only imported: a fork of it spares every rank its own imports.
+    for num_ranks in SIZES:
+        target = Path(sys.argv[1]) / str(num_ranks)
+        target.mkdir()
+        mp.start_processes(work, args=(num_ranks, target), nprocs=num_ranks, start_method="fork")
