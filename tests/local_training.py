@@ -32,6 +32,7 @@ def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _divide_all_weights()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_processes)
     while (message := pipe.recv()) is not None:
         function, arguments = message
@@ -40,6 +41,22 @@ def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> 
         except Exception:
             pipe.send((None, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def _divide_all_weights() -> None:
+    """Have ZeRO 3 divide small weights, too, and keep none whole after use, as if they were those of a large model."""
+    from jobs.engine import deepspeed_engine
+
+    configured = deepspeed_engine.deepspeed_config
+    none_whole = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+
+    def divided(config: Any) -> dict[str, Any]:
+        values = configured(config)
+        if config.workers.zero_stage == 3:
+            values["zero_optimization"] |= dict.fromkeys(none_whole, 0)
+        return values
+
+    deepspeed_engine.deepspeed_config = divided
 
 
 @contextmanager
