@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tempnet.fingerprints import files_digest
 from tempnet.precisions import check_precision
-from tempnet.weights import check_weight_files, check_weights
+from tempnet.weights import check_weight_files, check_weights, load_fitting
 
 BASE_FILE = "base_model.json"
 """Name of the file in an export, or in a run's directory, that says which base model belongs to it."""
@@ -126,13 +126,13 @@ def load_base(model: str | Path, *, fetch: Callable[[str], str] = str, **options
 
     Raises:
         FileNotFoundError: see :func:`find_base`.
-        ValueError: also if weights are truncated or contain NaN.
+        ValueError: also if weights are truncated, missing, of other shapes, or contain NaN.
     """
     place, revision = find_base(model, fetch=fetch)
     check_weight_files(place)
     if revision is not None:
         options["revision"] = revision
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, **options)
+    base: PreTrainedModel = load_fitting(AutoModelForCausalLM, place, **options)
     check_precision(base, place)
     check_weights(base, place)
     return base

@@ -87,9 +87,15 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
 
 
 def find_tempnet(source: str | Path) -> Path | None:
-    """Return the local directory that `TempNet.save_pretrained` wrote (the source, or `tempnet/` in it), or None."""
+    """Return the local directory that `TempNet.save_pretrained` wrote (the source, or `tempnet/` in it), or None.
+
+    Raises:
+        FileNotFoundError: if its configuration is there without its weights.
+    """
     for directory in (Path(source), Path(source) / PAIRED_DIRECTORY):
-        if (directory / WEIGHTS_FILE).is_file() and _is_ours(directory / CONFIG_FILE):
+        if _is_ours(directory / CONFIG_FILE):
+            if not (directory / WEIGHTS_FILE).is_file():
+                raise FileNotFoundError(f"{directory} holds {CONFIG_FILE} of a TempNet, but not its {WEIGHTS_FILE}")
             return directory
     return None
 

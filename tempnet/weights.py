@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,20 +19,30 @@ from tempnet.devices import offloaded_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 _SINGLE_FILE = "model.safetensors"
+_WRAPPERS = ("_orig_mod.", "module.")
+"""What `torch.compile` and `DistributedDataParallel` put before the names of all weights of the model that they wrap."""
 
 
 def check_weight_files(source: str | Path) -> None:
-    """Reject truncated or corrupt files of weights. Only headers and file sizes are read.
+    """Reject truncated, corrupt or missing files of weights. Only headers and file sizes are read.
 
     Args:
         source: a directory, in which every `*.safetensors` file is checked, or one such file; anything else, such as
             a hub name, is ignored.
 
     Raises:
-        ValueError: if a file is truncated or corrupt; the message names the file.
+        ValueError: if a file is truncated or corrupt, or an index names a file that is not beside the others; the message
+            names the file.
     """
     path = Path(source)
+    for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []:
+        named = {path / file for file in _read_index(index).values()}
+        missing = sorted(file.name for file in named if not file.is_file())
+        if missing and len(missing) < len(named):  # a copy of the configuration alone has none of them
+            raise ValueError(f"{path} lacks {', '.join(missing[:3])}, which {index.name} names: copy the model again")
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         if file.suffix != ".safetensors" or not file.is_file():
             continue
@@ -41,6 +53,73 @@ def check_weight_files(source: str | Path) -> None:
             raise ValueError(
                 f"{file} ({file.stat().st_size} bytes) is cut or corrupt: {error}; copy or export it again"
             ) from error
+
+
+def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tuple[Any, list[str], list[str]]:
+    """Load a Transformers model; return it with the names of weights that have random values, and of those not used.
+
+    A weight has random values if it is missing or has another shape. If all names begin with what a wrapper has put there
+    (`_orig_mod.`, `module.`), it is taken off, and said.
+
+    Args:
+        model_class: class with `from_pretrained`.
+        source: local path or hub name.
+        options: further options of `from_pretrained`.
+    """
+    if wrapper := _wrapper_of(source):
+        logger.warning("%s: the names of all weights begin with %r, which is taken off", source, wrapper)
+        options["key_mapping"] = {f"^{re.escape(wrapper)}": ""}
+    # Transformers' own error about other shapes names no weight.
+    model, info = model_class.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    random = info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}
+    return model, sorted(random), sorted(info["unexpected_keys"])
+
+
+def load_fitting(model_class: Any, source: str | Path, *, may_replace_head: bool = False, **options: Any) -> Any:
+    """Load a Transformers model, and reject weights that do not fit it, in whose place it would have random ones.
+
+    Args:
+        model_class: class with `from_pretrained`.
+        source: local path or hub name.
+        may_replace_head: whether what lies beside the model's body may be new, as where a task begins with a body.
+        options: further options of `from_pretrained`.
+
+    Raises:
+        ValueError: if weights are missing, or have other shapes; the message names some of them.
+    """
+    model, random, unknown = load_with_report(model_class, source, **options)
+    body = f"{model.base_model_prefix}."
+    if may_replace_head:
+        random = [name for name in random if name.startswith(body) and ".pooler." not in name]
+    if random:
+        instead = f" (it has {_name_some(unknown)})" if unknown else ""
+        raise ValueError(
+            f"{source} does not hold the weights of a {type(model).__name__}: {_name_some(random)} are missing or have other "
+            f"shapes{instead}. Was it saved under other names, in parts, or with another configuration? Save the whole model "
+            "by save_pretrained"
+        )
+    if unknown:
+        logger.warning("%s: a %s does not use %s", source, type(model).__name__, _name_some(unknown))
+    return model
+
+
+def _name_some(names: Iterable[str]) -> str:
+    some = list(names)
+    return f"{', '.join(some[:3])}{f' and {len(some) - 3} more' if len(some) > 3 else ''}"
+
+
+def _wrapper_of(source: str | Path) -> str:
+    """Return what a wrapper has put before the names of all weights of a local model; empty if nothing."""
+    files = WeightFiles.find(source)
+    names = files.files if files else {}
+    return next((wrapper for wrapper in _WRAPPERS if names and all(name.startswith(wrapper) for name in names)), "")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is damaged: it must map names of weights to files: {error}") from error
 
 
 def check_weights(module: nn.Module, source: str | Path) -> None:
@@ -93,11 +172,7 @@ class WeightFiles:
         directory = Path(source)
         index, single = directory / f"{_SINGLE_FILE}.index.json", directory / _SINGLE_FILE
         if index.is_file():
-            try:
-                files = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{index} is damaged: it must map names of weights to files: {error}") from error
-            return cls(directory=directory, files=files)
+            return cls(directory=directory, files=_read_index(index))
         if not single.is_file():
             return None
         with safe_open(single, framework="pt") as file:

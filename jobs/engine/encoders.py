@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from jobs.engine.config import EncoderSection
 from pipelines.sources import checked_copy
-from tempnet.weights import check_weight_files
+from tempnet.weights import check_weight_files, load_fitting
 
 
 def build_encoder(
@@ -22,7 +22,6 @@ def build_encoder(
     num_tokens: int,
     seed: int,
     with_checkpointing: bool,
-    replaces_head: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Build an encoder with its head, with the same weights on every rank.
@@ -36,7 +35,6 @@ def build_encoder(
         num_tokens: length of the longest row, special tokens included.
         seed: random seed of the initial weights.
         with_checkpointing: whether to enable activation checkpointing.
-        replaces_head: whether a pretrained head of other sizes is replaced by a randomly initialised one.
         options: keyword arguments for the head, such as its labels.
 
     Raises:
@@ -45,7 +43,7 @@ def build_encoder(
     """
     torch.manual_seed(seed)
     if settings.path:
-        model = _load_encoder(settings, head, what, ignore_mismatched_sizes=replaces_head, **options)
+        model = _load_encoder(settings, head, what, **options)
     else:
         model = head.from_config(
             _random_config(settings, tokenizer, num_tokens, **options), attn_implementation=settings.attention
@@ -60,9 +58,10 @@ def _load_encoder(settings: EncoderSection, head: Any, what: str, **options: Any
     place = checked_copy(settings.path, "model.path = ")
     check_weight_files(place)
     try:
-        model: PreTrainedModel = head.from_pretrained(
-            place, dtype=torch.float32, use_safetensors=True, attn_implementation=settings.attention, **options
-        )
+        model: PreTrainedModel = load_fitting(
+            head, place, may_replace_head=True, dtype=torch.float32, use_safetensors=True,
+            attn_implementation=settings.attention, **options,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model.path = {settings.path!r} holds no {what}: {reason}") from error

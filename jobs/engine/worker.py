@@ -64,7 +64,10 @@ def run_loop(job: WorkerJob, context: WorkerContext, *, checkpoint: Checkpoint |
     opened = _open_checkpoint(checkpoint) if isinstance(checkpoint, str) and checkpoint else checkpoint or None
     try:
         with opened.as_directory() if opened else nullcontext() as directory:
-            loop = job.make_loop(context, Path(directory) if directory else None)
+            try:
+                loop = job.make_loop(context, Path(directory) if directory else None)
+            except ValueError as error:  # what the run is given does not fit, which no restart changes
+                return {"fatal": str(error)}
         try:
             outcome = loop.run()
         finally:

@@ -34,7 +34,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tempnet.weights import check_weight_files
+from tempnet.weights import check_weight_files, load_with_report
 
 Modality = Literal["image", "text"]
 _INPUT_NAMES = {"image": "pixel_values", "text": "input_ids"}
@@ -63,8 +63,7 @@ def load_tower(path: str | Path, modality: Modality) -> PreTrainedModel:
     tower, missing = load_with_missing(_PROJECTING.get(config.model_type, AutoModel), path)
     _remove_pooler(tower)
     _check_modality(tower, modality, str(path))
-    if missing := [name for name in missing if not name.startswith("pooler.")]:
-        raise ValueError(f"{path} lacks weights of a {type(tower).__name__}: {', '.join(missing[:4])}")
+    _check_complete(tower, [name for name in missing if not name.startswith("pooler.")], path)
     return tower
 
 
@@ -93,7 +92,8 @@ def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTraine
 
 def load_clip_towers(path: str | Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Load the image tower and the text tower of a Transformers CLIPModel, each with its projection."""
-    clip, _ = load_with_missing(CLIPModel, path)
+    clip, missing = load_with_missing(CLIPModel, path)
+    _check_complete(clip, [name for name in missing if name != "logit_scale"], path)
     config = clip.config
     # CLIPModel uses the projection size of the outer configuration, from which those of the towers may differ.
     config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
@@ -192,7 +192,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
-    """Load a Transformers model in float32 from safetensors; return it with the names of the weights that are missing.
+    """Load a Transformers model in float32 from safetensors; return it with the names of weights that do not fit it.
 
     Args:
         source: class of the model.
@@ -202,8 +202,8 @@ def load_with_missing(source: Any, path: str | Path) -> tuple[Any, list[str]]:
         ValueError: if there are no weights that can be read; the message names the path.
     """
     try:
-        model, info = source.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-        return model, sorted(info["missing_keys"])
+        model, random, _ = load_with_report(source, path, dtype=torch.float32, use_safetensors=True)
+        return model, random
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path} holds no weights that can be read: {_first_line(error)}") from error
 
@@ -220,6 +220,11 @@ def _check_modality(tower: PreTrainedModel, modality: Modality, source: str) -> 
             f"{source} is no {_KINDS[modality]}: a {type(tower).__name__} reads {tower.main_input_name}, "
             f"not {_INPUT_NAMES[modality]}"
         )
+
+
+def _check_complete(model: nn.Module, missing: list[str], path: str | Path) -> None:
+    if missing:
+        raise ValueError(f"{path} lacks weights of a {type(model).__name__}: {', '.join(missing[:4])}")
 
 
 def _first_line(error: Exception) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.base_model import BASE_FILE, BaseReference, base_digest, find_base, load_base
 from tempnet.loading import load_causal_lm, load_tempnet, released_tempnet
 from tempnet.models.towers import load_tower
-from tempnet.weights import check_weight_files
+from tempnet.weights import check_weight_files, load_fitting
 
 # The published networks are for 32 000 tokens; ρ = 10 is only possible above e¹⁰ of them.
 VOCABULARY, WIDTH, PROTOTYPES = 32_000, 6, 5
@@ -290,3 +292,74 @@ def test_a_missing_base_and_a_damaged_reference_are_refused(export: Path, model:
         (export / BASE_FILE).write_text(content)
         with pytest.raises(ValueError, match="is damaged: it must hold path and digest"):
             load_base(export)
+
+
+@pytest.fixture
+def small_gpt2(tmp_path: Path) -> Path:
+    """Write a GPT-2 whose head is tied to its embedding, and return its directory."""
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=2, n_head=2, n_positions=8)).save_pretrained(
+        tmp_path / "model"
+    )
+    return tmp_path / "model"
+
+
+def rewrite(model: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change the weights of a model's file."""
+    save_file(change(load_file(model / "model.safetensors")), model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module."])
+def test_the_prefix_of_a_wrapper_is_taken_off(small_gpt2: Path, wrapper: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = load_base(small_gpt2).state_dict()
+    rewrite(small_gpt2, lambda weights: {f"{wrapper}{name}": value for name, value in weights.items()})
+    found = load_base(small_gpt2).state_dict()
+    assert f"begin with '{wrapper}'" in caplog.text
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda w: {n: v for n, v in w.items() if n != "transformer.h.1.mlp.c_fc.bias"},
+            "transformer.h.1.mlp.c_fc.bias",
+        ),
+        (lambda w: w | {"transformer.ln_f.weight": torch.ones(9)}, "transformer.ln_f.weight"),
+        (lambda w: {f"mine.{n}": v for n, v in w.items()}, "it has mine."),
+        (lambda w: {n: v for n, v in w.items() if "wte" not in n}, "transformer.wte.weight"),
+    ],
+    ids=["missing", "shape", "names", "vocabulary"],
+)
+def test_weights_that_do_not_fit_are_refused_and_never_random(
+    small_gpt2: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
+) -> None:
+    rewrite(small_gpt2, change)
+    with pytest.raises(ValueError, match=re.escape(str(small_gpt2))) as refused:
+        load_base(small_gpt2)
+    assert named in str(refused.value)
+
+
+def test_a_new_head_may_replace_one_but_the_body_must_fit(small_gpt2: Path) -> None:
+    options = {"may_replace_head": True, "num_labels": 3, "pad_token_id": 0}
+    assert load_fitting(GPT2ForSequenceClassification, small_gpt2, **options).score.weight.shape == (3, 8)
+    rewrite(small_gpt2, lambda weights: {n: v for n, v in weights.items() if "h.1.ln_1" not in n})
+    with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_1\.bias"):
+        load_fitting(GPT2ForSequenceClassification, small_gpt2, **options)
+
+
+def test_a_shard_that_the_index_names_must_be_there(small_gpt2: Path) -> None:
+    GPT2LMHeadModel.from_pretrained(small_gpt2).save_pretrained(small_gpt2 / "sharded", max_shard_size="3KB")
+    shards = sorted((small_gpt2 / "sharded").glob("model-*.safetensors"))
+    check_weight_files(small_gpt2 / "sharded")
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=f"lacks {shards[1].name}, which model.safetensors.index.json names"):
+        check_weight_files(small_gpt2 / "sharded")
+
+
+def test_a_tempnet_without_its_weights_is_no_model_without_a_tempnet(small_gpt2: Path) -> None:
+    TempNet(TempNetConfig.for_logits(32, rho=1.0)).save_pretrained(small_gpt2 / "tempnet")
+    (small_gpt2 / "tempnet" / "model.safetensors").unlink()
+    for load in (load_tempnet, load_causal_lm):
+        with pytest.raises(FileNotFoundError, match=r"tempnet holds config\.json of a TempNet, but not its model"):
+            load(small_gpt2)

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id, load_tokenizer
+from tempnet.base_model import load_base
 from tempnet.devices import input_device, move_base
 from tempnet.generation_checks import check_prompts
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
-from tempnet.precisions import check_precision, loading_options
+from tempnet.precisions import loading_options
 from tempnet.serving.batch import BatchTemperatures
-from tempnet.weights import check_weight_files, check_weights
 
 TEXTS = ("tempnet", "constant", "min_p")
 NUM_ALTERNATIVES = 8
@@ -74,15 +74,13 @@ class Playground:
         with naming_field("tempnet = " if config.tempnet else "model = "):
             tempnet = load_tempnet(local_copy(config.tempnet) if config.tempnet else place)
         tokenizer = load_tokenizer(place, needs_eos=False)
-        check_weight_files(place)
-        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        base = load_base(
             place,
+            fetch=local_copy,
             trust_remote_code=config.trust_remote_code,
             device_map=config.device_map,
             **loading_options(config.dtype),
         )
-        check_precision(base, config.model)
-        check_weights(base, config.model)
         return cls(move_base(base, device), tokenizer, tempnet)
 
     def generate(self, settings: Settings) -> Iterator[dict[str, Token]]:

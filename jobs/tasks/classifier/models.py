@@ -31,7 +31,6 @@ def build_classifier(
         num_tokens=width,
         seed=config.run.seed,
         with_checkpointing=config.workers.activation_checkpointing,
-        replaces_head=True,
         id2label=dict(enumerate(class_names)),
         label2id={name: number for number, name in enumerate(class_names)},
     )
