@@ -164,7 +164,7 @@ def _read_captions(parts: Parts, where: str) -> Sequence[str] | Problem:
         return caption
     if "txt" in parts:
         try:
-            return [parts["txt"].data.decode()]
+            return [parts["txt"].data.decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             return Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
     if isinstance(caption, str):

@@ -1,4 +1,7 @@
-"""Split a stream of bytes into lines, and find the lines that belong to a range of bytes of a file.
+"""Split text into lines: a stream of bytes, a range of bytes of a file, or a text that is in memory.
+
+A line ends at a line feed and nowhere else: other characters that Unicode calls line boundaries, such as U+2028, may stand
+inside a record. A byte order mark at the beginning is no part of the first line.
 
 A line belongs to the range in which it begins. Reading adjacent ranges therefore yields every line exactly once,
 wherever the file was divided.
@@ -6,6 +9,7 @@ wherever the file was divided.
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Iterator
 
@@ -20,11 +24,25 @@ limit a reader stays below 1 GB.
 """
 
 
+def decode(data: bytes) -> str:
+    """Decode UTF-8, with or without a byte order mark; raises UnicodeDecodeError."""
+    return data.decode("utf-8-sig")
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text, without their ends (a line feed, also with a carriage return before it)."""
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
     """Split chunks of bytes into lines; yield each line that is not blank, or None for an oversized line.
 
     Lines stay bytes, so that an invalid byte affects only its own line.
     """
+    head = b""
+    while len(head) < len(codecs.BOM_UTF8) and (chunk := next(chunks, None)) is not None:
+        head += chunk
+    chunks = itertools.chain([head.removeprefix(codecs.BOM_UTF8)], chunks)
     parts: list[bytes] = []
     num_bytes = 0  # Length of the line so far; counting continues after `parts` has been discarded for its size.
     for chunk in itertools.chain(chunks, [b"\n"]):

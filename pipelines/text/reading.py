@@ -30,7 +30,7 @@ from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members
-from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
+from pipelines.text.lines import MAX_RECORD_BYTES, decode, read_line_range, split_lines
 from pipelines.text.parts import PARQUET_ERRORS
 
 PARQUET_ROWS_PER_BATCH = 8  # Each row may have MAX_RECORD_BYTES; batches of 64 rows are less than twice as fast.
@@ -184,7 +184,7 @@ def _read_plain(stream: Readable, where: str) -> Document | Problem:
     if len(data) > MAX_RECORD_BYTES:
         return _report_oversized(where)
     try:
-        return _check_text(data.decode("utf-8"), where, "the file")
+        return _check_text(decode(data), where, "the file")
     except UnicodeDecodeError as error:
         return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pyarrow.fs import FileSelector, FileType
 
 from pipelines.storage import read_bytes, resolve
+from pipelines.text.lines import decode
 
 _MAX_FIELD_CHARACTERS = 1 << 22
 _NOT_ANSWERED = "ANSWERNOTFOUND"
@@ -143,7 +144,7 @@ def _csv_files(data: str) -> list[str]:
 def _csv_rows(path: str, needed: set[str]) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     try:
-        reader = csv.DictReader(io.StringIO(read_bytes(path).decode()))
+        reader = csv.DictReader(io.StringIO(decode(read_bytes(path))))
         if missing := sorted(needed - set(reader.fieldnames or ())):
             raise ValueError(f"{path} is no file of SubjQA: it has no column {', '.join(missing)}")
         yield from reader

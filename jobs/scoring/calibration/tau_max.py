@@ -15,6 +15,7 @@ from jobs.scoring.calibration.config import TauMax
 from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 from pipelines.storage import join
+from pipelines.text.lines import decode, lines_of
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
 from tempnet.devices import input_device
@@ -127,7 +128,7 @@ def _copy_inputs(job: TauMax) -> dict[str, str]:
 
 def _read_prompts(job: TauMax, path: str) -> list[str]:
     """Return the first `num_prompts` lines that are not empty."""
-    prompts = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line for line in lines_of(decode(Path(path).read_bytes())) if line.strip()]
     if not prompts:
         raise ValueError(f"{job.prompts} holds no prompt")
     return prompts[: job.num_prompts]

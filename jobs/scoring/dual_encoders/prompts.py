@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
+from pipelines.text.lines import decode, lines_of
 
 _HERE = Path(__file__).parent
 _TEMPLATES = ("imagenet", "cifar")
@@ -26,7 +27,7 @@ def read_templates(name: str) -> tuple[str, ...]:
     path = _HERE / f"templates_{name}.txt" if name in _TEMPLATES else _file(name, "templates")
     if not path.is_file():
         raise ValueError(f"templates = {name!r} is neither {' nor '.join(_TEMPLATES)}, nor a file")
-    lines = [line.strip() for line in _text(path, "templates").splitlines()]
+    lines = [line.strip() for line in lines_of(_text(path, "templates"))]
     templates = tuple(line for line in lines if line)
     if not templates:
         raise ValueError(f"templates = {name!r} holds no template")
@@ -50,7 +51,7 @@ def read_class_names(source: str, folders: Sequence[str]) -> tuple[str, ...]:
     if not source:
         return tuple(folder.replace("_", " ") for folder in folders)
     if source in _CLASS_NAMES:
-        lines = _text(_HERE / f"class_names_{source}.txt", "class_names").splitlines()
+        lines = lines_of(_text(_HERE / f"class_names_{source}.txt", "class_names").rstrip("\n"))
         names = {str(number): name for number, name in enumerate(lines)}
     else:
         names = _read_object(source)
@@ -85,6 +86,6 @@ def _file(source: str, field_name: str) -> Path:
 
 def _text(path: Path, field_name: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return decode(path.read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(f"{field_name} = {str(path)!r} is no UTF-8 text") from error

@@ -13,6 +13,7 @@ from typing import Any
 from jobs.scoring.generation.gsm8k import STOP_STRINGS, extract_answer, few_shot_prompt, gold_answer
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
+from pipelines.text.lines import decode, lines_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def read_prompts(path: str, format_name: str, limit: int) -> list[Prompt]:
 
 def _read_text(path: Path) -> Iterator[Prompt]:
     if path.suffix == ".txt":
-        for number, line in enumerate(_decode(path).splitlines(), 1):
+        for number, line in enumerate(lines_of(_decode(path)), 1):
             if line.strip():
                 yield Prompt(id=number, turns=(line,))
         return
@@ -149,7 +150,7 @@ def _grade_gsm8k(prompt: Prompt, text: str) -> Mapping[str, Any]:
 
 def _lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yields (location for messages, line number from 1, object) for the lines of a JSONL file that are not blank."""
-    for number, line in enumerate(_decode(path).split("\n"), 1):
+    for number, line in enumerate(lines_of(_decode(path)), 1):
         if not line.strip():
             continue
         where = f"{path} line {number}"
@@ -170,7 +171,7 @@ def _string(record: Mapping[str, Any], name: str, where: str) -> str:
 
 def _decode(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return decode(path.read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
 

@@ -20,6 +20,7 @@ from lm_eval.utils import get_rolling_token_windows
 from transformers import PreTrainedTokenizerFast
 
 from pipelines.local_copy import local_copy
+from pipelines.text.lines import decode, lines_of
 from pipelines.text.tokenization import document_start_id
 
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
@@ -41,7 +42,7 @@ def read_text(path: str) -> str:
         ValueError: if the file is not UTF-8, or is empty, or there is none at the URI.
     """
     try:
-        text = Path(local_copy(path)).read_text(encoding="utf-8")
+        text = decode(Path(local_copy(path)).read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     if not text.strip():
@@ -95,7 +96,7 @@ def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
         ValueError: naming the line that cannot be read.
     """
     pairs: list[tuple[str, str]] = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(lines_of(read_text(path)), start=1):
         if not line.strip():
             continue
         if limit and len(pairs) == limit:

@@ -39,6 +39,12 @@ def test_temperatures_are_read() -> None:
     assert [one.needs_tempnet for one in found] == [False, False, True, True]
 
 
+def test_a_line_of_lambada_ends_at_a_line_feed_only(tmp_path: Path) -> None:
+    text = "The temperature of a softmax \u2028 divides the logits"
+    (tmp_path / "lambada.jsonl").write_text("\ufeff" + f'{{"text": "{text}"}}\n' * 3)
+    assert read_lambada(str(tmp_path / "lambada.jsonl"), 0) == [(text.rsplit(maxsplit=1)[0], "logits")] * 3
+
+
 @pytest.mark.parametrize("text", ["fixed:0", "fixed", "fixed:x", "one:2", "hot", "tempnet:0", "fixed:inf"])
 def test_other_temperatures_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="none of: one, fixed:VALUE, tempnet, tempnet:TAU_MAX"):

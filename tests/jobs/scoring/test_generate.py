@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
+from jobs.scoring.generation.formats import FORMATS
 from jobs.scoring.generation.gsm8k import extract_answer, few_shot_prompt, gold_answer, majority_score
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
@@ -152,6 +153,12 @@ def test_another_network_under_the_same_name_is_other_settings(
         base.get_input_embeddings().weight.add_(0.1)
     base.save_pretrained(model)
     assert "(weights was " in refused(capsys, *arguments)
+
+
+def test_a_prompt_is_a_line_that_ends_at_a_line_feed(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\ufeffone\u2028still one\ntwo\x0cstill two\n")
+    prompts = FORMATS["text"].read(tmp_path / "prompts.txt")
+    assert [prompt.turns for prompt in prompts] == [("one\u2028still one",), ("two\x0cstill two",)]
 
 
 def test_too_long_prompts_are_counted_as_lost(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipelines.archives import list_archives
 from pipelines.decompression import DamagedError
 from pipelines.problems import Problem
-from pipelines.text.lines import MAX_RECORD_BYTES, read_line_range, split_lines
+from pipelines.text.lines import MAX_RECORD_BYTES, decode, lines_of, read_line_range, split_lines
 from pipelines.text.parts import WHOLE, list_parts
 from pipelines.text.reading import Document, ProblemKind, read_documents
 
@@ -30,16 +30,27 @@ def read(path: Path, part_bytes: int) -> list[list[Document | Problem]]:
 
 
 @given(
-    data=st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"defghij", b"\r\n"]), max_size=30).map(b"".join),
+    data=st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\n\n", b"defghij", b"\r\n", b"\xe2\x80\xa8"]), max_size=30),
+    mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     size=st.integers(1, 20),
 )
-def test_every_line_belongs_to_the_range_in_which_it_begins(data: bytes, size: int) -> None:
+def test_every_line_belongs_to_the_range_in_which_it_begins(data: list[bytes], mark: bytes, size: int) -> None:
+    """A byte order mark belongs to no line, and U+2028 ends none."""
+    data = mark + b"".join(data)
     starts, begins = list(range(0, len(data), size)), [0] + [at + 1 for at, byte in enumerate(data) if byte == 10]
     for start in starts:
         stop = min(start + size, len(data))
         lines = list(split_lines(read_line_range(io.BytesIO(data), start, stop)))
-        expected = [data[at:].split(b"\n")[0].strip() for at in begins if start <= at < stop]
+        expected = [data[at:].split(b"\n")[0].removeprefix(mark).strip() for at in begins if start <= at < stop]
         assert lines == [line for line in expected if line]
+
+
+def test_lines_of_a_text_end_at_line_feeds_only() -> None:
+    assert lines_of(decode("\ufeffone\u2028still one\r\ntwo\x0c\x85\n".encode())) == [
+        "one\u2028still one",
+        "two\x0c\x85",
+        "",
+    ]
 
 
 def test_a_line_without_an_end_is_lost_once_and_ends_the_reading_soon() -> None:
