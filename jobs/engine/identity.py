@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jobs.engine.masking import masked
+
 Config = TypeVar("Config")
 
 _NO_VALUE = object()
@@ -89,10 +91,10 @@ def fixed_values(config: Any) -> dict[str, Any]:
     """Return the fields that identify a run, or a group of runs.
 
     These are all that are not marked with `FREE_TO_CHANGE`, without those that are marked with `added_later` and have the
-    value that earlier runs stand for.
+    value that earlier runs stand for. Secrets in URIs are masked, so that they are not recorded and may be renewed.
     """
     return {
-        name: value
+        name: masked(value)
         for name, value, metadata in flat_fields(config)
         if not metadata.get("is_free_to_change", False) and metadata.get("value_before", _NO_VALUE) != value
     }

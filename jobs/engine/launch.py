@@ -219,7 +219,7 @@ def find_directory(config: Named) -> dict[str, Any] | None:
     held = read_json(f"{config.run.directory}/configuration.json")
     if held is None:
         return None
-    if changed := differences(held, recorded_values(config)):
+    if changed := differences(masked(held), recorded_values(config)):
         raise ValueError(
             f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
             f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"

@@ -12,9 +12,11 @@ MASK = "***"
 # Matches `user:password@` in a URI. Correctly encoded, neither holds a slash or an @; a password that does nevertheless
 # is masked too, up to the last @ of the word.
 _LOGIN = re.compile(r"(?<=://)(?:[^\s/]*:\S*|[^\s/]*)@")
-# Matches secrets among the query parameters, as in `…?user=me&password=secret`, which databases accept, or
-# `odbc_connect`, which holds a whole connection string.
-_QUERY = re.compile(r"(?i)(?<=[?&])([^\s=&]*(?:pass|pwd|token|secret|key|odbc_connect)[^\s=&]*)=[^\s&'\"]+")
+# Matches secrets among the query parameters and in the fragment: `…?user=me&password=secret`, which databases accept,
+# `odbc_connect`, which holds a whole connection string, the signatures of presigned URIs (`sig`, `X-Amz-Signature`), and
+# `#access_token=…`.
+_SECRET_WORDS = "pass|pwd|token|secret|key|signature|credential|odbc_connect"
+_QUERY = re.compile(rf"(?i)(?<=[?&#])([^\s=&#]*(?:{_SECRET_WORDS})[^\s=&#]*|sig)=[^\s&#'\"]+")
 
 
 def masked(value: Value) -> Value:

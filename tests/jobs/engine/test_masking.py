@@ -18,6 +18,7 @@ from jobs.engine.command_line import fail, run_job
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.description import describe_plan
 from jobs.engine.identity import flatten, with_fields
+from jobs.engine.launch import claim_directory
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
 from jobs.engine.tracking import TrackedRun, open_run, reconnection_uri, resolve_uri, survive_outage, where_to_browse
@@ -41,6 +42,11 @@ SECRET = "hunter2"
         (f"postgresql+psycopg://u:a/{SECRET}@h/db", "postgresql+psycopg://***@h/db"),
         (f"postgresql://h/db?user=u&password={SECRET}&sslmode=require", "postgresql://h/db?user=u&password=***&sslmode=require"),
         (f"mssql+pyodbc:///?odbc_connect=PWD%3D{SECRET}", "mssql+pyodbc:///?odbc_connect=***"),
+        (f"https://a.blob/c?sv=1&sig={SECRET}&se=2", "https://a.blob/c?sv=1&sig=***&se=2"),
+        (f"https://b.s3/k?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}",
+         "https://b.s3/k?X-Amz-Credential=***&X-Amz-Signature=***"),
+        (f"https://h/x#access_token={SECRET}&state=1", "https://h/x#access_token=***&state=1"),
+        ("https://h/x?sigma=1&design=2", "https://h/x?sigma=1&design=2"),
         ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
         ("http://mlflow:5000", "http://mlflow:5000"),
         ("s3://bucket/a@b", "s3://bucket/a@b"),
@@ -166,6 +172,9 @@ def test_what_is_recorded(mlflow_uri: str, tmp_path: Path) -> None:
         config, about={}, num_units=1, unit="x", parameters="", num_trained=0, tracking_uri=secret.uri
     )  # fmt: skip
     assert written.count("http://***@h") == 4
+    for password in (SECRET, f"{SECRET}-renewed"):  # which does not make it another run
+        data = dataclasses.replace(config.data, train=f"s3://me:{password}@bucket/x")
+        claim_directory(dataclasses.replace(config, data=data, run=dataclasses.replace(run, name="claimed")))
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 
