@@ -87,7 +87,8 @@ def base_digest(place: str, *, parts: Sequence[str] = ("",), configurations: Col
             if file.suffix in _WEIGHT_SUFFIXES or file.name in configurations
         ]
         return files_digest(files)
-    return f"{_COMMIT}{getattr(AutoConfig.from_pretrained(place), '_commit_hash', None)}"
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    return f"{_COMMIT}{getattr(config, '_commit_hash', None)}"
 
 
 def find_base(model: str | Path, *, fetch: Callable[[str], str] = str) -> tuple[str, str | None]:

@@ -69,6 +69,9 @@ def load_with_report(model_class: Any, source: str | Path, **options: Any) -> tu
     if wrapper := _wrapper_of(source):
         logger.warning("%s: the names of all weights begin with %r, which is taken off", source, wrapper)
         options["key_mapping"] = {f"^{re.escape(wrapper)}": ""}
+    options.setdefault(
+        "trust_remote_code", False
+    )  # else Transformers asks, and reads the answer from the standard input
     # Transformers' own error about other shapes names no weight.
     model, info = model_class.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     random = info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}

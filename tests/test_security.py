@@ -49,6 +49,7 @@ def forbidden_calls(text: str) -> Iterator[str]:
             or (name == "torch.load" and options.get("weights_only") != "True")
             or options.get("allow_pickle") == "True"
             or options.get("shell") == "True"
+            or (re.fullmatch(r"Auto\w+\.from_(pretrained|config)", name) and "trust_remote_code" not in options)
         )
         if is_unsafe:
             yield name
@@ -62,8 +63,11 @@ def test_no_call_runs_or_extracts_what_it_reads() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    ["pickle.load(file)", "yaml.load(text)", "eval(text)", "tar.extractall('.')", "torch.load(path)", "os.system(text)",
-     "np.load(path, allow_pickle=True)", "subprocess.run(text, shell=True)", "torch.load(path, weights_only=False)"],
+    [
+        "pickle.load(file)", "yaml.load(text)", "eval(text)", "tar.extractall('.')", "torch.load(path)", "os.system(text)",
+        "np.load(path, allow_pickle=True)", "subprocess.run(text, shell=True)", "torch.load(path, weights_only=False)",
+        "AutoConfig.from_pretrained(path)",
+    ],
 )  # fmt: skip
 def test_such_a_call_would_be_found(call: str) -> None:
     assert list(forbidden_calls(call))

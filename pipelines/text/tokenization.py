@@ -41,7 +41,7 @@ def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTo
             if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
                 tokenizer.eos_token = tokenizer.bos_token = END_OF_TEXT
         else:
-            loaded = AutoTokenizer.from_pretrained(place, use_fast=True)
+            loaded = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
             if not isinstance(loaded, PreTrainedTokenizerFast):
                 raise ValueError("it is not a fast tokenizer (it has no tokenizer.json)")
             tokenizer = loaded

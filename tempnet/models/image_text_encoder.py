@@ -54,7 +54,7 @@ class ImageTextEncoder:
         # Transformers would make an empty tokenizer for a directory that has none.
         if place.is_dir() and not (any(place.glob("tokenizer*")) or any(place.glob("vocab*"))):
             raise ValueError(f"{place} holds no tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(place if place.is_dir() else source)
+        tokenizer = AutoTokenizer.from_pretrained(place if place.is_dir() else source, trust_remote_code=False)
         settings = model.config.preprocessor()
         del settings["image_processor_type"]
         return cls(model.to(device), CLIPImageProcessorPil(**settings), tokenizer)

@@ -82,7 +82,7 @@ def random_tower(model_type: str, modality: Modality, **sizes: Any) -> PreTraine
     try:
         config = AutoConfig.for_model(model_type, **sizes)
         source = _PROJECTING.get(model_type)
-        tower = AutoModel.from_config(config) if source is None else source(config)
+        tower = AutoModel.from_config(config, trust_remote_code=False) if source is None else source(config)
     except ValueError as error:
         raise ValueError(f"no Transformers model of type {model_type!r}: {_first_line(error)}") from error
     _remove_pooler(tower)
@@ -112,7 +112,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     """
     check_weight_files(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no Transformers model: {_first_line(error)}") from error
 

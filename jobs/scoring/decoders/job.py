@@ -85,7 +85,8 @@ def resolve_settings(
         check_source(local_copy(config.model, with_weights=False))
     tokenizer = load_tokenizer(config.model)
     check_weight_files(place := local_copy(config.model))
-    context = getattr(AutoConfig.from_pretrained(place).get_text_config(), "max_position_embeddings", None)
+    model = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
+    context = getattr(model, "max_position_embeddings", None)
     length = min(config.tokens_per_document, context or config.tokens_per_document)
     documents = read_documents(config, archives, tokenizer, length)
     if len(documents) < _LEAST:

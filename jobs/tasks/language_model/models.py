@@ -144,7 +144,7 @@ def build_base(
             hold_constant(base)
     else:
         base = AutoModelForCausalLM.from_config(
-            base_config(config, tokenizer), attn_implementation=config.model.attention
+            base_config(config, tokenizer), attn_implementation=config.model.attention, trust_remote_code=False
         )
     return base
 

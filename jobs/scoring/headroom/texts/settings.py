@@ -79,7 +79,7 @@ def resolve_settings(config: Headroom) -> tuple[HeadroomSettings, list[Archive]]
         raise ValueError(_no_image_text_model(config.model))
     tokenizer = load_tokenizer(config.model)
     check_weight_files(place := local_copy(config.model))
-    model = AutoConfig.from_pretrained(place)
+    model = AutoConfig.from_pretrained(place, trust_remote_code=False)
     _check_kind(config.model, model)
     base = model.get_text_config()
     if len(tokenizer) > base.vocab_size:

@@ -90,7 +90,7 @@ def model_settings(config: PredictTemperaturesConfig) -> PredictionSettings:
         network = load_tempnet(local_copy(config.tempnet or config.model))
     tokenizer = load_tokenizer(config.model)
     check_weight_files(place := local_copy(config.model))
-    base = AutoConfig.from_pretrained(place).get_text_config()
+    base = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
     _check_vocabulary(config.model, network, num_tokens=len(tokenizer), num_logits=base.vocab_size)
     context_length, stride = choose_windows(config.model, base, config.context_length, config.stride)
     return PredictionSettings(
