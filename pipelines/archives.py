@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
     """List the archives at a URI, sorted by path.
 
     If the URI is a file, the result is that file. If it is a directory, the result is every file at any depth below it
-    that ends in one of `suffixes`. Files with other suffixes are skipped, and so is everything whose name, or whose
-    directory's name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`).
+    that ends in one of `suffixes`, in small or capital letters. Files with other suffixes are skipped, and so is everything
+    whose name, or whose directory's name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`). A local
+    file that is found in several ways, through links to it or to a directory, is listed once, under the first of its names.
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory without archives.
@@ -95,12 +97,17 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
             archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
     if not archives:
         raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {describe_names(others, len(others))}")
+    archives.sort(
+        key=lambda archive: (archive.path.count("/"), archive.path)
+    )  # a link to a directory makes paths longer
+    if is_local(filesystem):
+        archives = list({os.path.realpath(archive.path): archive for archive in reversed(archives)}.values())
     return sorted(archives, key=lambda archive: archive.path)
 
 
 def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
     """Return the format that the name's suffix stands for, or None if no suffix matches."""
-    return next((archive_format for suffix, archive_format in suffixes.items() if name.endswith(suffix)), None)
+    return next((archive_format for suffix, archive_format in suffixes.items() if name.lower().endswith(suffix)), None)
 
 
 def describe_names(names: list[str], num_names: int) -> str:

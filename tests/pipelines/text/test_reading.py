@@ -98,6 +98,19 @@ def test_listing_passes_over_hidden_underscored_and_unknown_files(tmp_path: Path
         list_archives(str(tmp_path / "x" / "x.zip"))
 
 
+def test_a_file_is_listed_once_however_many_links_lead_to_it_and_suffixes_have_any_case(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.jsonl", "D.JSONL"):
+        (tmp_path / "data" / name).touch()
+    (tmp_path / "data" / "again").symlink_to(".")
+    (tmp_path / "data" / "b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.tar").touch()
+    (tmp_path / "data" / "linked").symlink_to("../elsewhere")
+    listed = [archive.path.removeprefix(f"{tmp_path}/data/") for archive in list_archives(str(tmp_path / "data"))]
+    assert listed == ["D.JSONL", "a.jsonl", "linked/c.tar"]
+
+
 def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         list_archives(str(tmp_path / "nowhere.jsonl"))
