@@ -160,7 +160,10 @@ def read_state(directory: Path, config: TrainingConfig, *, order_version: int) -
     Raises:
         FatalTrainingError: if the program that wrote the checkpoint read the data in an order of another version.
     """
-    state = RunState(**json.loads((directory / _STATE_FILE).read_text()))
+    values = json.loads((directory / _STATE_FILE).read_text())
+    if isinstance(counts := values.get("store_retries"), dict):  # earlier versions counted by store and reason
+        values["store_retries"] = sum(number for reasons in counts.values() for number in reasons.values())
+    state = RunState(**values)
     if state.order_version != order_version:
         raise FatalTrainingError(
             f"the checkpoint of step {state.step} was written by a program that reads these data in another order (version "
