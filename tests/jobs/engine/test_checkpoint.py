@@ -41,7 +41,9 @@ def test_a_checkpoint_of_a_program_with_another_order_of_the_data_is_refused(tmp
     del state["order_version"]
     (tmp_path / "state.json").write_text(json.dumps(state))
     assert read_state(tmp_path, CONFIG, order_version=1) == FRESH_STATE
-    (tmp_path / "state.json").write_text(json.dumps(state | {"store_retries": {"s3": {"503": 2, "cut": 1}}}))
+    (tmp_path / "state.json").write_text(
+        json.dumps(state | {"step": 40, "store_retries": {"s3": {"503": 2, "cut": 1}}})
+    )
     assert read_state(tmp_path, CONFIG, order_version=1).store_retries == 3  # as earlier versions counted
     with pytest.raises(FatalTrainingError, match=r"another order \(version 1; this program has version 2\)"):
         read_state(tmp_path, CONFIG, order_version=2)
