@@ -93,7 +93,10 @@ def load_fitting(model_class: Any, source: str | Path, *, may_replace_head: bool
     model, random, unknown = load_with_report(model_class, source, **options)
     body = f"{model.base_model_prefix}."
     if may_replace_head:
-        random = [name for name in random if name.startswith(body) and ".pooler." not in name]
+        new = [name for name in random if not name.startswith(body) or ".pooler." in name]
+        random = [name for name in random if name not in new]
+        if new:
+            logger.warning("%s: %s of a %s are new, with random values", source, _name_some(new), type(model).__name__)
     if random:
         instead = f" (it has {_name_some(unknown)})" if unknown else ""
         raise ValueError(

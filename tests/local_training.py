@@ -9,14 +9,31 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import shutil
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pyarrow.fs
+import torch.distributed as dist
+
+from jobs.engine.checkpoint_files import write_file_list
+from jobs.engine.config import TrainingConfig
+from jobs.engine.failures import naming_full_disk
+from jobs.engine.job import WorkerJob
+from jobs.engine.resumption import checkpoint_name, find_resumption, whole_checkpoints, write_snapshot
+from jobs.engine.start import start_checkpoint
+from jobs.engine.worker import run_loop
+from jobs.engine.worker_context import Terminal, WorkerContext
+from pipelines.storage import resolve
 
 Call = Callable[..., list[Any]]
 
@@ -29,7 +46,6 @@ def _serve(rank: int, num_processes: int, rendezvous: str, pipe: Connection) -> 
         "WORLD_SIZE": str(num_processes),
     }
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     _divide_all_weights()
@@ -57,6 +73,30 @@ def _divide_all_weights() -> None:
         return values
 
     deepspeed_engine.deepspeed_config = divided
+
+
+@dataclass
+class Asking:
+    """A terminal through which a run is asked to save or to stop after some lines of progress."""
+
+    after_step: int
+    must_stop: bool
+    step: int = 0
+    num_answers: int = 0
+
+    def say(self, line: str) -> None:
+        """Ignore a line."""
+
+    def show(self, step: int, text: str) -> None:
+        """Note the step, and wait until the request is heard, which the loop asks for twice a second."""
+        self.step = step
+        if step == self.after_step:
+            time.sleep(1.2)
+
+    def requests(self) -> tuple[bool, int] | None:
+        is_due = self.step >= self.after_step
+        self.num_answers += is_due
+        return (is_due and self.must_stop, int(self.num_answers > 1))
 
 
 @contextmanager
@@ -122,16 +162,12 @@ def history(file: Path | str) -> dict[int, tuple[float, int]]:
 def train_plan(
     rank: int, world_size: int, make: Callable[[], Any], file: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Prepare the plan that `make` returns and train it as `jobs.engine.local_worker.train_locally` does; write its report.
+    """Prepare the plan that `make` returns and train it as :func:`train_locally` does; write its report.
 
     Args:
         file: where the steps are recorded.
         settings: `watch` of the job, `terminal` of the context.
     """
-    import torch.distributed as dist
-
-    from jobs.engine.job import WorkerJob
-    from jobs.engine.local_worker import train_locally
     from jobs.engine.outcome import finish
 
     plan = make()
@@ -154,3 +190,63 @@ def train_plan(
     )
     result = train_locally(job, config, rank=rank, world_size=world_size, terminal=settings.get("terminal"))
     return finish(plan, prepared, None, result) if "num_steps" in result else result
+
+
+def train_locally(
+    job: WorkerJob, config: TrainingConfig, *, rank: int = 0, world_size: int = 1, terminal: Terminal | None = None
+) -> dict[str, Any]:
+    """Train from the newest checkpoint that is whole, and return what `jobs.engine.worker.run_loop` does.
+
+    All processes of the run call this; PyTorch's default process group must exist.
+
+    Args:
+        job: what to train.
+        config: configuration of the run.
+        rank: rank of this process.
+        world_size: number of processes.
+        terminal: where progress is shown; None: lines are printed.
+    """
+    damaged: dict[str, str] = {}
+    context = WorkerContext(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        report=DirectoryReport(config, rank=rank, world_size=world_size),
+        terminal=terminal,
+    )
+    while True:
+        resumption = find_resumption(config.run.directory, damaged)
+        own = f"{config.run.directory}/{resumption.checkpoints[-1]}" if resumption.checkpoints else ""
+        dist.barrier()  # No rank writes a checkpoint before all of them have looked for the newest one.
+        result = run_loop(job, context, checkpoint=own or start_checkpoint(config.run), is_own=bool(own))
+        if "damaged" not in result:
+            return result
+        damaged |= result["damaged"]
+
+
+class DirectoryReport:
+    """Copies the parts of a checkpoint into the run's directory, and deletes the oldest checkpoints; see `Report`."""
+
+    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int) -> None:
+        self._run, self._rank, self._world_size = config.run, rank, world_size
+        group = [uuid.uuid4().hex]
+        dist.broadcast_object_list(group)
+        (self._group,) = group
+
+    def __call__(self, metrics: Mapping[str, float], directory: Path, *, step: int) -> None:
+        """Store this rank's part; all ranks return when the checkpoint is whole."""
+        filesystem, place = resolve(f"{self._run.directory}/{checkpoint_name(step)}")
+        try:
+            with naming_full_disk(place):
+                write_file_list(directory, rank=self._rank, world_size=self._world_size, group=self._group)
+                filesystem.create_dir(place, recursive=True)
+                pyarrow.fs.copy_files(str(directory), place, destination_filesystem=filesystem)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        dist.barrier()
+        if self._rank == 0:
+            *old, newest = whole_checkpoints(self._run.directory)
+            kept = [*old, newest][-self._run.num_checkpoints_kept :]
+            write_snapshot(self._run.directory, kept)  # as Ray Train notes which checkpoints there are
+            for name in set(old) - set(kept):
+                filesystem.delete_dir(resolve(f"{self._run.directory}/{name}")[1])

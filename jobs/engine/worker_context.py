@@ -1,7 +1,6 @@
 """What the training loop knows of the processes around it: its rank, where its checkpoints go, and who asks it to stop.
 
-The loop itself knows neither Ray nor a driver. `jobs.engine.ray_worker` makes the context of a worker of Ray Train, and
-`jobs.engine.local_worker` that of a process which was started without Ray.
+The loop itself knows neither Ray nor a driver. `jobs.engine.ray_worker` makes the context of a worker of Ray Train.
 """
 
 from __future__ import annotations

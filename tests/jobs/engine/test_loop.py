@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from safetensors.numpy import load_file
 from jobs.engine.checkpoint_files import find_damage
 from jobs.engine.watch import Validation
 from pipelines.retries import RETRIES
-from tests.local_training import Call, history, processes, train_plan
+from tests.local_training import Asking, Call, history, processes, train_plan
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 12
@@ -171,30 +170,6 @@ def test_two_processes_train_what_one_does_under_every_stage_of_zero(
     assert outcome["validation"] == pytest.approx(undisturbed["validation"], abs=1e-5)
 
 
-@dataclass
-class Asking:
-    """A terminal through which a run is asked to save or to stop after some lines of progress."""
-
-    after_step: int
-    must_stop: bool
-    step: int = 0
-    num_answers: int = 0
-
-    def say(self, line: str) -> None:
-        """Ignore a line."""
-
-    def show(self, step: int, text: str) -> None:
-        """Note the step, and wait until the request is heard, which the loop asks for twice a second."""
-        self.step = step
-        if step == self.after_step:
-            time.sleep(1.2)
-
-    def requests(self) -> tuple[bool, int] | None:
-        is_due = self.step >= self.after_step
-        self.num_answers += is_due
-        return (is_due and self.must_stop, int(self.num_answers > 1))
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("num_after", [1, 2])
 def test_an_interrupted_run_goes_on_with_the_same_or_another_number_of_processes(
@@ -278,6 +253,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_batch(site: Site) 
     saved = sorted(int(path.name[11:]) for path in site.run("explodes").glob("checkpoint-*") if path.is_dir())
     assert saved[-1] == step - 1
     assert find_damage(str(site.run("explodes") / f"checkpoint-{step - 1:08d}")) == ""
+
+
+def test_as_many_checkpoints_are_kept_as_are_wanted(site: Site) -> None:
+    site.train("kept", run={"checkpoint_every": 3, "num_checkpoints_kept": 5})
+    assert sorted(int(path.name[11:]) for path in site.run("kept").glob("checkpoint-*[0-9]")) == [3, 6, 9, 12]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from sentence_support import tiny_sentences
 from support import tiny_config
 from tokenizers import Tokenizer
 
-from tests.local_training import Call, history, train_plan
+from tests.local_training import Asking, Call, history, train_plan
 
 NUM_STEPS = 12
 RUN = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "log_every": 2, "num_checkpoints_kept": 3}
@@ -107,26 +106,6 @@ def classifier(home: Path, name: str, sections: dict[str, dict[str, Any]]) -> An
     return make_plan(replace(cell, **{key: replace(getattr(cell, key), **values) for key, values in changes.items()}))
 
 
-@dataclass
-class StopAt:
-    """A terminal through which a run is asked to stop after a step."""
-
-    after_step: int
-    step: int = 0
-
-    def say(self, line: str) -> None:
-        """Ignore a line."""
-
-    def show(self, step: int, text: str) -> None:
-        """Note the step, and wait until the request is heard."""
-        self.step = step
-        if step == self.after_step:
-            time.sleep(1.2)
-
-    def requests(self) -> tuple[bool, int] | None:
-        return self.step >= self.after_step, 0
-
-
 class Site:
     """A directory with small data of every task, in which one or two processes train."""
 
@@ -137,7 +116,7 @@ class Site:
     def train(
         self, make: Callable[..., Any], name: str, num_processes: int = 1, *, stop: bool = False, **sections: Any
     ) -> Any:
-        settings = {"terminal": StopAt(6)} if stop else {}
+        settings = {"terminal": Asking(after_step=6, must_stop=True)} if stop else {}
         sections = merged(sections, {"workers": {"num_workers": num_processes}})
         plan = partial(make, self.home, name, sections)
         return self.calls[num_processes](train_plan, plan, f"{self.home}/{name}", settings)[0]
