@@ -11,7 +11,7 @@ from jobs.studies.sweeps.search import Axes, Point, PointResult, Search
 from jobs.studies.sweeps.temperature_line import PRIOR_SLOPE, log_distance, next_value
 
 # Relative difference in loss below which two trials count as equally good. A search whose two best differed by .002 % chose
-# a loss .9 % higher without it (benchmarks/README.md).
+# a loss .9 % higher without it (measured at 289c795).
 _TIE = 1e-3
 
 
@@ -34,7 +34,7 @@ def search_band(
     better ones run to the end (`jobs.studies.sweeps.stopping`). The rest of the budget continues from the best trial.
     Neighbouring combinations that the round had no room for come first, as the loss may still fall there; the first
     axis is set to the value that should bring them to the middle of the band. If there are none, the first axis is
-    searched for the middle of the band. `benchmarks/README.md` says what each rule is worth.
+    searched for the middle of the band.
 
     Args:
         axes: the axes; the first one is the axis that moves the mean temperature.
@@ -96,7 +96,7 @@ class _BandSearch:
         known = [result for result in self.results if result.tau_mean > 0.0]
         if not known:
             return None
-        # Without this 24 points fewer of the searches from far away reach the band (benchmarks/README.md).
+        # Without this 24 points fewer of the searches from far away reach the band (measured at 289c795).
         nearest = min(known, key=lambda result: abs(log_distance(result.tau_mean, self.band)))
         combinations = self._list_untried(nearest.point)
         return {self.first: nearest.point[self.first], **combinations[0]} if combinations else None
@@ -141,7 +141,7 @@ class _BandSearch:
 
         It lies on the power law through that trial and the nearest of the whole trials that differ from it in that axis
         alone. If there is none, it is that trial's own. Without the power law 17 points fewer of the searches on the
-        recorded grid of language models come within .5 % of its best (benchmarks/README.md).
+        recorded grid of language models come within .5 % of its best (measured at 289c795).
         """
         (axis,) = [name for name, value in combination.items() if near.point[name] != value]
         others = [

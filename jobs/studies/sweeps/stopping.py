@@ -25,10 +25,10 @@ Rank: TypeAlias = tuple[bool, float]
 # turns when the base model has learnt most of what it will learn.
 GRACE_SHARE = 0.5
 # Temperatures within this share of the range from an end count as at the bound, as in `tempnet.statistics`. Without that
-# 44 points fewer of the searches for a band near a bound reach it (benchmarks/README.md).
+# 44 points fewer of the searches for a band near a bound reach it (measured at 289c795).
 _BOUND_SHARE = 0.01
 # log τ̄ may still move this far in half of the steps: over 78 whole trials it moved by −.22 to .20. With 0,
-# 5 points fewer of the searches from far away reach the band (benchmarks/README.md).
+# 5 points fewer of the searches from far away reach the band (measured at 289c795).
 _SWING = 0.2
 # Successive halving: a share of 1/η of the trials goes on.
 ETA = 2

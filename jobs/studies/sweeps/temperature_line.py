@@ -10,13 +10,13 @@ from jobs.studies.sweeps.search import round_value
 
 # Prior of d log τ̄ / dρ, per nat: what the paper's sweep found between ρ = 8 and 10.5 (TempNet Table 15: 1.65, 1.03,
 # .95, .81, .69). With PRIOR_FALL over the axis in its place 8 points fewer of the searches on the recorded grid of
-# language models come within .5 % of its best (benchmarks/README.md).
+# language models come within .5 % of its best (measured at 289c795).
 PRIOR_SLOPE = -0.35
 # Prior fall of log τ̄ from one end to the other, as in that sweep; the only guess there is for an axis other than ρ. With
-# PRIOR_SLOPE 35 points fewer of the searches along such an axis reach the band (benchmarks/README.md).
+# PRIOR_SLOPE 35 points fewer of the searches along such an axis reach the band (measured at 289c795).
 PRIOR_FALL = PRIOR_SLOPE * 2.5
 # Noise of log τ̄ between two trials with the same seed; a smaller difference says nothing about the direction. Two of
-# three real searches from far away saw .987 and .981 or .974 first, and would have turned round (benchmarks/README.md).
+# three real searches from far away saw .987 and .981 or .974 first, and would have turned round (measured at 289c795).
 _NOISE = 0.02
 
 
@@ -40,7 +40,7 @@ def next_value(
     nearest observation, with the slope of the two nearest. If their difference is within the noise, it takes the prior's
     slope, from the one of them that lies farthest in its direction. The slope may have either sign, since in a short run
     the temperature may rise with ρ: with the prior alone 17 points fewer of the searches on recorded dual encoders come
-    within .5 % of the grid's best (benchmarks/README.md).
+    within .5 % of the grid's best (measured at 289c795).
 
     Args:
         observations: (value, mean temperature) of the trials so far; NaN for the temperature of a failed trial.
@@ -58,7 +58,7 @@ def next_value(
     tried = [value for value, _ in observations]
     if not known:
         # All that is known is that those points failed, so move on towards the upper end. If a quarter of the points
-        # fail, 16 points fewer of the searches reach the band without this (benchmarks/README.md).
+        # fail, 16 points fewer of the searches reach the band without this (measured at 289c795).
         candidate = start
         for _ in tried:
             candidate = (candidate + high) / 2
