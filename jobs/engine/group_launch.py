@@ -37,7 +37,7 @@ def train_group(
     A member keeps configuration, report, export and outcome in its own directory, as if it had been trained alone.
 
     Args:
-        plans: the plans of the members; they share data, base and workers (`jobs.tasks.shared_base.can_share_base`).
+        plans: the plans of the members; they share data, base and workers (`jobs.tasks.side_by_side.can_share_base`).
         directory: path or URI of the directory that holds the members' directories.
         parent_run_id: ID of the MLflow run that the members' runs are shown under; empty for none.
         with_progress: whether to show progress in this terminal.

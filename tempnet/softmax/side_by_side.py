@@ -2,8 +2,7 @@
 
 On a frozen base, only the temperatures of the networks differ: the logits, their norms and their maxima are shared. The
 softmax at the temperatures of all networks is computed for a few rows at a time, which stay in the processor's cache.
-Each result is that of `linear_language_model_loss` for the network alone. All operations that round are the same ones, so
-that on CPUs results and gradients are equal to the last bit.
+Each result is that of `linear_language_model_loss` for the network alone, up to rounding.
 
 Shapes: K networks, N tokens, c tokens in a chunk, d hidden size, V effective vocabulary.
 """

@@ -19,7 +19,7 @@ from jobs.studies.sweeps.search import list_corners
 from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.plan import make_plan as make_clip_plan
 from jobs.tasks.language_model.plan import make_plan as make_language_model_plan
-from jobs.tasks.shared_base import can_share_base
+from jobs.tasks.side_by_side import can_share_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

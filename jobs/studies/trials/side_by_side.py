@@ -29,7 +29,7 @@ def run_side_by_side(
     """Run or continue every trial that is not finished yet, and return the outcomes of all. Ray must be running.
 
     Args:
-        trials: trials for which `jobs.tasks.shared_base.can_share_base` holds.
+        trials: trials for which `jobs.tasks.side_by_side.can_share_base` holds.
         num_at_once: maximum number of networks side by side; the groups run one after the other.
         directory: the directory of the trials.
         parent: the MLflow parent run of the trials' runs.

@@ -16,7 +16,7 @@ from jobs.tasks.dual_encoder.models import add_loss, build_encoder
 from jobs.tasks.dual_encoder.scores import score
 from jobs.tasks.dual_encoder.task import ClipTask, inputs_of, tensors_of
 from jobs.tasks.frozen_base import check_checkpoint
-from jobs.tasks.members import MembersTask
+from jobs.tasks.side_by_side import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.losses import contrastive_losses, gamma_at

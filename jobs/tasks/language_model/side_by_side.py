@@ -19,7 +19,7 @@ from jobs.tasks.language_model.export import export_model
 from jobs.tasks.language_model.models import add_tempnet, build_base
 from jobs.tasks.language_model.task import LanguageModelTask
 from jobs.tasks.language_model.validation import Searches, to_tensors, validate
-from jobs.tasks.members import MembersTask
+from jobs.tasks.side_by_side import MembersTask
 from pipelines.stream import Batch
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.models.causal_lm import TemperatureCausalLM
@@ -72,7 +72,7 @@ class SideBySideTask(MembersTask, LanguageModelTask):
 
     def train_step(self, engine: Any, batch: Batch, *, step: int, num_units: int, with_statistics: bool) -> StepResult:
         """Train all networks on one global batch, in micro-batches; the loss has one entry for each member."""
-        # The gradients are scaled as DeepSpeed scales those of one run, so that they are the same to the last bit.
+        # The gradients are scaled as DeepSpeed scales those of one run.
         num_micro = self.config.num_accumulation_steps
         num_parts = self.world_size * num_micro
         num_targets = max(num_units, 1) / num_parts

@@ -27,7 +27,7 @@ from jobs.tasks.language_model.config import (
 from jobs.tasks.language_model.models import build_model
 from jobs.tasks.language_model.side_by_side import SideBySideTask
 from jobs.tasks.language_model.validation import ValidationPart, to_tensors, validate
-from jobs.tasks.shared_base import can_share_base
+from jobs.tasks.side_by_side import can_share_base
 from pipelines.stream import Batch
 from pipelines.text.manifest import ArchiveEntry, Manifest, ShardEntry
 from pipelines.text.packing import IGNORE_INDEX, PackingConfig

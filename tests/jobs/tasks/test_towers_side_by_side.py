@@ -24,7 +24,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.scores import score
 from jobs.tasks.dual_encoder.side_by_side import SideBySideTask
 from jobs.tasks.dual_encoder.task import ClipTask
-from jobs.tasks.shared_base import can_share_base
+from jobs.tasks.side_by_side import can_share_base
 from tempnet.models.dual_encoder import load_pair_tempnets
 
 CPU = torch.device("cpu")
