@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
+from jobs.engine.config_file import PRESET, apply_config_file, read_config_file, save_config_file
 from jobs.engine.garbage import collect_seldom
 from jobs.engine.hints import with_hint
 from jobs.engine.identity import flat_fields
@@ -34,6 +35,8 @@ def parse_preset(
 ) -> tuple[Config, bool]:
     """Parse the arguments into a configuration and whether a dry run is wanted; `--help` lists the presets.
 
+    `--config FILE` sets fields of the preset first, and `--save FILE` writes all of them (`jobs.engine.config_file`).
+
     Exits the process with a message on an unknown preset or field, or if the configuration refuses a value.
 
     Args:
@@ -47,28 +50,55 @@ def parse_preset(
         width = max(map(len, presets))
         lines = "\n".join(f"  {name:<{width}}  {_first_line(preset)}" for name, preset in presets.items())
         print(
-            f"{purpose}\n\nusage: {command} PRESET [--section.field value …] [--dry-run]\n\n"
+            f"{purpose}\n\nusage: {command} PRESET [--config FILE] [--section.field value …] [--dry-run [--save FILE]]\n\n"
             f"presets (PRESET --help lists the fields):\n{lines}"
         )
         raise SystemExit(0 if arguments else REFUSED)
-    name, *rest = arguments
+    try:
+        rest, config_path = _take_option([*arguments], "--config")
+        rest, save_path = _take_option(rest, "--save")
+        values = read_config_file(config_path) if config_path else {}
+    except ValueError as error:
+        fail(str(error))
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else str(values.get(PRESET, ""))
     if name not in presets:
         near = difflib.get_close_matches(name, presets, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(presets)}"
         fail(f"preset {name!r} is unknown: {hint}")
     dry_run = "--dry-run" in rest
+    if save_path and not dry_run:
+        fail("--save writes the configuration of a dry run: add --dry-run")
     rest = [argument for argument in rest if argument != "--dry-run"]
-    default = presets[name]()
-    rest = _without_alternatives(default, rest)
     with refusals_on_one_line():
+        default = apply_config_file(presets[name](), values, config_path)
         config = tyro.cli(
             type(default),
             default=default,
-            args=rest,
+            args=_without_alternatives(default, rest),
             prog=f"{command} {name}",
             config=(tyro.conf.AvoidSubcommands,),
         )
+    if save_path:
+        try:
+            save_config_file(config, name, save_path)
+        except OSError as error:
+            fail(f"--save {save_path}: {error.strerror}")
     return config, dry_run
+
+
+def _take_option(arguments: list[str], option: str) -> tuple[list[str], str]:
+    """Return the arguments without `option VALUE` or `option=VALUE`, and the value; empty if it is not given."""
+    rest, value = [], ""
+    following = iter(arguments)
+    for argument in following:
+        name, equals, given = argument.partition("=")
+        if name == option:
+            value = given if equals else next(following, "")
+            if not value:
+                raise ValueError(f"{option} needs the name of a file")
+        else:
+            rest.append(argument)
+    return rest, value
 
 
 def _without_alternatives(preset: object, arguments: list[str]) -> list[str]:

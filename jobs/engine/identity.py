@@ -47,22 +47,31 @@ def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
     """
     check_fields(values, [config])
     known = flatten(config)
-    by_section: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
     for name, value in values.items():
         _check_type(config, name, value)
-        if isinstance(known[name], float) and type(value) is int:
-            value = float(value)
-        section, _, field = name.rpartition(".")
-        by_section.setdefault(section, {})[field] = value
-    sections: dict[str, Any] = {
-        section: dataclasses.replace(getattr(config, section), **fields) for section, fields in by_section.items()
+        *sections, field = name.split(".")
+        changes = nested
+        for section in sections:
+            changes = changes.setdefault(section, {})
+        changes[field] = float(value) if isinstance(known[name], float) and type(value) is int else value
+    return _replace(config, nested)
+
+
+def _replace(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a copy of a nested dataclass with changes that are nested in the same way."""
+    values = {
+        name: _replace(held, value) if dataclasses.is_dataclass(held := getattr(config, name)) else value
+        for name, value in changes.items()
     }
-    return dataclasses.replace(config, **sections)  # type: ignore[type-var]  # a dataclass
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]  # a dataclass
 
 
 def _check_type(config: Any, name: str, value: Any) -> None:
-    section, _, field = name.rpartition(".")
-    hint = get_type_hints(type(getattr(config, section) if section else config))[field]
+    *sections, field = name.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    hint = get_type_hints(type(config))[field]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
     plain = tuple(kind for kind in kinds if isinstance(kind, type))

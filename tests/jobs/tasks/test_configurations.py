@@ -20,8 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from jobs import train_lm
 from jobs.engine.command_line import parse_preset
 from jobs.engine.contrastive import check_sizes
-from jobs.engine.identity import with_fields
+from jobs.engine.fields import resolve_fields
+from jobs.engine.identity import recorded_values, with_fields
 from jobs.studies.cross_validation.cross_validation import make_cross_validation
+from jobs.studies.sweeps import presets as sweep_presets
 from jobs.tasks.classifier.data import read_data
 from jobs.tasks.dual_encoder.data import preparation
 from jobs.tasks.dual_encoder.models import build_encoder
@@ -276,6 +278,7 @@ def parse(command: str) -> Any:
         "train_clip": clip,
         "train_sentences": sentences,
         "train_classifier": classifiers,
+        "sweep": sweep_presets,
     }
     return parse_preset(modules[job].PRESETS, words, job=job, purpose="")[0]
 
@@ -494,6 +497,48 @@ def test_values_given_on_the_command_line_arrive_and_no_others_change() -> None:
     assert dry_run
     preset = language_models.PRESETS["gpt2-scratch-small"]()
     assert config == with_fields(preset, {"workers.zero_stage": 3, "temperature.target_entropy": 3.5})
+
+
+def test_a_configuration_is_saved_read_again_and_overridden(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    words = f"frozen-small --model.path m --temperature.rho 3 --run.name grüße --dry-run --save {file}"
+    config, _ = parse_preset(language_models.PRESETS, words.split(), job="train_lm", purpose="")
+    assert parse(f"train_lm --config {file}") == resolve_fields(config)
+    changed = parse(f"train_lm gpt2-scratch-small --config={file} --optimizer.batch-size 8")
+    assert changed == with_fields(resolve_fields(config), {"optimizer.batch_size": 8})
+    # What a run's directory holds can be given back as it is.
+    recorded = tmp_path / "configuration.json"
+    recorded.write_text(json.dumps(recorded_values(config)))
+    assert recorded_values(parse(f"train_lm frozen-small --config {recorded}")) == recorded_values(config)
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("base: {run: {num_steps: 7}}\nsweep: {axes: [temperature.rho=1]}\n")
+    changed = parse(f"sweep frozen-rho-lr-small --config {sweep}")
+    assert (changed.base.run.num_steps, changed.sweep.axes) == (7, ("temperature.rho=1",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("temperature: {roh: 3}", "there is no field temperature.roh: did you mean temperature.rho"),
+        ("optimizer.batch_size: many", "optimizer.batch_size = 'many' must be int"),
+        ("optimizer.batch_size: -1", "optimizer.batch_size = -1"),
+        ("temperature: {target_entropy: 4, rho: 1}", "target_entropy"),
+        ("- a list", "must hold fields"),
+        ("a: [", "is no YAML"),
+        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+        ("tracking.uri: https://***@host", "the secret in tracking.uri was masked"),
+    ],
+)
+def test_a_configuration_file_is_refused_by_name(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    for path in (file, tmp_path / "none.yaml"):
+        with pytest.raises(SystemExit) as ended:
+            parse(f"train_lm gpt2-scratch-small --config {path}")
+        assert ended.value.code == 2
+        assert (message if path == file else "none.yaml: No such file") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
