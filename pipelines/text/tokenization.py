@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from pipelines.sources import checked_copy
 
 END_OF_TEXT = "<|endoftext|>"
+# Number of tokens that are decoded together to cut their text into pieces, and how many of them are kept for the next.
+_NUM_DECODED, _NUM_KEPT = 64, 16
 
 
 def load_tokenizer(name_or_path: str, *, needs_eos: bool = True) -> PreTrainedTokenizerFast:
@@ -116,9 +118,45 @@ class SpecialTokens:
         )
 
 
-def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[str]:
-    """Decode every token separately."""
-    return [str(tokenizer.decode([token])) for token in ids]
+def token_pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    """Cut the decoded text of tokens into one piece per token; the pieces joined are the text.
+
+    A token alone does not say what it adds to a text: SentencePiece's loses its space, WordPiece's keeps its `##`, and a
+    byte of a character is no character. So piece i is what the text of the first i + 1 tokens adds to that of the first i.
+    A character of several tokens belongs to the last of them, and the others have empty pieces.
+    """
+    text = str(tokenizer.decode(ids))
+    pieces: list[str] = []
+    start = place = cut = 0  # the tokens from `start` on are decoded, and their text begins at `place` of the whole
+    for end in range(1, len(ids) + 1):
+        part = str(tokenizer.decode(ids[start:end]))
+        known = _num_common(part, text[place : place + len(part)])
+        before, cut = cut, max(cut, place + known)
+        pieces.append(text[before:cut])
+        # Decoding all tokens before each one would take quadratic time. The last few do where they give the same text.
+        if end - start > _NUM_DECODED and known == len(part):
+            tail = str(tokenizer.decode(ids[end - _NUM_KEPT : end]))
+            if tail and text[:cut].endswith(tail):
+                start, place = end - _NUM_KEPT, cut - len(tail)
+    if pieces:
+        pieces[-1] += text[cut:]
+    return pieces
+
+
+def added_text(tokenizer: PreTrainedTokenizerFast, before: list[int], token: int) -> str:
+    """Return what a token adds to the text of those before it, of which the last few are enough.
+
+    A character of several tokens is added by the last of them.
+    """
+    before = before[-_NUM_KEPT:]
+    known, text = (str(tokenizer.decode(ids)).rstrip("\ufffd") for ids in (before, [*before, token]))
+    return text[_num_common(known, text) :]
+
+
+def _num_common(first: str, second: str) -> int:
+    """Return the number of characters that two texts have in common at their beginning."""
+    ends = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(ends, min(len(first), len(second)))
 
 
 def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -18,7 +18,7 @@ from jobs.scoring.generation.sampling import Generated, Request, Sampler
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, write_bytes
-from pipelines.text.tokenization import document_start_id, load_tokenizer, token_texts
+from pipelines.text.tokenization import document_start_id, load_tokenizer, token_pieces
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
@@ -247,7 +247,8 @@ def _record(request: Request, generated: Generated, tokenizer: PreTrainedTokeniz
         "turn": turn,
         "prompt": request.prompt,
         "text": generated.text,
-        "tokens": token_texts(tokenizer, generated.ids),
+        "tokens": token_pieces(tokenizer, generated.ids),
+        "token_ids": generated.ids,
         "tau": generated.tau,
         "entropy": generated.entropy,
         "finish_reason": generated.finish_reason,

@@ -21,7 +21,7 @@ from jobs.scoring.dual_encoders.units import DualEncoderSpec
 from jobs.scoring.temperatures.texts.config import PredictTemperaturesConfig
 from jobs.scoring.temperatures.texts.predictor import Predictor
 from jobs.scoring.temperatures.texts.settings import model_settings
-from pipelines.text.tokenization import load_tokenizer, token_texts
+from pipelines.text.tokenization import load_tokenizer, token_pieces
 from tempnet.loading import find_tempnet, load_tempnet
 from tempnet.models.dual_encoder import TEXT_TEMPNET_DIRECTORY
 from tempnet.models.sentence_encoder import SentenceEncoder
@@ -70,7 +70,7 @@ class TokenTemperatures:
         return pd.DataFrame(
             {
                 "tau": [float(row.mean()) if len(row) else float("nan") for row in token_tau],
-                "tokens": [token_texts(self._tokenizer, row) for row in ids],
+                "tokens": [token_pieces(self._tokenizer, row) for row in ids],
                 "token_tau": [row.tolist() for row in token_tau],
             }
         )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
-from pipelines.text.tokenization import document_start_id, load_tokenizer
+from pipelines.text.tokenization import added_text, document_start_id, load_tokenizer
 from tempnet.base_model import load_base
 from tempnet.devices import input_device, move_base
 from tempnet.generation_checks import check_prompts
@@ -96,7 +96,7 @@ class Playground:
 
     def _steps(self, tokens: Tensor, settings: Settings) -> Iterator[dict[str, Token]]:
         generators = [torch.Generator().manual_seed(settings.seed) for _ in TEXTS]
-        running, written = set(range(len(TEXTS))), [list[int]() for _ in TEXTS]
+        running, written = set(range(len(TEXTS))), tokens.tolist()
         cache: Any = None
         # One request at a time: a second one would only make both slow. A page that is closed ends its generator.
         with self._lock:
@@ -131,20 +131,18 @@ class Playground:
             made[2] = torch.log_softmax(made[2].masked_fill(too_small, -math.inf), dim=-1)
         return made.cpu(), tau.cpu()
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids))
-
     def _token(self, written: list[int], log_probabilities: Tensor, tau: float) -> Token:
         probabilities = log_probabilities.exp()
         top = probabilities.topk(min(NUM_ALTERNATIVES, len(probabilities)))
-        # A character may be spread over several tokens: the last of them adds it.
-        before, after = self._decode(written[:-1]).rstrip("\ufffd"), self._decode(written).rstrip("\ufffd")
         return Token(
-            text=after.removeprefix(before),
+            text=added_text(self.tokenizer, written[:-1], written[-1]),
             tau=tau,
             entropy=float(torch.special.entr(probabilities).sum()),
             alternatives=[
-                (self._decode([int(index)]), round(float(value), 6))
+                (
+                    added_text(self.tokenizer, written[:-1], int(index)) or str(self.tokenizer.decode([int(index)])),
+                    round(float(value), 6),
+                )
                 for value, index in zip(*top, strict=True)
                 if value > 0.0
             ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from jobs.engine.curves import draw_curves
 from jobs.engine.description import results
 from jobs.engine.tracking import TrackedRun
-from pipelines.text.tokenization import token_texts
+from pipelines.text.tokenization import token_pieces
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# A text as its tokens, the τ with which each token was predicted, and the entropy of that prediction at τ = 1, in nats.
+# A text as the pieces of its tokens (`token_pieces`), the τ with which each token was predicted, and the entropy of that
+# prediction at τ = 1, in nats.
 ColouredText = tuple[Sequence[str], Sequence[float], Sequence[float]]
 
 _CURVES = {
@@ -65,7 +66,7 @@ def write_report(
 ) -> None:
     """Write `tokens.html`, `histogram.png` and, if the run is logged to MLflow, `curves.png`."""
     passage = outcome["passage"]
-    tokens = token_texts(tokenizer, passage["token"])
+    tokens = token_pieces(tokenizer, passage["token"])
     page = coloured_page(
         title=f"{outcome['run']}: the temperature of every token",
         sections={"A validation passage": (tokens, passage["tau"], passage["entropy"])},
@@ -80,7 +81,8 @@ def write_report(
 def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: str = "") -> str:
     """Return a self-contained HTML page that colours every token by its τ, and shows τ and entropy on hover.
 
-    The colour scale ranges from the 2 % to the 98 % quantile of τ.
+    The colour scale ranges from the 2 % to the 98 % quantile of τ. Tokens that make one character together are one span
+    with the mean of their τ.
 
     Args:
         title: title of the page.
@@ -97,9 +99,9 @@ def coloured_page(*, title: str, sections: Mapping[str, ColouredText], summary: 
     body = []
     for heading, (tokens, taus, entropies) in sections.items():
         spans = "".join(
-            f'<span style="background:{_colour((tau - low) / (high - low))}" '
-            f'title="τ {tau:.3f} · entropy {entropy:.2f} nats">{html.escape(token)}</span>'
-            for token, tau, entropy in zip(tokens, taus, entropies, strict=True)
+            f'<span style="background:{_colour((float(np.mean(tau)) - low) / (high - low))}" '
+            f'title="τ {_list(tau, 3)} · entropy {_list(entropy, 2)} nats">{html.escape(piece)}</span>'
+            for piece, tau, entropy in _characters(tokens, taus, entropies)
         )
         body.append(f"<h2>{html.escape(heading)}</h2>\n<p class='text'>{spans}</p>")
     return f"""<!doctype html>
@@ -119,6 +121,24 @@ predictions get a high τ and open ones a low τ.</p>
 <pre>{html.escape(summary)}</pre>
 </body></html>
 """
+
+
+def _characters(
+    pieces: Sequence[str], taus: Sequence[float], entropies: Sequence[float]
+) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yield pieces with τ and entropy of their tokens; tokens with an empty piece belong to the next one that has text."""
+    tau: list[float] = []
+    entropy: list[float] = []
+    for piece, own_tau, own_entropy in zip(pieces, taus, entropies, strict=True):
+        tau.append(own_tau)
+        entropy.append(own_entropy)
+        if piece:
+            yield piece, tau, entropy
+            tau, entropy = [], []
+
+
+def _list(values: Sequence[float], digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
 def _colour(share: float) -> str:

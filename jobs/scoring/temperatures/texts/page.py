@@ -18,7 +18,7 @@ from pipelines.archives import Archive
 from pipelines.storage import exists, write_bytes
 from pipelines.text.part_preparation import readable_documents
 from pipelines.text.reading import Document
-from pipelines.text.tokenization import load_tokenizer, token_texts
+from pipelines.text.tokenization import load_tokenizer, token_pieces
 
 
 def first_documents(
@@ -54,7 +54,7 @@ def first_documents(
         raise ValueError(f"{settings.source} holds no readable text: {'; '.join(examples)}")
     predictions = Predictor(replace(settings, with_entropy=True), **devices).predict(documents)
     return {
-        key: (token_texts(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
+        key: (token_pieces(tokenizer, ids.tolist()), prediction.tau.tolist(), prediction.entropy.tolist())
         for key, ids, prediction in zip(keys, documents, predictions, strict=True)
         if prediction.entropy is not None
     }
