@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tempnet.intervals import mean_interval
+
 # Tolerance in log τ. A loss is quadratic near its minimum, so this affects only the sixth digit of the loss.
 _TOLERANCE = 1e-3
 
@@ -35,9 +37,8 @@ def compare_with_constants(
     """Compute the mean loss at the predicted τ and at both constants, and the prediction's gain over each constant.
 
     With d_i = loss_i(constant) − loss_i(τ_i), the gain is the mean of d over all rows; it is positive if the
-    prediction is better. The half-width of its 95 % confidence interval is t_{G−1}·s, with t_{G−1} the quantile of
-    Student's t distribution and s² = G/(G−1)·Σ_g (Σ_{i∈g} (d_i − d̄))² / N². This allows the N rows to depend on one
-    another within a group, but assumes that the G groups are independent.
+    prediction is better. Its interval (`tempnet.intervals.mean_interval`) allows the rows to depend on one another within
+    a group, but assumes that the groups are independent.
 
     Args:
         losses: function from temperatures (...) to the losses of the same rows (...). As a function of one τ that is
@@ -60,31 +61,14 @@ def compare_with_constants(
     figures = {"loss": own.mean().item()}
     for name, constant in constants.items():
         found = losses(torch.full_like(tau, constant)).double()
-        gain = found - own
+        gain = mean_interval(found - own, groups.expand(tau.shape))
         figures |= {
             f"{name}_loss": found.mean().item(),
             f"{name}_tau": constant,
-            f"{name}_gain": gain.mean().item(),
-            f"{name}_gain_half_width": half_width(gain, groups),
+            f"{name}_gain": gain.mean,
+            f"{name}_gain_half_width": gain.half_width,
         }
     return figures
-
-
-def half_width(values: Tensor, groups: Tensor) -> float:
-    """Return the half-width of the 95 % confidence interval of the mean of `values` (...).
-
-    The values of different `groups` (...) are assumed to be independent. The result is NaN for a single group.
-    """
-    values = values.double().flatten()
-    _, inverse = torch.unique(groups.flatten(), return_inverse=True)
-    num_groups = int(inverse.max()) + 1
-    if num_groups < 2:
-        return math.nan
-    sums = values.new_zeros(num_groups).index_add_(0, inverse, values - values.mean())
-    deviation = math.sqrt(num_groups / (num_groups - 1) * sums.square().sum().item()) / len(values)
-    from scipy.stats import t as student  # takes half a second, which a worker needs once, at its end
-
-    return float(student.ppf(0.975, num_groups - 1)) * deviation
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ Shapes: N tokens, V effective vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -210,43 +209,6 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
     ranks -= ranks.mean(-1, keepdim=True)
     norms = ranks.norm(dim=-1)
     return (ranks[0] @ ranks[1]) / (norms[0] * norms[1]) if bool((norms > 0).all()) else ranks.new_zeros(())
-
-
-def spearman_interval(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Return Spearman's rank correlation of two samples (N,), and the half-width of its 95 % interval.
-
-    The interval is that of Fisher's z = artanh r with the standard error √((1 + r²/2)/(N − 3)) (Bonett and Wright, 2000,
-    Psychometrika 65), carried back to r; of its two ends the one farther from r counts.
-
-    Raises:
-        ValueError: if there are fewer than 4 values.
-    """
-    if len(x) < 4:
-        raise ValueError(f"a rank correlation with an interval needs 4 values, not {len(x)}")
-    r = float(spearman(x, y))
-    inside = max(-1 + 1e-12, min(1 - 1e-12, r))
-    error = 1.96 * math.sqrt((1 + inside**2 / 2) / (len(x) - 3))
-    ends = [math.tanh(math.atanh(inside) + sign * error) for sign in (-1, 1)]
-    return r, max(abs(end - r) for end in ends)
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of n independent values, and the half-width of its 95 % interval by Student's t.
-
-    The half-width is t(.975, n − 1)·s/√n with the sample's standard deviation s; None for a single value.
-
-    Raises:
-        ValueError: if there are no values.
-    """
-    if not values:
-        raise ValueError("a mean needs at least one value")
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    from scipy.stats import t as student  # takes half a second, which few callers need
-
-    return mean, float(student.ppf(0.975, len(values) - 1)) * math.sqrt(variance / len(values))
 
 
 def _mean_ranks(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Top-p, min-p and their like give some real tokens the probability 0, so their pe
 of share λ = ε·K/(1 + ε·K), so that it means the same for every vocabulary. K counts the tokens that are not banned.
 
 Sums are kept for every document. Intervals treat the tokens of one document as dependent: those of NLL and Brier score are
-ratio estimators over documents, those of the ECE a jackknife over groups of documents (`tempnet.headroom.gains`).
+ratio estimators over documents, those of the ECE a jackknife over groups of documents (`tempnet.intervals`).
 
 Shapes: N tokens, V vocabulary, D documents, B bins.
 """
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from tempnet.decoders.rule import entropy
-from tempnet.headroom.gains import NUM_BINS, Interval, expected_calibration_error, jackknife, ratio_interval
+from tempnet.headroom.gains import NUM_BINS, expected_calibration_error
+from tempnet.intervals import Interval, jackknife, ratio_interval
 
 SMOOTHING = 0.01
 """λ, the share of the uniform distribution in the smoothed NLL."""

@@ -15,9 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-import torch
-
-from tempnet.headroom.gains import Interval, ratio_interval
+from tempnet import intervals
+from tempnet.intervals import Interval
 
 Tokens = Sequence[Hashable]
 """A text as a sequence of tokens or words."""
@@ -132,5 +131,5 @@ def samples_at_equal_cost(k: int, mean_length: float, reference_length: float, n
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean over independent prompts with its 95 % interval, without those whose value is NaN."""
-    known = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
-    return ratio_interval(known, torch.ones_like(known)) if len(known) else Interval(math.nan, math.nan)
+    known = [value for value in values if not math.isnan(value)]
+    return intervals.mean_interval(known) if known else Interval(math.nan, math.nan)

@@ -1,10 +1,8 @@
 """What a fitted temperature gains on documents that it was not fitted to: cross-entropy and calibration, with intervals.
 
 For every document the sums of its tokens are kept, so that the data can be streamed and the interval can treat tokens
-of one document as dependent. With d_i the gain of document i in nats and n_i its number of tokens, the gain per token is
-Σd/Σn, and its interval comes from the residuals d_i − n_i·Σd/Σn (a ratio estimator; for the same values it equals
-`tempnet.rivals.half_width`). The expected calibration error (ECE) has an interval by the jackknife over groups of
-documents.
+of one document as dependent (`tempnet.intervals`: ratio estimators over documents, and for the expected calibration error,
+ECE, a jackknife over groups of documents).
 
 Shapes: N tokens, D documents, K folds, B bins.
 """
@@ -12,31 +10,18 @@ Shapes: N tokens, D documents, K folds, B bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from tempnet.headroom.features import Tokens
 from tempnet.headroom.profile import NUM_NODES, Profiles, clamp_log_beta
+from tempnet.intervals import Interval, jackknife, ratio_interval
 
 NUM_BINS = 15
 # Number of groups of documents for the jackknife of the ECE.
 _NUM_GROUPS = 100
-
-
-class Interval(NamedTuple):
-    """An estimate and the half-width of its 95 % confidence interval (NaN for a single document)."""
-
-    mean: float
-    half_width: float
-
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.half_width
 
 
 class DocumentSums:
@@ -130,28 +115,3 @@ class DocumentSums:
 def expected_calibration_error(bins: Tensor) -> Tensor:
     """Return the ECE (...,) of sums (..., B, 3): number of tokens, summed confidence, number of correct predictions."""
     return (bins[..., 2] - bins[..., 1]).abs().sum(-1) / bins[..., 0].sum(-1).clamp(min=1.0)
-
-
-def ratio_interval(sums: Tensor, counts: Tensor) -> Interval:
-    """Return Σ sums/Σ counts with its interval, for the sums (D,) and numbers of tokens (D,) of independent documents."""
-    sums, counts = sums[counts > 0], counts[counts > 0]
-    mean = (sums.sum() / counts.sum()).item()
-    number = len(sums)
-    if number < 2:
-        return Interval(mean, math.nan)
-    squares = (sums - mean * counts).square().sum().item()
-    deviation = math.sqrt(number / (number - 1) * squares) / counts.sum().item()
-    return Interval(mean, float(student.ppf(0.975, number - 1)) * deviation)
-
-
-def jackknife(statistic: Callable[[Tensor], Tensor], groups: Tensor) -> Interval:
-    """Return a statistic of sums over groups (G, …) with its jackknife interval."""
-    total = groups.sum(0)
-    used = groups[groups.flatten(1).abs().sum(1) > 0]
-    number = len(used)
-    mean = float(statistic(total))
-    if number < 2:
-        return Interval(mean, math.nan)
-    left_out = statistic(total - used)
-    variance = (number - 1) / number * (left_out - left_out.mean()).square().sum().item()
-    return Interval(mean, float(student.ppf(0.975, number - 1)) * math.sqrt(variance))

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tempnet import best_constant_temperature, optimal_temperature, robust_loss
-from tempnet.rivals import compare_with_constants, half_width
-from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, spearman_interval, token_statistics
+from tempnet.intervals import mean_interval, spearman_interval
+from tempnet.rivals import compare_with_constants
+from tempnet.statistics import TemperatureStatistics, TokenValues, spearman, token_statistics
 
 RHO, TAU_MIN, TAU_MAX = 1.5, 0.001, 2.0
 
@@ -154,7 +155,9 @@ def test_half_width_is_the_textbook_interval_and_copies_within_a_group_add_nothi
     values = np.random.default_rng(0).normal(size=30)
     expected = student.ppf(0.975, 29) * values.std(ddof=1) / math.sqrt(30)
     each = torch.arange(30)
-    assert half_width(torch.from_numpy(values), each) == pytest.approx(expected)
+    plain = mean_interval(torch.from_numpy(values))
+    assert plain == pytest.approx((values.mean(), expected))
+    assert mean_interval(torch.from_numpy(values), each) == pytest.approx(plain)
     copied = torch.from_numpy(values).repeat_interleave(7).view(2, -1)
-    assert half_width(copied, each.repeat_interleave(7).view(2, -1)) == pytest.approx(expected)
-    assert math.isnan(half_width(torch.from_numpy(values), torch.zeros(30)))
+    assert mean_interval(copied, each.repeat_interleave(7).view(2, -1)) == pytest.approx(plain)
+    assert math.isnan(mean_interval(torch.from_numpy(values), torch.zeros(30)).half_width)

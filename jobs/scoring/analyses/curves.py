@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.engine.tables import markdown_table
-from tempnet.statistics import mean_interval
-
-Point = tuple[float, float | None]
-"""A figure, and the half-width of its 95 % interval, which is None if it is not known."""
+from tempnet.intervals import Interval, mean_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +20,7 @@ class Curves:
     """Name of the quantity."""
     xs: Sequence[float]
     """Its values, rising."""
-    figures: Mapping[str, Sequence[Point]]
+    figures: Mapping[str, Sequence[Interval]]
     """Name of each figure → the figure at every value."""
 
     def values(self) -> dict[str, Any]:
@@ -32,10 +30,7 @@ class Curves:
             "points": [
                 {
                     self.quantity: x,
-                    **{
-                        name: {"mean": points[number][0], "half_width": points[number][1]}
-                        for name, points in self.figures.items()
-                    },
+                    **{name: points[number].as_json() for name, points in self.figures.items()},
                 }
                 for number, x in enumerate(self.xs)
             ],
@@ -69,7 +64,7 @@ class Curves:
             layout="constrained",
         )
         for axes, (name, points) in zip(rows[:, 0], self.figures.items(), strict=True):
-            halves = [half or 0.0 for _, half in points]
+            halves = [0.0 if math.isnan(half) else half for _, half in points]
             axes.errorbar(self.xs, [mean for mean, _ in points], yerr=halves, marker="o", capsize=3)
             axes.set_ylabel(name)
             axes.grid(alpha=0.3)
@@ -81,13 +76,13 @@ class Curves:
         plt.close(figure)
 
 
-def show(point: Point) -> str:
+def show(point: Interval) -> str:
     """Return a figure with its interval as text."""
     mean, half = point
-    return f"{mean:.4g}" + ("" if half is None else f" ± {half:.2g}")
+    return f"{mean:.4g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
-def average(samples: Sequence[Mapping[str, float]], figures: Mapping[str, str]) -> dict[str, Point]:
+def average(samples: Sequence[Mapping[str, float]], figures: Mapping[str, str]) -> dict[str, Interval]:
     """Return the means of figures over runs that differ by their seed, with 95 % intervals by Student's t.
 
     Args:
@@ -98,7 +93,7 @@ def average(samples: Sequence[Mapping[str, float]], figures: Mapping[str, str]) 
 
 
 def collect(
-    quantity: str, xs: Sequence[float], figures: Sequence[str], at: Callable[[float], Mapping[str, Point]]
+    quantity: str, xs: Sequence[float], figures: Sequence[str], at: Callable[[float], Mapping[str, Interval]]
 ) -> Curves:
     """Return the curves of some figures.
 

@@ -30,7 +30,7 @@ from jobs.scoring.temperatures.texts.settings import (
     record_digest,
 )
 from pipelines.storage import join, resolve, write_bytes
-from tempnet.statistics import spearman_interval
+from tempnet.intervals import mean_interval, spearman_interval
 
 PICTURE_FILE = "groups.png"
 RECORDS_FILE = "records.jsonl"
@@ -130,14 +130,12 @@ def figures(records: Records, groups: Sequence[str], tau: np.ndarray) -> dict[st
     for group in records.groups:
         values = tau[names == group]
         if len(values):
-            half = 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-            rows.append({"group": group, "num_records": len(values), "mean": float(values.mean()), "half_width": half})
+            rows.append({"group": group, "num_records": len(values), **mean_interval(values).as_json()})
     correlation = None
     if records.has_order:
         positions = {group: number for number, group in enumerate(records.groups)}
         order = torch.tensor([positions[group] for group in groups], dtype=torch.float64)
-        r, half = spearman_interval(torch.from_numpy(tau), order)
-        correlation = {"mean": r, "half_width": half}
+        correlation = spearman_interval(torch.from_numpy(tau), order).as_json()
     return {
         "groups": rows,
         "num_records": len(tau),

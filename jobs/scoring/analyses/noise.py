@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from jobs.engine.tables import markdown_table
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Noise
-from jobs.scoring.analyses.curves import Point, show
+from jobs.scoring.analyses.curves import show
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs.job import predict_pairs
@@ -26,6 +25,7 @@ from pipelines.images.captions import CaptionNoise
 from pipelines.images.labels import read_numbers
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import join
+from tempnet.intervals import difference_interval, mean_interval
 
 _TITLE = "τ of pairs with noisy captions"
 _CLEAN, _NOISY, _FREQUENT = "clean", "noisy", "noisy and frequent"
@@ -59,7 +59,7 @@ def analyse_noise(config: Noise) -> dict[str, Any]:
     values = figures(groups, tau)
     rows = [["group", "pairs", *(f"mean τ of {noun}" for noun in tau)]]
     rows += [
-        [name, f"{int(chosen.sum())}", *(show(mean_of(of_kind[chosen])) for of_kind in tau.values())]
+        [name, f"{int(chosen.sum())}", *(show(mean_interval(of_kind[chosen])) for of_kind in tau.values())]
         for name, chosen in groups.items()
     ]
     findings = Findings(
@@ -112,36 +112,24 @@ def group_pairs(ids: np.ndarray, numbers: np.ndarray, noise: CaptionNoise) -> Gr
 def figures(groups: Groups, tau: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return the mean τ of every group, and the difference between noisy and clean pairs, with 95 % half-widths.
 
-    The interval of the difference of two independent means is 1.96·√(s₁²/n₁ + s₂²/n₂).
-
     Args:
         groups: the groups.
         tau: images and captions → τ (n,) of every pair.
     """
     differences = {}
     for noun, of_kind in tau.items():
-        noisy, clean = of_kind[groups[_NOISY]], of_kind[groups[_CLEAN]]
-        error = math.sqrt(noisy.var(ddof=1) / len(noisy) + clean.var(ddof=1) / len(clean))
-        differences[noun] = {"mean": float(noisy.mean() - clean.mean()), "half_width": 1.96 * error}
+        differences[noun] = difference_interval(of_kind[groups[_NOISY]], of_kind[groups[_CLEAN]]).as_json()
     return {
         "groups": [
             {
                 "group": name,
                 "num_pairs": int(chosen.sum()),
-                **{
-                    noun: dict(zip(("mean", "half_width"), mean_of(of_kind[chosen]), strict=True))
-                    for noun, of_kind in tau.items()
-                },
+                **{noun: mean_interval(of_kind[chosen]).as_json() for noun, of_kind in tau.items()},
             }
             for name, chosen in groups.items()
         ],
         "differences": differences,
     }
-
-
-def mean_of(values: np.ndarray) -> Point:
-    """Return the mean of values (n,), n ≥ 2, and its 95 % half-width 1.96·s/√n."""
-    return float(values.mean()), 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def conclude(values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from jobs.engine.tracking import resolve_uri
 from jobs.scoring.analyses.config import Phase
-from jobs.scoring.analyses.curves import Curves, Point, collect, show
+from jobs.scoring.analyses.curves import Curves, collect, show
 from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.temperatures.pairs.config import PredictPairTemperaturesConfig
 from jobs.scoring.temperatures.pairs.job import predict_pairs
@@ -21,7 +21,7 @@ from pipelines.images.archives import list_image_archives
 from pipelines.images.labels import read_numbers
 from pipelines.images.temperature_table import read_table
 from pipelines.storage import join, read_json, resolve
-from tempnet.statistics import mean_interval
+from tempnet.intervals import Interval, mean_interval
 
 
 def analyse_phase(config: Phase) -> Curves:
@@ -44,7 +44,7 @@ def analyse_phase(config: Phase) -> Curves:
     correlations = {name: _predict(config, of_trial, join(output, name)) for name, of_trial in settings.items()}
     figures = [f"Spearman(τ of {noun}, {config.label})" for noun in MODALITIES.values()]
 
-    def at(rho: float) -> Mapping[str, Point]:
+    def at(rho: float) -> Mapping[str, Interval]:
         rows = [correlations[name] for name, trial in trials.items() if trial["rho"] == rho]
         return {
             name: _combine([row[noun] for row in rows]) for name, noun in zip(figures, MODALITIES.values(), strict=True)
@@ -101,7 +101,7 @@ def _prediction_settings(config: Phase, model: str) -> PairPredictionSettings:
     )
 
 
-def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> dict[str, tuple[float, float]]:
+def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> dict[str, Interval]:
     """Predict the temperatures of all pairs by one trial's model, and return their rank correlations with the label."""
     claim_output(output, settings.record())
     predict_pairs(settings, output, config.workers)
@@ -109,7 +109,7 @@ def _predict(config: Phase, settings: PairPredictionSettings, output: str) -> di
     return correlate(labelled_temperatures(table, settings.images.source, config.label), config.label)
 
 
-def _combine(rows: Sequence[tuple[float, float]]) -> Point:
+def _combine(rows: Sequence[Interval]) -> Interval:
     return rows[0] if len(rows) == 1 else mean_interval([r for r, _ in rows])
 
 

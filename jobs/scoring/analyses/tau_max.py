@@ -12,7 +12,7 @@ from jobs.scoring.analyses.findings import Findings, absolute_output, publish
 from jobs.scoring.language_models.config import EvaluateConfig
 from jobs.scoring.language_models.launch import evaluate
 from jobs.scoring.language_models.temperatures import Temperature
-from tempnet.statistics import mean_interval
+from tempnet.intervals import mean_interval
 
 _FIGURES = {"wikitext/word_perplexity": "word perplexity", "wikitext/tau_mean": "mean τ"}
 _TITLE = "perplexity over τ_max at inference"

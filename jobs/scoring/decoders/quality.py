@@ -18,7 +18,7 @@ from tempnet.decoders.texts import (
     samples_at_equal_cost,
     self_bleu,
 )
-from tempnet.headroom.gains import Interval
+from tempnet.intervals import Interval
 
 DISTINCT_ORDER = 2
 """n of the distinct-n that is reported."""

@@ -11,7 +11,7 @@ from typing import Any
 from jobs.engine.tables import markdown_table
 from jobs.scoring.decoders.bench import CONSTANT, Comparison
 from jobs.scoring.decoders.quality import PromptFigures
-from tempnet.headroom.gains import Interval
+from tempnet.intervals import Interval
 
 PLAIN = ("log_probability", "distinct", "self_bleu")
 CHECKED = ("correct", "distinct_correct", "pass_at_k", "maj_at_k")

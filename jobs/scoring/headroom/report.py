@@ -10,9 +10,9 @@ from typing import Any
 from jobs.engine.tables import markdown_table
 from jobs.scoring.headroom.questions import Question
 from tempnet.headroom.features import FEATURE_SETS
-from tempnet.headroom.gains import Interval, ratio_interval
 from tempnet.headroom.profile import TAU_RANGE
 from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest
+from tempnet.intervals import Interval, ratio_interval
 
 # A best constant within this factor of an end of the range was looked for no further.
 _AT_AN_END = 1.001

@@ -26,8 +26,8 @@ from jobs.scoring.headroom.report import figures, metrics, summary, verdict
 from jobs.scoring.headroom.tables import count_documents, read_measured
 from jobs.scoring.temperatures.tables import write_part
 from tempnet.headroom.features import Tokens
-from tempnet.headroom.gains import Interval
 from tempnet.headroom.run import HeadroomTest, run_headroom_test
+from tempnet.intervals import Interval
 from tempnet.models.training_temperature import save_training_temperature
 
 NUM_IMAGES, NUM_CAPTIONS, SIZE, TAU = 400, 1600, 6, 0.1

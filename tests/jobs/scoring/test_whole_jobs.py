@@ -54,9 +54,9 @@ from pipelines.storage import write_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.contrastive.retrieval import recall
 from tempnet.contrastive.zero_shot import accuracy, class_embeddings
+from tempnet.intervals import mean_interval
 from tempnet.models.dual_encoder import DualEncoder, load_pair_tempnets
 from tempnet.models.training_temperature import load_training_temperature
-from tempnet.statistics import mean_interval
 from tests.jobs.scoring.evaluation_cases import EXAMPLES
 
 Pairs = tuple[Path, list[np.ndarray], list[str], list[int]]

@@ -21,9 +21,9 @@ from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import LOSS_KINDS, ContrastiveLossConfig
 from tempnet.contrastive.losses import ContrastiveOutput
 from tempnet.dro import robust_loss
+from tempnet.intervals import mean_interval
 from tempnet.models.causal_lm import TemperatureCausalLM
 from tempnet.models.temperature_sentence_encoder import SpanOutput
-from tempnet.rivals import half_width
 from tempnet.softmax.reference import TemperatureLossConfig
 
 LOSS = TemperatureLossConfig(name="dro", rho=1.5)
@@ -107,7 +107,9 @@ def test_rivals_are_those_of_all_tokens_by_block(micro_batch_size: int) -> None:
     gain = (constant - robust_loss(logits, targets, tau, LOSS.rho)).double()
     assert found["robust/mean_shift_gain"] == pytest.approx(gain.mean().item(), abs=1e-6)
     block_of = torch.from_numpy(is_valid.nonzero()[0])
-    assert found["robust/mean_shift_gain_half_width"] == pytest.approx(half_width(gain, block_of), rel=1e-3)
+    assert found["robust/mean_shift_gain_half_width"] == pytest.approx(
+        mean_interval(gain, block_of).half_width, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, kind in LOSS_KINDS.items() if kind.temperature != "tempnet"])

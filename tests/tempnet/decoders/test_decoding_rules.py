@@ -16,6 +16,7 @@ from sklearn.metrics import log_loss
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
+from tempnet import intervals
 from tempnet.decoders.autodeco import AutoDeco, AutoDecoHeads, autodeco_loss, soft_top_p
 from tempnet.decoders.likelihood import SMOOTHING, LikelihoodSums, Scores, score_tokens
 from tempnet.decoders.rule import Rule, entropy, teacher_forced, temper
@@ -38,7 +39,6 @@ from tempnet.decoders.texts import (
 from tempnet.decoders.truncation import MinP, Mirostat, TopNSigma, TopP, nucleus
 from tempnet.network import TempNet
 from tempnet.network_config import TempNetConfig
-from tempnet.rivals import half_width
 
 RULES: list[Rule] = [
     ConstantTemperature(0.7),
@@ -349,7 +349,7 @@ def test_intervals_are_over_documents_and_gains_are_paired() -> None:
     gain = sums.gain("1.3", "1.0")
     difference = scores[1.0].smoothed - scores[1.3].smoothed
     assert gain.mean == pytest.approx(difference.mean().item(), abs=1e-6)
-    assert gain.half_width == pytest.approx(half_width(difference, documents), rel=1e-4)
+    assert gain.half_width == pytest.approx(intervals.mean_interval(difference, documents).half_width, rel=1e-4)
     assert gain.half_width < sums.mean("1.3", "smoothed").half_width
 
 

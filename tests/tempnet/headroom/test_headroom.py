@@ -19,7 +19,7 @@ from tempnet.headroom.gains import expected_calibration_error
 from tempnet.headroom.profile import NODES, Profiles
 from tempnet.headroom.regression import NormalEquations, fit
 from tempnet.headroom.run import CONSTANT, ONE, HeadroomTest, run_headroom_test
-from tempnet.rivals import half_width
+from tempnet.intervals import mean_interval
 
 NUM_TOKENS, NUM_DOCUMENTS, NUM_FOLDS, VOCAB_SIZE, HIDDEN_SIZE = 6000, 60, 5, 50, 6
 LEVEL, SLOPE = 0.2, 0.3
@@ -138,7 +138,7 @@ def test_gains_are_those_of_the_logits_and_their_interval_is_that_of_rivals() ->
     )
     gain = sums.gain("some", ONE)
     assert gain.mean == pytest.approx(values.mean().item(), abs=1e-5)
-    assert gain.half_width == pytest.approx(half_width(values, documents), rel=1e-3)
+    assert gain.half_width == pytest.approx(mean_interval(values, documents).half_width, rel=1e-3)
 
 
 def test_the_calibration_error_is_that_of_a_loop_over_tokens() -> None:

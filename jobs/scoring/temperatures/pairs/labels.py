@@ -11,7 +11,7 @@ import torch
 from jobs.tasks.base import naming_field
 from pipelines.images.archives import list_image_archives
 from pipelines.images.labels import read_numbers
-from tempnet.statistics import spearman_interval
+from tempnet.intervals import Interval, spearman_interval
 
 MODALITIES = {"tau_image": "images", "tau_text": "captions"}
 """Column of a table of temperatures → what it is the temperature of."""
@@ -37,7 +37,7 @@ def labelled_temperatures(table: pa.Table, source: str, label: str) -> Samples:
     return samples
 
 
-def correlate(samples: Samples, label: str) -> dict[str, tuple[float, float]]:
+def correlate(samples: Samples, label: str) -> dict[str, Interval]:
     """Return Spearman's rank correlation of τ with the label and its 95 % half-width, for images and for captions.
 
     Raises:

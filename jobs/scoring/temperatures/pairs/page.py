@@ -35,7 +35,7 @@ lowest, because no τ can make so many equal contrasts differ (docs/method.md)."
 
 def write_pair_page(
     path: str, images: str, output: str, settings: PairPredictionSettings, label: str = ""
-) -> dict[str, tuple[float, float]]:
+) -> Mapping[str, tuple[float, float]]:
     """Write the page of a finished table.
 
     Args:
@@ -59,7 +59,7 @@ def write_pair_page(
         image_size=settings.model.image_size,
     )
     sections = []
-    correlations: dict[str, tuple[float, float]] = {}
+    correlations: Mapping[str, tuple[float, float]] = {}
     if label:
         samples = labelled_temperatures(table, settings.images.source, label)
         correlations = correlate(samples, label)
