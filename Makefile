@@ -1,5 +1,7 @@
 # Everything a person types on a fresh machine. `make run` and `make test` are the two that matter.
-PYTHON ?= python3.11
+# The first of these that runs: a name on the PATH may be a shim without a Python behind it.
+PYTHON ?= $(or $(shell for python in python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && break; done),$(error no Python 3.11, 3.12 or 3.13 with venv was found: install one, or name it by PYTHON=…))
 VENV := .venv
 BIN := $(VENV)/bin
 # Only for comparison, and not in the lock.
@@ -14,13 +16,14 @@ TORCHAO := 0.18.0
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.ready  ## Make the environment in .venv from requirements.lock
+setup: $(VENV)/.ready  ## Make the environment in .venv from the locks
 
 # torch comes first because DeepSpeed's build reads it; nothing is compiled (DS_BUILD_OPS=0, and jobs/engine/deepspeed_engine.py).
-$(VENV)/.ready: requirements.lock pyproject.toml
+$(VENV)/.ready: requirements.lock requirements-dev.lock pyproject.toml setup.py
+	@echo "Making the environment in $(VENV): about 2 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock pip setuptools wheel ninja torch
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --requirement requirements.lock
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --requirement requirements.lock --requirement requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -102,18 +105,23 @@ docs: .venv-docs/.ready  ## Build the documentation site in site/, warnings as e
 	touch $@
 
 # Setuptools would pack what an earlier build has left in build/, even if its source is gone.
-wheel: setup  ## Build the library alone, tempnet/ without the jobs and the pipelines, as a wheel in dist/
+wheel: setup  ## Build the wheel in dist/: the library, and the jobs behind the command `tempnet`
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	rm -rf build
 
-lock: setup  ## Write requirements.lock from what is installed in .venv
-	( sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' ) > requirements.lock.new
-	mv requirements.lock.new requirements.lock
+lock: setup  ## Write requirements.lock and requirements-dev.lock from what is installed in .venv
+	$(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e cut-cross-entropy -e psycopg -e nvidia-ml-py | sed 's/+cpu$$//' > lock.all
+	sed -n 's/^\([A-Za-z0-9_.-]*==\).*/^\1/p' requirements-dev.lock > lock.dev
+	( sed -n '/^#/p' requirements.lock; grep -v -i -f lock.dev lock.all ) > lock.new
+	( sed -n '/^#/p' requirements-dev.lock; grep -i -f lock.dev lock.all ) > requirements-dev.lock.new
+	mv lock.new requirements.lock
+	mv requirements-dev.lock.new requirements-dev.lock
+	rm lock.all lock.dev
 
 # `--strict` fails for a package that the index has no answer about, too: silence is no audit.
-audit: .venv-audit/.ready  ## Ask the package index for known vulnerabilities of every package of requirements.lock
-	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement requirements.lock
+audit: .venv-audit/.ready  ## Ask the package index for known vulnerabilities of every package of the two locks
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement requirements.lock --requirement requirements-dev.lock
 
 .venv-audit/.ready:
 	$(PYTHON) -m venv .venv-audit

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jobs.engine.command_line import FAILED, exit_interrupted, fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, refusals_on_one_line, run_job
 from jobs.scoring.reward.config import RewardConfig
 
 
@@ -48,10 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if outcome["tracking_uri"]:
         print(where_to_browse(outcome["tracking_uri"], outcome.get("mlflow_experiment_id")))
-    print(
-        f"  .venv/bin/python -m jobs.generate --model {outcome['export']} --prompts {config.prompts} "
-        f"--format {config.format} --output texts.jsonl --max-new-tokens {config.max_new_tokens}"
-    )
+    generate = ["--model", outcome["export"], "--prompts", config.prompts, "--format", config.format]
+    rest = ["--output", "texts.jsonl", "--max-new-tokens", str(config.max_new_tokens)]
+    print(f"  {as_typed(['jobs.generate', *generate, *rest])}")
     return 0
 
 

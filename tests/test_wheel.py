@@ -1,7 +1,7 @@
-"""Test the wheel of the library: what it holds, and that it works where nothing but its dependencies is installed.
+"""Test the wheel: what it holds, that the library works with its own dependencies alone, and the jobs with their extra.
 
-The environment of the test is new and downloads nothing: links bring in the distributions that the wheel's metadata
-name, and those that they name, from the environment of the tests. Ray, DeepSpeed and MLflow are not among them."""
+Their environments are new and download nothing: links bring in the distributions that the wheel's metadata
+name, and those that they name, from the environment of the tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--others",
         "--exclude-standard",
         "*.py",
+        "infra",
         "pyproject.toml",
+        "requirements.lock",
         "README.md",
         "LICENSE",
     ]
@@ -66,17 +68,18 @@ def required(requirements: list[str], extra: str = "") -> Iterator[Requirement]:
             yield requirement
 
 
-def closure(requirements: list[str]) -> dict[str, Distribution]:
+def closure(requirements: list[str], extra: str) -> dict[str, Distribution]:
     """Return the installed distributions that requirements name, and those that they name in turn."""
     found: dict[str, Distribution] = {}
-    waiting = list(required(requirements))
+    waiting = list(required(requirements, extra))
     while waiting:
         requirement = waiting.pop()
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         if name not in found:
             found[name] = distribution(name)
             assert requirement.specifier.contains(found[name].version), requirement
-            waiting += required(found[name].requires or [])
+            extras = requirement.extras or {""}
+            waiting += (one for name_ in extras for one in required(found[name].requires or [], name_))
     return found
 
 
@@ -96,11 +99,13 @@ def metadata_of(wheel: Path) -> dict[str, list[str]]:
     return {key: message.get_all(key) or [] for key in ("Requires-Dist", "Requires-Python", "Provides-Extra")}
 
 
-def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+def test_the_wheel_holds_the_library_and_the_jobs_below_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "tempnet").rglob("*.py")}
-    assert names == sources
+        names = {name for name in archive.namelist() if ".dist-info/" not in name and name.endswith(".py")}
+    at = {"tempnet": "tempnet", "jobs": "tempnet/_pipeline/jobs", "pipelines": "tempnet/_pipeline/pipelines"}
+    assert names == {
+        f"{place}/{path.relative_to(ROOT / room)}" for room, place in at.items() for path in (ROOT / room).rglob("*.py")
+    }
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
@@ -141,19 +146,38 @@ print("works")
 """
 
 
+def install(wheel: Path, directory: Path, extra: str) -> Path:
+    """Make an environment of the wheel and what its metadata name, and return the directory of its commands."""
+    venv.create(directory, with_pip=False)
+    (site,) = directory.glob("lib/python*/site-packages")
+    link_into(site, list(closure(metadata_of(wheel)["Requires-Dist"], extra).values()))
+    pip = [sys.executable, "-m", "pip", "--python", str(directory / "bin/python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    return directory / "bin"
+
+
+def run(*command: str | Path, at: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=at, capture_output=True, text=True)
+
+
 def test_it_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "fresh", with_pip=False)
-    python = tmp_path / "fresh/bin/python"
-    (site,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
-    distributions = closure(metadata_of(wheel)["Requires-Dist"])
-    assert not {"ray", "deepspeed", "mlflow"} & set(distributions)
-    link_into(site, list(distributions.values()))
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True)
-    done = subprocess.run(
-        [python, "-I", "-W", "ignore", "-c", SCRIPT, str(tmp_path / "model")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    commands = install(wheel, tmp_path / "fresh", extra="")
+    done = run(commands / "python", "-I", "-W", "ignore", "-c", SCRIPT, str(tmp_path / "model"), at=tmp_path)
     assert (done.returncode, done.stdout) == (0, "works\n"), done.stderr
+    done = run(commands / "tempnet", "train-lm", "gpt2-scratch-small", at=tmp_path)
+    assert done.returncode == 2
+    assert "pip install 'tempnet[pipeline]'" in done.stderr
+
+
+def test_its_command_runs_the_jobs(wheel: Path, tmp_path: Path) -> None:
+    commands = install(wheel, tmp_path / "fresh", extra="pipeline")
+    done = run(commands / "tempnet", "--help", at=tmp_path)
+    assert done.returncode == 0
+    jobs = {path.stem.replace("_", "-") for path in (ROOT / "jobs").glob("[!_]*.py")}
+    assert jobs == {line.split()[0] for line in done.stdout.partition("options):\n")[2].splitlines()}
+    done = run(commands / "tempnet", "train-ml", at=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean train-lm" in done.stderr
+    done = run(commands / "tempnet", "train-lm", "gpt2-scratch-small", "--dry-run", at=tmp_path)
+    assert done.returncode == 2
+    assert "data/sample/text" in done.stderr, done.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.engine.command_line import FAILED, exit_interrupted, fail
+from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail
 from jobs.engine.config import TrainingConfig
 from jobs.engine.recording import RecordModels
 from jobs.engine.task import Plan
@@ -64,4 +63,4 @@ def print_where_to_look(outcome: Mapping[str, Any], *, results: str, commands: S
     if outcome["tracking_uri"]:
         print(where_to_browse(outcome["tracking_uri"], outcome.get("mlflow_experiment_id")))
     for command in commands:
-        print(f"  .venv/bin/python -m {shlex.join(command)}")
+        print(f"  {as_typed(command)}")

@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import select
+import shlex
 import signal
 import sys
 import traceback
@@ -22,6 +23,7 @@ from jobs.engine.hints import with_hint
 from jobs.engine.identity import flat_fields
 from jobs.engine.locked import LOCKED_VARIABLE, check_locked
 from jobs.engine.masking import masked
+from tempnet.command import COMMAND_VARIABLE
 
 Config = TypeVar("Config")
 
@@ -190,6 +192,14 @@ def fail(message: str, status: int = REFUSED) -> NoReturn:
     """Print an error message and exit with REFUSED if the user must change the request, or with FAILED otherwise."""
     print(f"error: {with_hint(masked(message))}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def as_typed(words: Sequence[str]) -> str:
+    """Return a job (`jobs.generate`) and its arguments as the user types them: with `tempnet` if that started this job."""
+    if command := os.environ.get(COMMAND_VARIABLE):
+        job, *rest = words
+        return shlex.join([command, job.removeprefix("jobs.").replace("_", "-"), *rest])
+    return f".venv/bin/python -m {shlex.join(words)}"
 
 
 def _first_line(function: Callable[[], Config]) -> str:

@@ -42,7 +42,7 @@ RUN_BY = {
     "echo ": "test_readme.py::reader",
     "make run": "cluster/test_readme_text.py::test_what_make_run_runs",
     "make test": "test_readme.py::test_make_test_and_make_test_all_run_every_test",
-    "make wheel": "test_wheel.py::test_the_wheel_holds_the_library_alone",
+    "make wheel": "test_wheel.py::test_the_wheel_holds_the_library_and_the_jobs_below_it",
     "pip install dist/": "test_wheel.py::test_it_works_with_its_dependencies_alone",
     "make mlflow": "cluster/test_readme_text.py::test_mlflow_is_served_on_loopback",
     "infra/mlflow/add_user.sh": "cluster/test_readme_text.py::test_mlflow_is_served_for_a_team",
