@@ -51,10 +51,19 @@ class TemperatureLogitsProcessor(LogitsProcessor):
         tempnet: the temperature network. It is put into eval mode, so that `tau_max_eval` applies.
         temperatures: function that returns τ (B,) of the current step. By default the TempNet reads the scores, which
             must then be the original logits of the model.
+        predict: function that returns τ (B,) of scores (B, V), in the place of the TempNet. One that reads hidden states is
+            served by `tempnet.serving.hidden_from_logits.HiddenFromLogits(tempnet, base).temperatures`.
     """
 
-    def __init__(self, tempnet: TempNet, temperatures: Callable[[], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        tempnet: TempNet,
+        temperatures: Callable[[], Tensor] | None = None,
+        *,
+        predict: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.tempnet = tempnet.eval()
+        self._predict = predict or self.tempnet
         self.vocab_size = tempnet.config.input_size
         self.steps: list[Tensor] = []
         self._temperatures = temperatures
@@ -84,7 +93,7 @@ class TemperatureLogitsProcessor(LogitsProcessor):
                 "the scores are log-probabilities, as beam search passes them, and not the logits that τ is predicted for. "
                 "Use plain sampling: do_sample=True, one beam"
             )
-        return self.tempnet(scores)
+        return self._predict(scores)
 
     @property
     def temperatures(self) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from tempnet.base_model import load_base
 from tempnet.devices import DeviceMap, input_device
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 from tempnet.network_config import PublishedHead, TempNetConfig
 from tempnet.precisions import loading_options
@@ -192,7 +193,7 @@ def load_causal_lm(
     return base.eval(), network.to(input_device(base))
 
 
-def check_vocabulary(base: PreTrainedModel, tempnet: TempNet) -> None:
+def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> None:
     """Check that a TempNet can read the logits of a base model; additional logits of the model are treated as padding.
 
     Raises:

@@ -80,7 +80,7 @@ class TempNet(nn.Module):
         else:
             self.final = nn.Linear(width, 1)
 
-    def forward(self, inputs: Tensor, state: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, state: Tensor | None = None, *, state_product: Tensor | None = None) -> Tensor:
         """Return temperatures (...,) in float32 for logits or embeddings (..., d0).
 
         They lie between τ₀ and τ_max, or τ_max_eval in eval mode.
@@ -88,14 +88,16 @@ class TempNet(nn.Module):
         Args:
             inputs: logits or embeddings; a network on hidden states alone reads nothing of them.
             state: (..., d) hidden states, for the kinds `hidden` and `both`.
+            state_product: (..., d1) what :meth:`state_product` returns for them, in their place.
 
         Raises:
             ValueError: if the input has another size than d0, or the hidden states are missing.
         """
-        if self.config.reads_state and state is None:
+        if self.config.reads_state and state is None and state_product is None:
             raise ValueError(
                 f"this TempNet reads hidden states (kind = {self.config.kind!r}), and only logits are known here: sample "
-                "with tempnet.inference.generate or attach, which listen to the model's output layer"
+                "with tempnet.inference.generate or attach, which listen to the model's output layer, or recover them by "
+                "tempnet.serving.hidden_from_logits"
             )
         if inputs.shape[-1] != self.config.input_size:
             raise ValueError(
@@ -103,16 +105,17 @@ class TempNet(nn.Module):
                 f"the base model's effective vocabulary (or embedding) is not the one that this TempNet was built for"
             )
         with torch.autocast(inputs.device.type, enabled=False):
+            if state is not None and self.config.reads_state:
+                state_product = self.state_product(self.normalize_state(state))
+            if state_product is not None and not self.config.reads_logits:
+                return self.from_first_product(state_product)
             x = (inputs.detach() if self.config.stop_gradient else inputs).to(self._dtype)
             if (offset := self.input_offset(x)) is not None:
                 x = x - offset
             if self.config.normalize_input:
                 x = F.normalize(x, dim=-1)
-            if state is not None and self.config.reads_state:
-                product = self.state_product(self.normalize_state(state))
-                if self.config.reads_logits:
-                    product = product + F.linear(x, self.first_layer.weight)
-                return self.from_first_product(product)
+            if state_product is not None:
+                return self.from_first_product(state_product + F.linear(x, self.first_layer.weight))
             return self.temperature(self._pool(self.prototype_scores(self.hidden(x))))
 
     def input_offset(self, logits: Tensor) -> Tensor | None:

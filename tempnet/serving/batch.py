@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tempnet.models.stored_base import StoredBase
 from tempnet.network import TempNet
+from tempnet.serving.hidden_from_logits import HiddenFromLogits
 
 
 class BatchTemperatures:
@@ -23,17 +25,20 @@ class BatchTemperatures:
     have to read are lost. Such rows keep their logits (τ = 1) and are counted in `num_masked`.
 
     Args:
-        tempnet: the temperature network, which reads logits. It is put into eval mode and moved to the device.
+        tempnet: the temperature network. It is put into eval mode and moved to the device.
         device: device of the logits.
+        output_layer: output layer of the served model, for a TempNet that reads its hidden states.
 
     Raises:
-        ValueError: if the TempNet reads embeddings.
+        ValueError: if the TempNet reads embeddings, or hidden states that the logits do not determine
+            (:class:`HiddenFromLogits`).
     """
 
-    def __init__(self, tempnet: TempNet, device: torch.device | str) -> None:
-        if tempnet.config.kind != "logits":
-            raise ValueError(f"the TempNet reads {tempnet.config.kind}, not the logits of a language model")
+    def __init__(self, tempnet: TempNet, device: torch.device | str, output_layer: StoredBase | None = None) -> None:
+        if tempnet.config.kind == "embeddings":
+            raise ValueError("the TempNet reads embeddings, not the logits of a language model")
         self.tempnet = tempnet.eval().requires_grad_(False).to(device)
+        self.hidden = HiddenFromLogits(self.tempnet, output_layer) if output_layer is not None else None
         self.device = torch.device(device)
         self.vocab_size = tempnet.config.input_size
         self.num_masked = torch.zeros((), dtype=torch.int64, device=device)
@@ -70,7 +75,8 @@ class BatchTemperatures:
         """
         raw = logits[:, : self.vocab_size]
         low = self.tempnet.config.tau_min
-        tau = low + (self.tempnet(raw) - low) * ((tau_max - low).clamp(min=0.0) / (self.tau_max - low))
+        predicted = self.tempnet(raw) if self.hidden is None else self.hidden.temperatures(raw)
+        tau = low + (predicted - low) * ((tau_max - low).clamp(min=0.0) / (self.tau_max - low))
         masked = raw.amin(-1).isneginf()
         self.num_masked += masked.sum()
         return torch.where(masked, 1.0, tau)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tempnet.loading import load_tempnet
 from tempnet.serving.batch import BatchTemperatures
+from tempnet.serving.hidden_from_logits import load_output_layer
 from tempnet.serving.settings import PATH_VARIABLE, RequestTemperature, network_path
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,12 @@ _log = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=8)
 def _load(source: str, device: torch.device) -> BatchTemperatures:
-    return BatchTemperatures(load_tempnet(source), device)
+    tempnet, layer = load_tempnet(source), None
+    if tempnet.config.reads_state:
+        arguments = importlib.import_module("sglang.srt.server_args").get_global_server_args()
+        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        layer = load_output_layer(arguments.model_path, revision=arguments.revision, dtype=dtype)
+    return BatchTemperatures(tempnet, device, layer)
 
 
 class _Processor:

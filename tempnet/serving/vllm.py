@@ -25,9 +25,10 @@ from torch import Tensor
 
 from tempnet.loading import find_tempnet, load_tempnet
 from tempnet.serving.batch import BatchTemperatures
+from tempnet.serving.hidden_from_logits import load_output_layer
 from tempnet.serving.settings import PATH_VARIABLE, RequestTemperature, is_on_by_default, network_path
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.tempnet")  # vLLM shows what its own loggers say
 
 # Sampling parameters that change the logits before or after the TempNet, and the values at which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -194,14 +195,20 @@ class _Processor:
 
 def _load(vllm_config: Any, device: torch.device | str) -> BatchTemperatures | None:
     """Load the TempNet of TEMPNET_PATH, or the one in the directory of the served model; None if there is neither."""
-    source = network_path()
+    source, config = network_path(), vllm_config.model_config
+    model = str(config.model)
     if source is None:
-        model = str(getattr(getattr(vllm_config, "model_config", None), "model", ""))
         if not model or find_tempnet(model) is None:
             _log.info("no TempNet: %s is not set, and the model %r has none in its directory", PATH_VARIABLE, model)
             return None
         source = model
-    return BatchTemperatures(load_tempnet(source), device)
+    tempnet, layer = load_tempnet(source), None
+    if tempnet.config.reads_state:
+        layer = load_output_layer(model, revision=config.revision, dtype=getattr(config, "head_dtype", config.dtype))
+    temperatures = BatchTemperatures(tempnet, device, layer)
+    figures = "" if temperatures.hidden is None else f"; hidden states from logits: {temperatures.hidden.figures}"
+    _log.info("TempNet of kind %s from %s%s", tempnet.config.kind, source, figures)
+    return temperatures
 
 
 def _interfaces() -> tuple[type, ...]:
