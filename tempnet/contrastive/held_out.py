@@ -53,7 +53,8 @@ def held_out_losses(
     def losses(tau: Tensor) -> Tensor:
         tau = tau.double()
         scales = tau.reciprocal()
-        log_sums = torch.cat(tiles.logsumexp(scales[:1], scales[1:])) - cosines / tau
+        sums = zip(tiles.logsumexp(scales[:1], scales[1:]), scales.split(1), strict=True)
+        log_sums = torch.cat([own.relative_to(cosines, scale) for own, scale in sums])
         return normalise(log_sums, Member(config=config, tau=tau, gamma=1.0, stored=stored), batch).losses
 
     return losses

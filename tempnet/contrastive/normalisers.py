@@ -18,7 +18,10 @@ with
     in batch   c_i = loss_i + log τ_i        e_i = 0
     global     c_i = log(n_i·u_i)            e_i = log u_i + ρ                  u under stop-gradient
 
-An anchor without negatives has loss 0, c = +inf and e = 0. An id that occurs several times in a batch is updated
+The sum of the weights exp(h_ij/τ_i − c_i) is W_i = exp(ℓ_i − c_i). At small τ both ℓ and c may be hundreds and nearly
+equal, so the functions return log W_i and e_i − c_i·W_i, each computed without such a difference, instead of c_i and e_i.
+
+An anchor without negatives has loss 0, W = 0 and e − c·W = 0. An id that occurs several times in a batch is updated
 once, with the mean of g over its occurrences, and all of its occurrences use the same u.
 
 Shapes: B pairs in the global batch. Values of both modalities are (2, B), where index 0 is the image and 1 the text.
@@ -39,10 +42,10 @@ class Normalised:
 
     losses: Tensor
     """Loss of every anchor."""
-    log_scale: Tensor
-    """c, as defined in the docstring of this module."""
+    log_weight: Tensor
+    """log W, as defined in the docstring of this module."""
     tau_slope: Tensor
-    """e, as defined in the docstring of this module."""
+    """e − c·W, as defined in the docstring of this module."""
     log_u: Tensor | None = None
     """New estimates log u (the old ones for anchors without negatives); None for the in-batch normaliser."""
 
@@ -88,7 +91,8 @@ class Repeats:
 def in_batch(log_sums: Tensor, tau: Tensor, has_negatives: Tensor) -> Normalised:
     """Normalise in batch, from ℓ and τ, (2, B) each, and which anchors have a negative, (B,) bool."""
     losses = torch.logaddexp(log_sums, torch.zeros_like(log_sums))
-    return _mask_normalised(has_negatives, losses, losses + tau.log(), torch.zeros_like(losses))
+    log_weight = torch.nn.functional.logsigmoid(log_sums) - tau.log()
+    return _mask_normalised(has_negatives, losses, log_weight, -(losses + tau.log()) * log_weight.exp())
 
 
 def moving_average(
@@ -114,20 +118,25 @@ def moving_average(
     """
     has_negatives = num_negatives > 0
     log_num = num_negatives.clamp(min=1).to(log_sums.dtype).log()
-    log_g = repeats.log_mean_exp(log_sums - log_num, has_negatives)
+    own_log_g = log_sums - log_num
+    log_g = repeats.log_mean_exp(own_log_g, has_negatives)
     log_keep = math.log1p(-gamma) if gamma < 1.0 else -math.inf
-    averaged = torch.logaddexp(log_keep + log_u, math.log(gamma) + log_g)
-    new = torch.where(torch.isneginf(log_u), log_g, averaged)
-    slope = new + rho
-    return _mask_normalised(has_negatives, tau * slope, log_num + new, slope, torch.where(has_negatives, new, log_u))
+    # log(u/g) of the new u
+    log_ratio = torch.logaddexp(log_keep + (log_u - log_g), torch.full_like(log_g, math.log(gamma)))
+    log_ratio = torch.where(torch.isneginf(log_u), 0.0, log_ratio)
+    new, log_weight = log_g + log_ratio, (own_log_g - log_g) - log_ratio
+    # log u + ρ − (log n + log u)·W
+    slope = rho - log_num * log_weight.exp() - new * torch.expm1(log_weight)
+    log_u = torch.where(has_negatives, new, log_u)
+    return _mask_normalised(has_negatives, tau * (new + rho), log_weight, slope, log_u)
 
 
 def _mask_normalised(
-    has_negatives: Tensor, losses: Tensor, log_scale: Tensor, tau_slope: Tensor, log_u: Tensor | None = None
+    has_negatives: Tensor, losses: Tensor, log_weight: Tensor, tau_slope: Tensor, log_u: Tensor | None = None
 ) -> Normalised:
     return Normalised(
         torch.where(has_negatives, losses, 0.0),
-        torch.where(has_negatives, log_scale, torch.inf),
+        torch.where(has_negatives, log_weight, -torch.inf),
         torch.where(has_negatives, tau_slope, 0.0),
         log_u,
     )

@@ -5,12 +5,11 @@ the similarities.
 
     1. Pass 1 over the tiles of similarities of this rank's images with all texts gives ℓ; the sums of the columns are
        completed by communication between the ranks.
-    2. Every rank computes the losses of all anchors and the shifts s of their weights (`normalisers`), which is O(B).
+    2. Every rank computes the losses of all anchors and the sums of their weights (`normalisers`), which is O(B).
     3. Pass 2 computes the gradients; those of the texts are summed over the ranks, and each rank takes its own rows.
 
-The negatives of anchor i have the weights w_ij = exp((S_ij − s_i)/τ_i), which include the factor 1/(2B). The
-positive's contribution to the gradient is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives
-Σ_j w_ij = exp(ℓ_i − c_i).
+The negatives of anchor i have the weights w_ij = exp(h_ij/τ_i − c_i)/(2B). The positive's contribution to the gradient
+is known without a tile: its weight is −Σ_j w_ij, and pass 1 gives Σ_j w_ij = exp(ℓ_i − c_i)/(2B).
 
 Shapes: K losses, W ranks, B pairs in the global batch, b = B/W pairs on this rank, d dimensions of an embedding. Values of
 both modalities are (2, B), where index 0 is the image and 1 the text.
@@ -30,7 +29,7 @@ from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.contrastive.cyclic import cyclic_terms
 from tempnet.contrastive.normalisers import Normalised, Repeats, in_batch, moving_average
 from tempnet.contrastive.pairs import PositivePairs
-from tempnet.contrastive.tiles import SimilarityTiles, TileGradients, artanh_slope, clamp_cosines
+from tempnet.contrastive.tiles import LogSums, SimilarityTiles, TileGradients, Weighting, artanh_slope, clamp_cosines
 from tempnet.contrastive.world import World
 
 
@@ -108,36 +107,50 @@ def compute(batch: GatheredBatch, members: Sequence[Member], world: World, needs
     tiles = SimilarityTiles(batch.image, batch.text, batch.pairs, tile_size=first.tile_size, is_artanh=is_artanh)
     tau = torch.stack([member.tau for member in members])  # (K, 2, B)
     scale = tau.reciprocal()
-    partial = torch.full_like(tau, -torch.inf)[None]
-    partial[0, :, 0, part], partial[0, :, 1] = tiles.logsumexp(scale[:, 0, part], scale[:, 1])
-    log_sums = world.gather(partial).logsumexp(0) - positives * scale  # This is ℓ.
-
-    normalised = [normalise(own, member, batch) for own, member in zip(log_sums, members, strict=True)]
+    log_sums = _gather_log_sums(tiles.logsumexp(scale[:, 0, part], scale[:, 1]), scale, part, world)
+    normalised = [
+        normalise(own, member, batch)
+        for own, member in zip(log_sums.relative_to(positives, scale), members, strict=True)
+    ]
     results = [StepResult(loss=own.losses.sum() / (2 * num_pairs), log_u=own.log_u) for own in normalised]
     if needs.image or needs.text or needs.tau:
-        log_scale = torch.stack([own.log_scale for own in normalised]) + math.log(2 * num_pairs)  # c, with 1/(2B).
-        weight_sums = (log_sums - log_scale).exp()
-        shift = positives + tau * log_scale  # This is s.
+        log_weights = torch.stack([own.log_weight for own in normalised])
+        offset = log_sums.rest - log_weights + math.log(2 * num_pairs)  # o, with 1/(2B)
+        weight_sums = log_weights.exp()
         sums = tiles.gradients(
-            scale[:, 0, part],
-            scale[:, 1],
-            shift[:, 0, part],
-            shift[:, 1],
+            Weighting(scale[:, 0, part], log_sums.top[0, part], offset[:, 0, part]),
+            Weighting(scale[:, 1], log_sums.top[1], offset[:, 1]),
             with_image=needs.image,
             with_text=needs.text,
             with_products=needs.tau,
         )
-        _add_embedding_gradients(results, batch, sums, weight_sums, world, is_artanh=is_artanh)
+        _add_embedding_gradients(results, batch, sums, weight_sums / (2 * num_pairs), world, is_artanh=is_artanh)
         if sums.row_products is not None and sums.column_products is not None:
             products = torch.zeros_like(tau)
             products[:, 0, part], products[:, 1] = sums.row_products, sums.column_products
-            mean_h = (world.sum(products) - positives * weight_sums) * (2 * num_pairs)
-            for result, own, subtrahend in zip(results, normalised, mean_h * scale, strict=True):
-                result.dual_gradient = own.tau_slope - subtrahend
+            # h/τ = (S − m)/τ + log Σw + c − rest, see `normalisers`; c is in the slope already.
+            subtrahend = world.sum(products) * (2 * num_pairs) * scale
+            subtrahend += torch.where(weight_sums > 0.0, (log_weights - log_sums.rest) * weight_sums, 0.0)
+            for result, own, part_of_slope in zip(results, normalised, subtrahend, strict=True):
+                result.dual_gradient = own.tau_slope - part_of_slope
     for result, member in zip(results, members, strict=True):
         if member.config.kind.is_cyclic:
             _add_cyclic(result, batch, member.config, world)
     return results
+
+
+def _gather_log_sums(own: tuple[LogSums, LogSums], scale: Tensor, part: slice, world: World) -> LogSums:
+    """Return the sums of all anchors, m (2, B) and the rest (K, 2, B), from those of this rank's rows and columns.
+
+    The arguments are what pass 1 returns, 1/τ (K, 2, B), and this rank's part of the B pairs.
+    """
+    rows, columns = own
+    partial = scale.new_full((1, len(scale) + 1, *scale.shape[1:]), -torch.inf)
+    partial[0, 0, 0, part], partial[0, 0, 1] = rows.top, columns.top
+    partial[0, 1:, 0, part], partial[0, 1:, 1] = rows.rest, columns.rest
+    tops, rests = world.gather(partial).split([1, len(scale)], dim=1)
+    top = tops.amax(0)
+    return LogSums(top[0], (rests + (tops - top) * scale).logsumexp(0))
 
 
 def _add_embedding_gradients(

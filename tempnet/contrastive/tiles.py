@@ -4,10 +4,14 @@ A rank computes S = f(e_I e_Tᵀ) of its own images with all texts. Row i compar
 and column j is this rank's part of the comparison of the text anchor j with the images. f is the identity, or
 2·artanh for the temperature-free loss.
 
-    pass 1    log Σ_{j∈N(i)} exp(S_ij/τ_i) of every row, and likewise of every column over this rank's rows
-    pass 2    the weights exp((S_ij − s_i)/τ_i), where the shifts s_i follow from pass 1. The weights of rows and
+    pass 1    m_i = max_{j∈N(i)} S_ij and log Σ_{j∈N(i)} exp((S_ij − m_i)/τ_i) of every row, and likewise of every column
+              over this rank's rows
+    pass 2    the weights exp((S_ij − m_i)/τ_i − o_i), where the offsets o_i follow from pass 1. The weights of rows and
               columns are added and multiplied by f′, and give the gradients of the embeddings. If τ is learned, the
-              pass also computes Σ_j weight_ij·S_ij
+              pass also computes Σ_j weight_ij·(S_ij − m_i)
+
+At τ = .001 the numbers S/τ reach a thousand, and the gradient in τ is a difference of such numbers. The largest similarity
+is therefore subtracted before anything is divided by τ or summed, and the two are kept apart until the end.
 
 Both passes serve K losses at a time, which differ in their temperatures: a tile of similarities is computed once for all
 of them. Each tile is computed again in the second pass instead of being stored, which takes 4 matrix products instead of
@@ -22,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +54,33 @@ class TileGradients:
     text: Tensor | None
     """Gradient of all text embeddings, only the contribution of this rank's rows: (K, B, d)."""
     row_products: Tensor | None
-    """Σ_j weight_ij·S_ij of every row, complete: (K, b)."""
+    """Σ_j weight_ij·(S_ij − m_i) of every row, complete: (K, b)."""
     column_products: Tensor | None
-    """Σ_i weight_ij·S_ij of every column, only the contribution of this rank's rows: (K, B)."""
+    """Σ_i weight_ij·(S_ij − m_j) of every column, only the contribution of this rank's rows: (K, B)."""
+
+
+class LogSums(NamedTuple):
+    """log Σ exp(S/τ) over the negatives of n anchors in two parts: it is m/τ + rest."""
+
+    top: Tensor
+    """m, the largest similarity: (n,)."""
+    rest: Tensor
+    """log Σ exp((S − m)/τ): (K, n)."""
+
+    def relative_to(self, positives: Tensor, scale: Tensor) -> Tensor:
+        """Return ℓ = log Σ exp((S − positive)/τ) (K, n) for positives (n,) and scale = 1/τ (K, n)."""
+        return (self.top - positives) * scale + self.rest
+
+
+class Weighting(NamedTuple):
+    """The weights exp((S − top)·scale − offset) of n anchors' negatives."""
+
+    scale: Tensor
+    """1/τ: (K, n)."""
+    top: Tensor
+    """m, the largest similarity of the negatives: (n,)."""
+    offset: Tensor
+    """o, +inf for an anchor without weight: (K, n)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +121,8 @@ class SimilarityTiles:
         self.positives = pairs.by_tile(tile_size)
         self.buffers = image.new_empty(4, min(tile_size, len(image)) * min(tile_size, len(text)))
 
-    def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass 1: return log Σ exp(S·scale) over the negatives of every row, (K, b), and of every column, (K, B).
+    def logsumexp(self, row_scale: Tensor, column_scale: Tensor) -> tuple[LogSums, LogSums]:
+        """Pass 1: return log Σ exp(S·scale) over the negatives of every row and of every column.
 
         The sums of the columns are only over this rank's rows.
 
@@ -101,62 +130,60 @@ class SimilarityTiles:
             row_scale: (K, b) 1/τ of the image anchors.
             column_scale: (K, B) 1/τ of the text anchors.
         """
-        row_sums = torch.full_like(row_scale, -torch.inf)
-        column_sums = torch.full_like(column_scale, -torch.inf)
+        row_sums, column_sums = (
+            LogSums(torch.full_like(scale[0], -torch.inf), torch.full_like(scale, -torch.inf))
+            for scale in (row_scale, column_scale)
+        )
         for tile in self._tiles():
             for dim, part, scales, sums, work in (
                 (1, tile.rows, row_scale, row_sums, tile.row_work),
                 (0, tile.columns, column_scale, column_sums, tile.column_work),
             ):
-                top = tile.logits.amax(dim, keepdim=True)
-                for scale, total in zip(scales[:, part].unsqueeze(dim + 1), sums[:, part], strict=True):
-                    weights = torch.sub(tile.logits, top, out=work).mul_(scale * _LOG2_E).exp2_()
-                    log_sum = weights.sum(dim).log_() + (top * scale).squeeze(dim)
-                    total.copy_(torch.logaddexp(total, log_sum))
+                top, before = tile.logits.amax(dim), sums.top[part]
+                now = torch.maximum(top, before)
+                for scale, rest in zip(scales[:, part], sums.rest[:, part], strict=True):
+                    weights = torch.sub(tile.logits, top.unsqueeze(dim), out=work)
+                    log_sum = weights.mul_((scale * _LOG2_E).unsqueeze(dim)).exp2_().sum(dim).log_()
+                    rest.copy_(torch.logaddexp(rest + (before - now) * scale, log_sum + (top - now) * scale))
+                before.copy_(now)
         return row_sums, column_sums
 
     def gradients(
-        self,
-        row_scale: Tensor,
-        column_scale: Tensor,
-        row_shift: Tensor,
-        column_shift: Tensor,
-        *,
-        with_image: bool,
-        with_text: bool,
-        with_products: bool,
+        self, rows: Weighting, columns: Weighting, *, with_image: bool, with_text: bool, with_products: bool
     ) -> TileGradients:
-        """Pass 2: return the gradients for weights exp((S − shift)·scale) of the rows and of the columns.
+        """Pass 2: return the gradients for the weights of the rows and of the columns.
 
         Args:
-            row_scale, row_shift: (K, b) 1/τ and shift s of the image anchors; a shift of +inf excludes an anchor.
-            column_scale, column_shift: (K, B) the same for the text anchors.
+            rows: weights of the negatives of the image anchors: (K, b).
+            columns: weights of the negatives of the text anchors: (K, B).
             with_image, with_text, with_products: which results to compute.
         """
         assert not (self.is_artanh and with_products), "a loss without a temperature has no gradient in it"
-        count = len(row_scale)
+        count = len(rows.scale)
         image_grad = self.image.new_zeros(count, *self.image.shape) if with_image else None
         text_grad = self.text.new_zeros(count, *self.text.shape) if with_text else None
-        row_products = torch.zeros_like(row_scale) if with_products else None
-        column_products = torch.zeros_like(column_scale) if with_products else None
+        row_products = torch.zeros_like(rows.scale) if with_products else None
+        column_products = torch.zeros_like(columns.scale) if with_products else None
         for tile in self._tiles():
-            rows, columns, logits = tile.rows, tile.columns, tile.logits
             slopes = artanh_slope(tile.spare) if self.is_artanh else None
             for number in range(count):
-                row_weights = torch.sub(logits, row_shift[number, rows, None], out=tile.row_work)
-                row_weights.mul_(row_scale[number, rows, None] * _LOG2_E).exp2_()
-                column_weights = torch.sub(logits, column_shift[number, columns], out=tile.column_work)
-                column_weights.mul_(column_scale[number, columns] * _LOG2_E).exp2_()
-                if row_products is not None and column_products is not None:
-                    row_products[number, rows] += torch.mul(row_weights, logits, out=tile.spare).sum(1)
-                    column_products[number, columns] += torch.mul(column_weights, logits, out=tile.spare).sum(0)
-                weights = row_weights.add_(column_weights)
+                for dim, part, own, products, work in (
+                    (1, tile.rows, rows, row_products, tile.row_work),
+                    (0, tile.columns, columns, column_products, tile.column_work),
+                ):
+                    top = own.top[part].unsqueeze(dim)
+                    scale, offset = ((_LOG2_E * x[number, part]).unsqueeze(dim) for x in (own.scale, own.offset))
+                    torch.sub(tile.logits, top, out=work)
+                    torch.addcmul(-offset, work, scale, out=work).exp2_()
+                    if products is not None:
+                        products[number, part] += torch.sub(tile.logits, top, out=tile.spare).mul_(work).sum(dim)
+                weights = tile.row_work.add_(tile.column_work)
                 if slopes is not None:
                     weights.mul_(slopes)
                 if image_grad is not None:
-                    image_grad[number, rows].addmm_(weights, self.text[columns])
+                    image_grad[number, tile.rows].addmm_(weights, self.text[tile.columns])
                 if text_grad is not None:
-                    text_grad[number, columns].addmm_(weights.T, self.image[rows])
+                    text_grad[number, tile.columns].addmm_(weights.T, self.image[tile.rows])
         return TileGradients(image_grad, text_grad, row_products, column_products)
 
     def _tiles(self) -> Iterator[_Tile]:

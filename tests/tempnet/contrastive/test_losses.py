@@ -173,6 +173,18 @@ def test_small_temperatures_do_not_overflow(name: str, tau: float) -> None:
     assert found["loss"] < 1e-6, found
 
 
+@pytest.mark.parametrize("tile_size", [7, 64])
+@pytest.mark.parametrize("tau", [0.001, 0.005])
+def test_float32_keeps_the_digits_of_the_gradient_in_tau(tau: float, tile_size: int) -> None:
+    """The gradient is a difference of numbers that reach 1/τ; the reference is the same loss of the same rows in float64."""
+    loss = make_loss(make_config("isogclr", tau=tau, tau_min=0.0005, tile_size=tile_size)).float()
+    exact = make_loss(make_config("isogclr", tau=tau, tau_min=0.0005))
+    for _ in range(2):  # the first visit of every sample, and one that averages
+        batch = make_batch(16, repeats=False).to(torch.float32)
+        ours, theirs = run(loss, batch), run(exact, batch.to(torch.float64))
+        assert relative_error(ours["dual_gradient"], theirs["dual_gradient"]) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_cosines_have_finite_artanh(dtype: torch.dtype) -> None:
     rows = torch.nn.functional.normalize(torch.randn(4, SIZE, generator=torch.Generator().manual_seed(0)), dim=-1)
