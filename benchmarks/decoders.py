@@ -32,11 +32,12 @@ from jobs.engine.tables import markdown_table
 from jobs.scoring.decoders.model import SampledText
 from jobs.scoring.decoders.report import conclusion, figures, pair, plot, table
 from jobs.scoring.decoders.worker import BenchSettings, BenchWorker, run_bench
-from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection, VerifierSection
+from jobs.scoring.reward.config import RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import train as train_by_reward
 from jobs.scoring.reward.plan import make_plan
 from jobs.scoring.reward.rollouts import RolloutWorker
 from jobs.scoring.reward.trainer import RewardTrainer
+from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.decoders.texts import mean_interval
 
 Reward = Literal["each", "distinct"]

@@ -30,12 +30,16 @@ def test_the_page_has_lines() -> None:
 
 
 # What each name would do with data: run it, or write it to places that it names itself. The few calls that are allowed
-# unpickle what another process of the same job has packed.
+# unpickle what another process of the same job has packed, or run the code of a verifier's unit tests, isolated.
 FORBIDDEN = re.compile(
     r"(?:cloud)?pickle\.loads?|marshal\.loads?|dill\.loads?|joblib\.load|yaml\.(?:load|unsafe_load|full_load)|eval|exec|"
     r"os\.system|shutil\.unpack_archive|.*\.extractall|(?:tar|archive|zip\w*)\.extract"
 )
-ALLOWED = {"jobs/engine/worker.py": "cloudpickle.loads", "jobs/studies/trials/run.py": "cloudpickle.loads"}
+ALLOWED = {
+    "jobs/engine/worker.py": "cloudpickle.loads",
+    "jobs/studies/trials/run.py": "cloudpickle.loads",
+    "jobs/scoring/verifiers/code_process.py": "exec",
+}
 
 
 def forbidden_calls(text: str) -> Iterator[str]:

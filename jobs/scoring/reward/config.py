@@ -9,6 +9,7 @@ from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.config import RunSection, TrackingSection
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, values_of
 from jobs.scoring.config import PoolSection, check_least
+from jobs.scoring.verifiers.verifier import VerifierSection
 from tempnet.network_config import TempNetConfig, TempNetOptions
 
 
@@ -70,26 +71,6 @@ class LeashSection:
         check_not_negative("leash", self, "gain", "reset_steps")
         check_positive("leash", self, "allowance", "weight", "num_base_batches")
         check_share("leash", self, "ramp_share")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierSection:
-    """What gives the texts their rewards."""
-
-    name: str
-    """exact: the text equals `answer` of its prompt. gsm8k: its number is the one after #### in `answer`. unit-tests: its
-    code passes `tests` of its prompt, run under limits. MODULE:FUNCTION: a Python function of a dictionary with `prompt`,
-    `text` and the prompt's other fields, which returns a number in [0, 1]. Else a command, which reads the same as JSON
-    and prints such a number, or ends with status 0 (right) or 1 (wrong)."""
-    seconds: float = 10.0
-    """Time limit of a sample; for unit-tests, of its code, which has then failed."""
-    memory_mib: int = 1024
-    """Address space of the code of unit-tests."""
-
-    def __post_init__(self) -> None:
-        check_positive("verifier", self, "seconds", "memory_mib")
-        if not self.name:
-            raise ValueError("verifier.name is empty: exact, gsm8k, unit-tests, MODULE:FUNCTION or a command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

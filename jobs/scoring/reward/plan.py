@@ -21,7 +21,6 @@ from jobs.scoring.generation.formats import FORMATS, Prompt, read_prompts
 from jobs.scoring.generation.job import prompt_text, room_for_prompts
 from jobs.scoring.reward.config import RewardConfig
 from jobs.scoring.verifiers.panel import Panel
-from jobs.scoring.verifiers.unit_tests import Limits
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import load_tokenizer
@@ -65,11 +64,6 @@ class RewardPlan:
     def asked(self) -> tuple[Question, ...]:
         """All prompts: those that are learned from, then the held-out ones."""
         return (*self.questions, *self.held_out)
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of a sample's verification."""
-        return Limits(seconds=self.config.verifier.seconds, memory_mib=self.config.verifier.memory_mib)
 
     @property
     def generation(self) -> GenerateConfig:
@@ -134,7 +128,7 @@ def make_plan(config: RewardConfig) -> RewardPlan:
     )
     if config.temperature.path:
         plan.record["tempnet_digest"] = tempnet_digest(make_network(plan))
-    panel = Panel(config.verifier.name, plan.limits)
+    panel = Panel(config.verifier)
     try:
         panel.check((question.prompt.id, question.prompt.fields) for question in plan.asked)
     finally:

@@ -16,7 +16,7 @@ from jobs.scoring.generation.sampling import Generated, Request, Sampler
 from jobs.scoring.reward.learning import GroupRewards, Learner, Rollout
 from jobs.scoring.reward.plan import RewardPlan, make_network
 from jobs.scoring.verifiers.panel import Judgement, Panel
-from jobs.scoring.verifiers.samples import Sample
+from jobs.scoring.verifiers.verifier import Sample
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.inference import can_fold
 from tempnet.reward import distinct_reward
@@ -81,7 +81,7 @@ class RolloutWorker:
             )
         self.learner = Learner(self.sampler.base, self.network)
         num_at_a_time = max(1, int(plan.config.workers.cpus_per_worker))
-        self.panel = Panel(plan.config.verifier.name, plan.limits, num_at_a_time=num_at_a_time)
+        self.panel = Panel(plan.config.verifier, num_at_a_time=num_at_a_time)
 
     def run(self, order: Order) -> Answer:
         """Carry out an order."""

@@ -8,11 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.scoring.verifiers.builtin import ExactMatch, Gsm8k
-from jobs.scoring.verifiers.commands import CommandVerifier
-from jobs.scoring.verifiers.functions import FUNCTION, FunctionVerifier
-from jobs.scoring.verifiers.samples import FailureReason, Sample, Verifier, VerifierError, as_reward
-from jobs.scoring.verifiers.unit_tests import Limits, UnitTests
+from jobs.scoring.verifiers.programs import FUNCTION, CommandVerifier, FunctionVerifier
+from jobs.scoring.verifiers.unit_tests import UnitTests
+from jobs.scoring.verifiers.verifier import (
+    ExactMatch,
+    FailureReason,
+    Gsm8k,
+    Sample,
+    Verifier,
+    VerifierError,
+    VerifierSection,
+    as_reward,
+)
 
 
 @dataclass(slots=True)
@@ -27,33 +34,28 @@ class Judgement:
     """What the first failure says, in words."""
 
 
-def make_verifier(name: str, limits: Limits) -> Verifier:
-    """Return a verifier by its name: exact, gsm8k, unit-tests, MODULE:FUNCTION, or a command.
-
-    Args:
-        name: the name.
-        limits: time limit of a sample, and for unit-tests the others too.
+def make_verifier(settings: VerifierSection) -> Verifier:
+    """Return the verifier of some settings.
 
     Raises:
         ValueError: if it is a command that this machine does not have.
     """
-    if name == "exact":
+    if settings.name == "exact":
         return ExactMatch()
-    if name == "gsm8k":
+    if settings.name == "gsm8k":
         return Gsm8k()
-    if name == "unit-tests":
-        return UnitTests(limits)
-    if FUNCTION.fullmatch(name):
-        return FunctionVerifier(name, seconds=limits.seconds)
-    return CommandVerifier(name, seconds=limits.seconds)
+    if settings.name == "unit-tests":
+        return UnitTests(settings)
+    kind = FunctionVerifier if FUNCTION.fullmatch(settings.name) else CommandVerifier
+    return kind(settings.name, seconds=settings.seconds)
 
 
 class Panel:
     """Verifiers of one kind, each of which judges one sample at a time."""
 
-    def __init__(self, name: str, limits: Limits, *, num_at_a_time: int = 1) -> None:
+    def __init__(self, settings: VerifierSection, *, num_at_a_time: int = 1) -> None:
         """Make the verifiers; see :func:`make_verifier` for what is raised."""
-        self._members = [make_verifier(name, limits) for _ in range(num_at_a_time)]
+        self._members = [make_verifier(settings) for _ in range(num_at_a_time)]
 
     def check(self, prompts: Iterable[tuple[int | str, Mapping[str, Any]]]) -> None:
         """Check the verifier and all prompts, each given by its ID and fields, before any text is generated.

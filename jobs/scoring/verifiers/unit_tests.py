@@ -1,103 +1,199 @@
-"""The verifier of code: the unit tests of a prompt, run with the generated code in a subprocess with limits.
+"""The verifier of code: the unit tests of a prompt, which reach the generated code through a connection (`code_process.py`).
 
-The limits hold what generated code does by mistake: time, CPU time, memory, size of files, processes left behind. Where
-the kernel allows it, the code also has no network and sees no other process. It can still read what this user can read.
-Code that is out to do harm belongs into a container or a machine of its own.
+Code and tests each have a process in namespaces of its own: no network, no process, file or socket of this machine but
+Python itself, which can only be read, and a scratch directory in memory. Limits hold for all processes of a sample
+together. Where the kernel allows no namespaces, nothing is run unless the settings allow it.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
-import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import IO, Any, NamedTuple
 
-from jobs.scoring.verifiers.processes import run_command
-from jobs.scoring.verifiers.samples import Sample, VerifierError
+import psutil
+
+from jobs.scoring.verifiers import code_process
+from jobs.scoring.verifiers.programs import kill_session, wait_for_end
+from jobs.scoring.verifiers.verifier import Sample, VerifierError, VerifierSection
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# A network and processes of its own; without rights, as the same user.
-_UNSHARE = ("unshare", "--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child")
-# Limits that a shell sets can be raised by nobody below it: CPU time in s, memory in KiB, files in blocks of 512 bytes.
-_LIMITED = 'ulimit -t "$1"; ulimit -v "$2"; ulimit -f "$3"; ulimit -c 0; shift 3; exec "$@"'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the code of a sample may use."""
-
-    seconds: float = 10.0
-    """Time, and CPU time of each process."""
-    memory_mib: int = 1024
-    """Address space of each process."""
-    file_mib: int = 16
-    """Size of each file that it writes, also of its output."""
+# Namespaces of users, files, network, System V memory, names and processes; without rights, as the same user.
+_UNSHARE = (
+    "unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child",
+)  # fmt: skip
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class UnitTests:
     """1 for a text whose code passes the statements `tests` of its prompt, else 0; code that hangs or dies has failed.
 
-    The code is the last block between ``` in the text, else the whole text. It passes if the end of the tests is
-    reached: a program that ends itself before, with whatever status, has failed.
+    The code is the last block between ``` in the text, else the whole text. It passes if the end of the tests is reached:
+    tests or code that end their process before have failed. What may pass between the two says `code_process.py`.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, settings: VerifierSection) -> None:
+        self._settings = settings
 
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Check that the prompt has statements `tests` that can be parsed: a string, or a list of strings."""
+        """Check that the prompt has statements `tests` that can be parsed, and that their code can be isolated."""
         try:
             compile(_statements(fields.get("tests")), "tests", "exec")
         except SyntaxError as error:
             raise ValueError(f"verifier.name = unit-tests: `tests` cannot be parsed: {error}") from error
+        if not self._settings.allow_unisolated and (problem := isolation_problem(shutil.which("unshare"))):
+            raise ValueError(
+                f"verifier.name = unit-tests: generated code cannot be isolated on this machine: {problem}. It could read "
+                "and write what you may, also your keys: allow user namespaces, or in a container or machine of its own give "
+                "--verifier.allow-unisolated"
+            )
 
     def judge(self, sample: Sample) -> float:
-        """Run the code and its tests."""
+        """Run the tests and the code of a sample."""
+        is_isolated = not isolation_problem(shutil.which("unshare"))
+        if not is_isolated and not self._settings.allow_unisolated:
+            raise VerifierError("died", "generated code cannot be isolated on this machine")
         blocks = _FENCED.findall(sample.text)
-        # The word that shows that the end was reached. The code cannot know it, because it is drawn for this call.
-        word = secrets.token_hex(16)
-        end = f"import sys\nsys.stdout.write({chr(10) + word!r})\n"
-        tests = _statements(sample.fields["tests"])
-        program = "\n\n".join([blocks[-1] if blocks else sample.text, tests, end])
-        limits = self._limits
-        numbers = (int(limits.seconds) + 1, limits.memory_mib << 10, limits.file_mib << 11)
-        python = (sys.executable, "-I", "-B", "-")
-        with tempfile.TemporaryDirectory(prefix="tempnet-code-", ignore_cleanup_errors=True) as directory:
+        sources = {"code": blocks[-1] if blocks else sample.text, "tests": _statements(sample.fields["tests"])}
+        processes: list[subprocess.Popen[bytes]] = []
+        with ExitStack() as stack:
+            ends = [stack.enter_context(end) for end in socket.socketpair()]
             try:
-                done = run_command(
-                    [*isolation(), "sh", "-c", _LIMITED, "sh", *map(str, numbers), *python],
-                    given=program,
-                    seconds=limits.seconds,
-                    directory=directory,
-                    # No variable of this process, which may hold passwords.
-                    environment={
-                        "PATH": "/usr/bin:/bin",
-                        "HOME": directory,
-                        "TMPDIR": directory,
-                        "OMP_NUM_THREADS": "1",
-                    },
-                )
+                for (role, source), end in zip(sources.items(), ends, strict=True):
+                    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="tempnet-code-"))
+                    given = stack.enter_context(tempfile.TemporaryFile())
+                    given.write(source.encode())
+                    given.seek(0)
+                    processes.append(_start(role, given, scratch, self._settings, is_isolated, end))
+                    stack.callback(kill_session, processes[-1])
             except (OSError, UnicodeEncodeError) as error:
                 raise VerifierError("died", f"the code cannot be run: {error}") from error
-        return float(done.status == 0 and done.output.endswith(word))
+            for end in ends:
+                end.close()  # else the tests would wait for code that has ended
+            seconds, goes_on = self._settings.seconds, _within_limits(processes, self._settings)
+            is_over = wait_for_end(processes[1], seconds, goes_on)
+        return float(is_over and processes[1].returncode == 0)
 
     def close(self) -> None:
         """End nothing: no process outlives its call."""
 
 
 @functools.cache
-def isolation() -> tuple[str, ...]:
-    """Return the command that takes network and other processes away; empty if this machine's kernel does not allow it."""
-    if shutil.which(_UNSHARE[0]) is None:
-        return ()
-    done = subprocess.run([*_UNSHARE, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-    return _UNSHARE if done.returncode == 0 else ()
+def isolation_problem(unshare: str | None) -> str:
+    """Return why this machine cannot isolate code, in a line, or nothing if it can.
+
+    Args:
+        unshare: path of util-linux's `unshare`; None if there is none.
+    """
+    if unshare is None:
+        return "there is no command unshare (of util-linux)"
+    with tempfile.TemporaryDirectory(prefix="tempnet-code-") as scratch, tempfile.TemporaryFile() as said:
+        process = _start("probe", None, scratch, VerifierSection(name="unit-tests"), True, None, said)
+        try:
+            wait_for_end(process, 60.0)
+        finally:
+            kill_session(process)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    return "" if process.returncode == 0 else (lines or ["it gave no answer"])[-1]
+
+
+def _start(
+    role: str,
+    source: IO[bytes] | None,
+    scratch: str,
+    settings: VerifierSection,
+    is_isolated: bool,
+    end: socket.socket | None,
+    errors: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process of `code_process.py` in a session of its own, which sees no variable of this one."""
+    limits = {
+        "root": scratch if is_isolated else "",
+        "readable": _readable(),
+        "seconds": settings.seconds,
+        "memory_bytes": settings.memory_mib << 20,
+        "file_bytes": settings.file_mib << 20,
+        "num_processes": settings.num_processes + 1,
+    }
+    descriptors = [end.fileno()] if end else []
+    return subprocess.Popen(
+        [
+            *(_UNSHARE if is_isolated else ()),
+            *(sys.executable, "-I", "-B", code_process.__file__, role, json.dumps(limits), *map(str, descriptors)),
+        ],
+        stdin=source or subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors or subprocess.DEVNULL,
+        cwd=scratch,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": code_process.PLACE if is_isolated else scratch,
+            "TMPDIR": code_process.PLACE if is_isolated else scratch,
+            "OMP_NUM_THREADS": "1",
+        },
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+def _readable() -> list[str]:
+    """Return the places that Python and the programs of this machine are in."""
+    system = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
+    own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    return system + sorted(place for place in own if not place.startswith("/usr/") and place != "/usr")
+
+
+def _within_limits(processes: Sequence[subprocess.Popen[bytes]], settings: VerifierSection) -> Callable[[], bool]:
+    """Return a function that says whether processes, with all that they have started, are within the limits of a sample."""
+    next_look = time.monotonic()
+
+    def is_within() -> bool:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return True
+        next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        usage = [measure(process.pid) for process in processes]
+        return (
+            sum(used.seconds for used in usage) <= settings.seconds + 1.0
+            and sum(used.num_bytes for used in usage) <= settings.memory_mib << 20
+            # Of each, two are unshare and the interpreter.
+            and sum(max(0, used.num_processes - 2) for used in usage) <= settings.num_processes
+        )
+
+    return is_within
+
+
+class Usage(NamedTuple):
+    """What a process and all that it has started use."""
+
+    seconds: float
+    """CPU time, also of those that have ended and been waited for."""
+    num_bytes: int
+    """Memory that is resident; what several share counts several times."""
+    num_processes: int
+
+
+def measure(process: int) -> Usage:
+    """Return what a process and all that it has started use; nothing if it has ended."""
+    seconds, num_bytes, number = 0.0, 0, 0
+    with suppress(psutil.Error):
+        top = psutil.Process(process)
+        for one in [top, *top.children(recursive=True)]:
+            with suppress(psutil.Error), one.oneshot():
+                seconds += sum(one.cpu_times()[:4])
+                num_bytes += one.memory_info().rss
+                number += 1
+    return Usage(seconds, num_bytes, number)
 
 
 def _statements(tests: Any) -> str:

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from jobs import train_reward
 from jobs.scoring.reward.comparison import CONSTANTS, compare_temperatures, table
-from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection, VerifierSection
+from jobs.scoring.reward.config import LeashSection, RewardConfig, RewardTemperatureSection
 from jobs.scoring.reward.job import export, train
 from jobs.scoring.reward.plan import RewardPlan, make_plan
 from jobs.scoring.reward.rollouts import Answer, Order, RolloutWorker
 from jobs.scoring.reward.trainer import NoRewardError, RewardTrainer
+from jobs.scoring.verifiers.verifier import VerifierSection
 from jobs.tasks.language_model.config import TemperatureSection
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.network import TempNet

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.scoring.verifiers.panel import Judgement, Panel
-from jobs.scoring.verifiers.samples import Sample
-from jobs.scoring.verifiers.unit_tests import Limits, isolation
+from jobs.scoring.verifiers.unit_tests import isolation_problem, measure
+from jobs.scoring.verifiers.verifier import Sample, VerifierSection
 
-LIMITS = Limits(seconds=20.0)
+needs_isolation = pytest.mark.skipif(
+    isolation_problem(shutil.which("unshare")) != "", reason="the kernel lets no user make namespaces"
+)
 FUNCTIONS = """
 import os, time
 def by_length(sample): return len(sample["text"]) / 10
@@ -32,8 +37,10 @@ NOT_CALLABLE = 3
 """
 
 
-def judge(name: str, *texts: str, limits: Limits = LIMITS, num_at_a_time: int = 1, **fields: Any) -> Judgement:
-    panel = Panel(name, limits, num_at_a_time=num_at_a_time)
+def judge(
+    name: str, *texts: str, limits: dict[str, Any] | None = None, num_at_a_time: int = 1, **fields: Any
+) -> Judgement:
+    panel = Panel(VerifierSection(name=name, **{"seconds": 20.0, **(limits or {})}), num_at_a_time=num_at_a_time)
     panel.check([("p", fields)])
     try:
         return panel.judge([Sample(prompt="2 + 2 =", text=text, fields=fields) for text in texts])
@@ -83,7 +90,7 @@ def test_gsm8k_takes_the_number_after_the_mark_or_the_announced_one() -> None:
 
 def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
     texts = ["right", "raise", "half", "hang", "die", "nan", "word", "high", "low", "none", "right"]
-    found = judge(f"{functions}:unruly", *texts, limits=Limits(seconds=1.5))
+    found = judge(f"{functions}:unruly", *texts, limits={"seconds": 1.5})
     assert found.rewards == [1.0, None, 0.5, *[None] * 7, 1.0]
     assert found.failures == {"raised": 1, "timed_out": 1, "died": 1, "not_a_number": 3, "out_of_range": 2}
     assert "ZeroDivisionError" in found.first_failure
@@ -92,8 +99,8 @@ def test_a_function_that_fails_costs_its_samples_only(functions: str) -> None:
 def test_a_function_that_hangs_ends_with_the_process_that_asked_it(functions: str, tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from jobs.scoring.verifiers.functions import FunctionVerifier\n"
-        "from jobs.scoring.verifiers.samples import Sample\n"
+        "from jobs.scoring.verifiers.programs import FunctionVerifier\n"
+        "from jobs.scoring.verifiers.verifier import Sample\n"
         "verifier = FunctionVerifier('own_verifiers:hang_and_tell', seconds=600)\n"
         f"verifier.judge(Sample(prompt='', text={str(tmp_path / 'pid')!r}))\n"
     )
@@ -150,14 +157,14 @@ def test_a_command_reads_the_sample_and_answers_by_its_last_line_or_its_status(t
     esac
     """
     texts = ["part", "right", "wrong", "broken", "killed", "word", "nan", "much", "hang"]
-    found = judge(script(tmp_path, body), *texts, limits=Limits(seconds=2.0))
+    found = judge(script(tmp_path, body), *texts, limits={"seconds": 2.0})
     assert found.rewards == [0.25, 1.0, 0.0, *[None] * 6]
     assert found.failures == {"raised": 1, "died": 1, "not_a_number": 2, "out_of_range": 1, "timed_out": 1}
 
 
 def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
     body = f"sleep 600 & echo $! > {tmp_path}/child; sleep 600"
-    assert judge(script(tmp_path, body), "text", limits=Limits(seconds=1.5)).failures == {"timed_out": 1}
+    assert judge(script(tmp_path, body), "text", limits={"seconds": 1.5}).failures == {"timed_out": 1}
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not is_running(child))
 
@@ -166,6 +173,7 @@ CODE = "def double(x):\n    return 2 * x\n"
 TESTS = ["assert double(4) == 8", "assert double('a') == 'aa'"]
 
 
+@needs_isolation
 def test_code_passes_if_the_end_of_its_tests_is_reached() -> None:
     texts = [
         CODE,
@@ -176,48 +184,160 @@ def test_code_passes_if_the_end_of_its_tests_is_reached() -> None:
         f"{CODE}\nimport sys; sys.exit(0)",
         f"{CODE}\nimport os; os._exit(0)",
         "",
+        "class Equal:\n    __eq__ = __bool__ = lambda *_: True\ndouble = lambda x: Equal()",
+        "import builtins\nall = any = lambda _: True\nbuiltins.AssertionError = OSError\ndouble = all",
+        "import atexit, os, gc\natexit.register(os._exit, 0)\nfor one in gc.get_objects(): print(one)",
     ]
-    assert judge("unit-tests", *texts, num_at_a_time=2, tests=TESTS).rewards == [1.0, 1.0, 1.0, *[0.0] * 5]
+    assert judge("unit-tests", *texts, num_at_a_time=2, tests=TESTS).rewards == [1.0, 1.0, 1.0, *[0.0] * 8]
 
 
-def test_code_is_held_within_its_limits(tmp_path: Path) -> None:
+# An answer to the question for names, and to every other one: what would be run if the tests called what they read.
+FORGED = """
+import json, os, socket
+for number in range(3, 64):
+    try:
+        end = socket.socket(fileno=os.dup(number))
+        for raised in ({"base": "exec", "arguments": ["import os; os._exit(0)"], "own": None},
+                       {"base": "int", "arguments": [1], "own": {"mine": 1, "what": {"exception": ["a", "exec"]}}}):
+            end.sendall(json.dumps({"raised": raised}).encode() + b"\\n")
+    except OSError:
+        pass
+"""
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("code", "tests", "reward"),
+    [
+        (FORGED, "pass", 0.0),
+        ("def sort(x): x.sort()", "a = [3, 1]\nsort(a)\nassert a == [1, 3]", 1.0),
+        ("def twice(f, x): return f(f(x))", "assert twice(lambda x: x + 3, 1) == 7", 1.0),
+        ("def up(n):\n    yield from range(n)", "assert list(up(3)) == [0, 1, 2] and sum(up(4)) == 6", 1.0),
+        (
+            "class Wrong(ValueError): pass\ndef f(x): raise Wrong('no', x)",
+            "for kind in (Wrong, ValueError):\n    try: f(3); found = None\n    except kind as error: found = error.args\n"
+            "    assert found == ('no', 3)",
+            1.0,
+        ),
+        (
+            "import math\nclass V:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n"
+            "    def __mul__(self, k): return V(self.x * k)",
+            "v = V(2)\nv.x += math.ceil(.5)\nassert v * 3 == V(9) and v != V(2) and isinstance(v, V) and v.x == 3",
+            1.0,
+        ),
+        (
+            "from collections import Counter\nfrom fractions import Fraction\ndef f(s): return Counter(s), Fraction(1, 3)",
+            "from fractions import Fraction\nassert f('aab') == ({'a': 2, 'b': 1}, Fraction(1, 3))",
+            1.0,
+        ),
+    ],
+)
+def test_tests_reach_code_in_another_process(code: str, tests: str, reward: float) -> None:
+    assert judge("unit-tests", code, tests=tests).rewards == [reward]
+
+
+@needs_isolation
+def test_code_is_held_within_its_limits() -> None:
+    """Each program breaks one limit, some only with several processes or files that are each within it."""
+    many = "import os, subprocess, sys, time\n"
+    some = "subprocess.Popen([sys.executable, '-c', 'x = bytearray(150 << 20); import time; time.sleep(9)'])"
     texts = [
         "while True: pass",
         "import time; time.sleep(600)",
         "x = bytearray(3 << 30)",
-        "open('big', 'wb').write(bytes(64 << 20))",
         "while True: print('x' * 10000)",
+        f"{many}for _ in range(4): {some}\ntime.sleep(9)",
+        f"{many}for _ in range(60): subprocess.Popen(['sleep', '9'])\ntime.sleep(1)",
+        "for i in range(4): open(str(i), 'wb').write(bytes(6 << 20))",
     ]
-    found = judge("unit-tests", *texts, limits=Limits(seconds=2.0), num_at_a_time=2, tests="pass")
-    assert found.rewards == [0.0] * 5
+    limits = {"seconds": 4.0, "memory_mib": 400}
+    found = judge("unit-tests", *texts, limits=limits, num_at_a_time=2, tests="pass")
+    assert found.rewards == [0.0] * 7
     assert not found.failures  # code that breaks its limits has failed its tests, and no sample is lost
+    texts = [f"{many}{some}", f"{many}for _ in range(8): subprocess.Popen(['sleep', '9'])", texts[-1].replace("4", "2")]
+    assert judge("unit-tests", *texts, limits=limits, tests="pass").rewards == [1.0] * 3
 
 
-def test_code_sees_no_secret_of_this_process_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    code = "import os\nopen('left', 'w').write('x')\nkeys = list(os.environ)\nplace = os.getcwd()"
-    tests = ["assert 'AWS_SECRET_ACCESS_KEY' not in keys", f"assert not place.startswith({os.getcwd()!r})"]
-    before = set(Path().iterdir())
-    assert judge("unit-tests", code, tests=tests).rewards == [1.0]
-    assert set(Path().iterdir()) == before
+def test_what_processes_use_is_counted_together() -> None:
+    burn = "import time\nwhile time.process_time() < .3: pass\n"
+    script = (
+        f"import subprocess, sys, time\na, b = [subprocess.Popen([sys.executable, '-c', {burn!r}]) for _ in 'ab']\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", f"{script}a.wait()\nb.wait()\ntime.sleep(60)"]) as process:
+        try:
+            wait_until(lambda: measure(process.pid).seconds > 0.5 and measure(process.pid).num_processes == 1)
+        finally:
+            process.kill()
 
 
-@pytest.mark.skipif(not isolation(), reason="the kernel lets no user make namespaces")
-def test_code_has_no_network_and_nothing_outlives_it(tmp_path: Path) -> None:
-    code = f"""
-import os, socket, subprocess, time
-out = open({str(tmp_path / "out")!r}, "w")
-child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=out)
-names = [name for _, name in socket.if_nameindex()]
-"""
-    assert judge("unit-tests", code, tests="assert names == ['lo'] and child.poll() is None").rewards == [1.0]
-    held = f"{tmp_path / 'out'}"
-    wait_until(lambda: not any(holds(process, held) for process in Path("/proc").glob("[0-9]*")))
+# Each sets `won` to what it has got hold of, and none does harm where it wins.
+ATTACKS = {
+    "environment of the parent": "won = len(open(f'/proc/{os.getppid()}/environ').read())",
+    "environment of this process": "won = 'AWS_SECRET_ACCESS_KEY' in str(os.environ) or open('/proc/self/environ').read()",
+    "a file of yours": "won = open(SECRET).read()",
+    "writing elsewhere": "won = open(SECRET, 'a').write('x')",
+    "a socket with a path": "s = socket.socket(socket.AF_UNIX); s.connect(PATH); won = 1",
+    "an abstract socket": "s = socket.socket(socket.AF_UNIX); s.connect(ABSTRACT); won = 1",
+    "a socket of the network": "won = socket.create_connection(('127.0.0.1', PORT), 5)",
+    "other processes": "os.kill(PID, 0); won = 1",
+}
+NEEDING_RIGHTS = {
+    "writing beside Python": "name = os.path.join(os.path.dirname(os.__file__), 'x-tempnet')\n"
+    "open(name, 'w').close()\nos.remove(name)\nwon = 1",
+    "mounting": "import ctypes; os.mkdir('r'); won = not ctypes.CDLL(None).mount(b'none', b'r', b'tmpfs', 0, None)",
+    "another root": "os.mkdir('r'); os.chroot('r'); won = 1",
+}
 
 
-def holds(process: Path, file: str) -> bool:
-    """Return whether a process has a file open; False for the processes of other users."""
-    try:
-        return any(os.readlink(link) == file for link in (process / "fd").iterdir())
-    except OSError:
-        return False
+@needs_isolation
+@pytest.mark.parametrize(
+    ("attack", "is_isolated"),
+    [(body, True) for body in (*ATTACKS.values(), *NEEDING_RIGHTS.values())]
+    + [(body, False) for body in ATTACKS.values()],
+    ids=[*ATTACKS, *NEEDING_RIGHTS, *(f"{name}, without isolation" for name in ATTACKS)],
+)
+def test_an_attack_wins_only_without_isolation(
+    attack: str, is_isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_isolated:
+        monkeypatch.setenv("PATH", "")
+    (tmp_path / "secret").write_text("secret")
+    with socket.socket(socket.AF_UNIX) as path, socket.socket(socket.AF_UNIX) as abstract, socket.socket() as network:
+        path.bind(str(tmp_path / "socket"))
+        abstract.bind(f"\0tempnet-{os.getpid()}")
+        network.bind(("127.0.0.1", 0))
+        for server in (path, abstract, network):
+            server.listen()
+        values = {
+            "SECRET": str(tmp_path / "secret"), "PATH": str(tmp_path / "socket"), "PID": os.getpid(),
+            "ABSTRACT": f"\0tempnet-{os.getpid()}", "PORT": network.getsockname()[1],
+        }  # fmt: skip
+        setting = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+        body = "".join(f"    {line}\n" for line in attack.split("\n"))
+        code = f"import os, socket\n{setting}won = 0\ntry:\n{body}except Exception: pass\nwon = bool(won)"
+        limits = {"allow_unisolated": not is_isolated}
+        found = judge("unit-tests", code, limits=limits, tests=f"assert won is {not is_isolated}")
+    assert found.rewards == [1.0]
+
+
+@needs_isolation
+def test_no_process_of_code_outlives_it(tmp_path: Path) -> None:
+    code = "import subprocess\nchild = subprocess.Popen(['sleep', '12.345'], start_new_session=True)"
+    assert judge("unit-tests", code, tests="assert child.poll() is None").rewards == [1.0]
+    wait_until(lambda: not any(b"12.345" in line for line in command_lines()))
+
+
+def command_lines() -> Iterator[bytes]:
+    """Yield the command line of every process."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            yield file.read_bytes()
+
+
+def test_code_is_not_run_where_it_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"cannot be isolated .* no command unshare .* --verifier.allow-unisolated"):
+        judge("unit-tests", CODE, tests=TESTS)
+    found = Panel(VerifierSection(name="unit-tests")).judge([Sample(prompt="", text=CODE, fields={"tests": TESTS})])
+    assert found.failures == {"died": 1}  # on a worker's machine
+    assert judge("unit-tests", CODE, limits={"allow_unisolated": True}, tests=TESTS).rewards == [1.0]

@@ -1,0 +1,262 @@
+"""Verifiers that are programs of yours: a command, or a Python function in a process of its own that can be ended.
+
+The process of a function is `python -m jobs.scoring.verifiers.programs MODULE:FUNCTION`. Its first line says whether the
+function was imported. Then it reads a sample as JSON, one a line, and answers with one line: `value`, what the function
+returned, and `problem`, which is empty unless it raised an exception. What the function prints goes to the standard error,
+because the standard output holds the answers. It ends with the process that started it, also from within a function that
+hangs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from jobs.scoring.verifiers.verifier import Sample, VerifierError, as_reward
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A function by its name, MODULE:FUNCTION."""
+# Characters of the output that are read: an answer is short, and what a broken command prints may be endless.
+_MAX_OUTPUT = 4096
+_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02
+# Seconds for importing the module of the function, which may load large packages.
+_SECONDS_TO_START = 120.0
+_MAX_ANSWER = 1 << 16
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class CommandVerifier:
+    """Runs a command for every sample, which gets the sample on its standard input as one line of JSON.
+
+    If the command prints something, its last line must be the reward, and its exit status 0. If it prints nothing, exit
+    status 0 is a reward of 1, and 1 a reward of 0. Every other exit status is a failure.
+
+    Raises:
+        ValueError: if there is no such command on this machine.
+    """
+
+    def __init__(self, command: str, *, seconds: float) -> None:
+        """Split the command line as a shell does; `seconds` is the time limit of a call."""
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"verifier.name = {command!r} is no command line: {error}") from error
+        self._seconds = seconds
+        if not self._words or shutil.which(self._words[0]) is None:
+            raise ValueError(
+                f"verifier.name = {command!r} is none of exact, gsm8k and unit-tests, no function MODULE:FUNCTION, and no "
+                "command of this machine"
+            )
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Check nothing: what the command needs is its own affair."""
+
+    def judge(self, sample: Sample) -> float:
+        """Run the command on a sample."""
+        name = self._words[0]
+        # Input and output are files and not pipes, so that neither side can wait for the other.
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
+            source.write(sample.to_json().encode() + b"\n")
+            source.seek(0)
+            try:
+                process = subprocess.Popen(
+                    self._words, stdin=source, stdout=target, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as error:
+                raise VerifierError("died", f"{name} cannot be started: {error}") from error
+            try:
+                in_time = wait_for_end(process, self._seconds)
+            finally:
+                kill_session(process)
+            size = target.seek(0, os.SEEK_END)
+            target.seek(max(0, size - _MAX_OUTPUT))
+            lines = target.read().decode(errors="replace").split("\n")
+        if not in_time:
+            raise VerifierError("timed_out", f"{name} gave no answer within {self._seconds:g} s")
+        status, answer = process.returncode, next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if status < 0:
+            raise VerifierError("died", f"{name} was ended by signal {-status}")
+        if status > 1 or (status == 1 and answer):
+            raise VerifierError("raised", f"{name} ended with status {status}")
+        if not answer:
+            return float(status == 0)
+        try:
+            return as_reward(float(answer))
+        except ValueError:
+            raise VerifierError("not_a_number", f"{name} printed {answer!r:.100}") from None
+
+    def close(self) -> None:
+        """End nothing: no process outlives its call."""
+
+
+class FunctionVerifier:
+    """Calls `function(sample)` with the plain values of a sample (`Sample.to_json`), which returns its reward.
+
+    A function that raises an exception goes on with the next sample; after one that hangs or ends its process, the next
+    sample starts a new process.
+    """
+
+    def __init__(self, name: str, *, seconds: float) -> None:
+        """Keep the name MODULE:FUNCTION and the time limit of a call; the process starts with the first call."""
+        self._name, self._seconds = name, seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            ValueError: if the function cannot be imported; the message says why.
+        """
+        if self._process is not None:
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jobs.scoring.verifiers.programs", self._name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # The function is found where this process would find it, also in a worker of Ray.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,
+        )
+        try:
+            problem = self._read(_SECONDS_TO_START)["problem"]
+        except VerifierError as error:
+            problem = str(error)
+        if problem:
+            self.close()
+            raise ValueError(f"verifier.name = {self._name}: {problem}")
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Check nothing: what the function needs is its own affair."""
+
+    def judge(self, sample: Sample) -> float:
+        """Call the function."""
+        try:
+            self.start()
+        except ValueError as error:
+            raise VerifierError("died", str(error)) from error
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(sample.to_json().encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._read(self._seconds)
+        except OSError as error:
+            self.close()
+            raise VerifierError("died", f"the process of {self._name} ended: {error}") from error
+        except VerifierError:
+            self.close()
+            raise
+        if answer["problem"]:
+            raise VerifierError("raised", answer["problem"])
+        return as_reward(answer["value"])
+
+    def _read(self, seconds: float) -> dict[str, Any]:
+        """Return the next line of the process; raises VerifierError if there is none in time."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, line, deadline = self._process.stdout.fileno(), b"", time.monotonic() + seconds
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise VerifierError("timed_out", f"{self._name} gave no answer within {seconds:g} s")
+            part = os.read(descriptor, _MAX_ANSWER)
+            if not part:
+                raise VerifierError("died", f"the process of {self._name} ended without an answer")
+            line += part
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Kill the process, with what it has started."""
+        if self._process is not None:
+            kill_session(self._process)
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                pipe.close()
+            self._process = None
+
+
+def wait_for_end(process: subprocess.Popen[bytes], seconds: float, goes_on: Callable[[], bool] = lambda: True) -> bool:
+    """Wait until a process has ended, without reaping it, and return whether it did within the given time.
+
+    A process that has been reaped gives its number back, and :func:`kill_session` could hit another one's session.
+
+    Args:
+        process: the process.
+        seconds: time that it may take, in seconds.
+        goes_on: asked again and again while it runs; False ends the wait, as does the end of its time.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline or not goes_on():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_WAIT)
+    return True
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, with what it has started in this session, and reap it."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def serve(name: str) -> None:
+    """Import the function MODULE:FUNCTION and answer samples until the input ends."""
+    threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+
+        def answer(value: Any = None, problem: str = "") -> None:
+            answers.write(json.dumps({"value": value, "problem": problem}) + "\n")
+            answers.flush()
+
+        module, _, attribute = name.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+            if not callable(function):
+                raise TypeError(f"{attribute} is a {type(function).__name__} and no function")
+        except Exception as error:
+            answer(problem=_describe(error))
+            return
+        answer()
+        for line in sys.stdin.buffer:
+            try:
+                value = function(json.loads(line))
+                number = hasattr(value, "__float__") and not isinstance(value, str)
+                answer(float(value) if number else repr(value)[:100])
+            except Exception as error:
+                answer(problem=_describe(error))
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process once it has another parent than the given one, which has died then."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
+
+
+def _describe(error: Exception) -> str:
+    """Return an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

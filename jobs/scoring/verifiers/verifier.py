@@ -1,0 +1,145 @@
+"""What a verifier is: its settings, what it judges, what it may answer; and the two that compare with an answer.
+
+A verifier gives a generated text a reward in [0, 1]. One that fails costs its sample, and the failure is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from jobs.engine.checks import check_positive
+from jobs.scoring.generation.gsm8k import extract_answer, gold_answer
+
+# raised: an exception, or an exit status above 1; timed_out: no answer in time; died: the process ended without one;
+# not_a_number: NaN, or something else than a number; out_of_range: a number outside [0, 1].
+FailureReason = Literal["raised", "timed_out", "died", "not_a_number", "out_of_range"]
+
+_AFTER_MARK = re.compile(r"####\s*(\S.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSection:
+    """What gives the texts their rewards."""
+
+    name: str
+    """exact: the text equals `answer` of its prompt. gsm8k: its number is the one after #### in `answer`. unit-tests: its
+    code passes `tests` of its prompt, run under limits. MODULE:FUNCTION: a Python function of a dictionary with `prompt`,
+    `text` and the prompt's other fields, which returns a number in [0, 1]. Else a command, which reads the same as JSON
+    and prints such a number, or ends with status 0 (right) or 1 (wrong)."""
+    seconds: float = 10.0
+    """Time limit of a sample; for unit-tests, of its code, which has then failed, and of the CPU time of all its processes
+    together."""
+    memory_mib: int = 1024
+    """Memory in MiB that the processes of the code of unit-tests may use together, and address space of each of them."""
+    num_processes: int = 32
+    """Number of processes that the code of unit-tests may have at a time."""
+    file_mib: int = 16
+    """Size in MiB of all files together that the code of unit-tests writes."""
+    allow_unisolated: bool = False
+    """Run the code of unit-tests also where this machine's kernel cannot isolate it: it may then read and write all that
+    you may, and reach the network."""
+
+    def __post_init__(self) -> None:
+        check_positive("verifier", self, "seconds", "memory_mib", "num_processes", "file_mib")
+        if not self.name:
+            raise ValueError("verifier.name is empty: exact, gsm8k, unit-tests, MODULE:FUNCTION or a command")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A generated text, with what is known of its prompt."""
+
+    prompt: str
+    """The text that the model was given."""
+    text: str
+    """The text that it generated, without special tokens."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the file of prompts holds for the prompt, such as its reference answer."""
+
+    def to_json(self) -> str:
+        """Return `prompt`, `text` and the fields of the prompt under their own names, as one line of JSON."""
+        return json.dumps({**self.fields, "prompt": self.prompt, "text": self.text}, ensure_ascii=False)
+
+
+class VerifierError(Exception):
+    """A verifier did not give a sample a reward; it costs that sample."""
+
+    def __init__(self, reason: FailureReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
+
+
+class Verifier(Protocol):
+    """Gives samples rewards; one object is used by one thread at a time."""
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise ValueError if a prompt with these fields lacks what the verifier compares a text with."""
+
+    def judge(self, sample: Sample) -> float:
+        """Return the reward of a sample, in [0, 1].
+
+        Raises:
+            VerifierError: if it fails.
+        """
+
+    def close(self) -> None:
+        """End what the verifier has started."""
+
+
+def as_reward(value: Any) -> float:
+    """Return what a verifier answered as a reward in [0, 1]; True is 1 and False is 0.
+
+    Raises:
+        VerifierError: if it is no number in this range.
+    """
+    if not isinstance(value, bool | int | float) or math.isnan(value):
+        raise VerifierError("not_a_number", f"{value!r:.100} is not a number")
+    if not 0.0 <= value <= 1.0:
+        raise VerifierError("out_of_range", f"{value:g} does not lie in [0, 1]")
+    return float(value)
+
+
+class ExactMatch:
+    """1 for a text that equals `answer` of its prompt, both without white space at their ends, else 0."""
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Check that the prompt has a string `answer`."""
+        if not isinstance(fields.get("answer"), str):
+            raise ValueError("verifier.name = exact compares with a string `answer`, which is missing")
+
+    def judge(self, sample: Sample) -> float:
+        """Return 1 or 0."""
+        return float(sample.text.strip() == str(sample.fields["answer"]).strip())
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+class Gsm8k:
+    """1 for a text whose number is that of the reference solution, in canonical form, else 0.
+
+    The number of a text is the one after its last `####`, else that of `jobs.scoring.generation.gsm8k.extract_answer`. The
+    reference is `gold`, as the format gsm8k reads it, or a solution `answer` that ends in `####` and a number.
+    """
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Check that the prompt has a reference number."""
+        if "gold" not in fields:
+            if not isinstance(fields.get("answer"), str):
+                raise ValueError("verifier.name = gsm8k compares with a solution `answer`, which is missing")
+            gold_answer(fields["answer"])
+
+    def judge(self, sample: Sample) -> float:
+        """Return 1 or 0."""
+        fields = sample.fields
+        gold = fields["gold"] if "gold" in fields else gold_answer(fields["answer"])
+        marked = _AFTER_MARK.findall(sample.text)
+        return float(extract_answer(marked[-1] if marked else sample.text) == gold)
+
+    def close(self) -> None:
+        """End nothing."""
