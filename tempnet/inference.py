@@ -189,7 +189,8 @@ class CachedFold:
             return
         # The output layer of a model that is spread over devices may be on another one than its TempNet.
         cache, weight = FoldCache(), weight[: tempnet.config.input_size].to(run_device(tempnet))
-        centred = tempnet.config.input_shift == "mean"
+        if centred := tempnet.config.input_shift == "mean":
+            weight = cache.centre(weight, torch.float32)
         first = cache.first(tempnet.first_layer.weight, weight, centred=centred)
         # The two matrices are concatenated, so that each step needs only one matrix product.
         normalizes = tempnet.config.normalize_input

@@ -95,7 +95,7 @@ def compute_logits(inputs: LossInputs, hidden: Tensor, out: Tensor) -> None:
 
 
 def compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerms:
-    """Write the probabilities p (c, V) to `out`, and return their cross-entropy and entropy.
+    """Write the probabilities p (c, V) to `out`, and return their cross-entropy, entropy and its excess.
 
     The largest p is 1/Σ exp(s), which gives the partition function without another pass. On CPUs, a product in place
     and its sum is several times faster than `vecdot`.
@@ -109,4 +109,4 @@ def compute_softmax(scores: Tensor, targets: Tensor, out: Tensor) -> SoftmaxTerm
     torch.softmax(scores, dim=-1, out=out)
     log_partition = -out.amax(-1).log()
     mean = scores.mul_(out).sum(-1)
-    return SoftmaxTerms(cross_entropy=log_partition - positive, entropy=log_partition - mean)
+    return SoftmaxTerms(log_partition - positive, log_partition - mean, positive - mean)

@@ -11,9 +11,11 @@ bfloat16 is as exact as τ from those logits (measured: relative error 5.9e-5 ag
 soft-cap L is not W h, so that there is no fold.
 
 A network that reads L − mean L reads (C W) h, where C = 1 − 11ᵀ/V subtracts the mean row of W from every row. C is
-symmetric, so that W1 (C W) = (W1 C) W. Therefore the rows of W1, which is the smaller matrix, are centred instead,
-and so are the rows of its gradient. A network that reads L − max L does not fold, because the maximum of a row of
-logits is not linear in h.
+symmetric and C C = C, so that W1 (C W) = (W1 C)(C W). The rows of W1, which is the smaller matrix, and of its gradient are
+centred in every product. Where the mean row is a large part of W, logits are nearly flat beside what they have in common,
+and a product with W would round their differences away. Then W is centred too (`FoldCache.centre`), once per optimizer
+step; a softmax, whatever its temperature, does not depend on what all logits have in common. A network that reads
+L − max L does not fold, because the maximum of a row of logits is not linear in h.
 
 Shapes: N tokens, d hidden size, V effective vocabulary, d1 width of TempNet's first layer.
 """
@@ -25,9 +27,14 @@ from torch import Tensor
 
 from tempnet.network import TempNet
 
+# Share of ‖W‖² that the mean row may have before it is subtracted. At this share rounding errors are twice as large.
+_LARGEST_SHARE = 0.75
+# Number of rows of W that are held in float32 at a time.
+_NUM_ROWS = 4096
+
 
 class FoldCache:
-    """Cache of W1·W and WᵀW; each is computed on first use and kept until :meth:`clear` is called.
+    """Cache of W1·W, WᵀW and C·W; each is computed on first use and kept until :meth:`clear` is called.
 
     The owner of the weights must call :meth:`clear` after every optimizer step. Changes cannot be detected by the
     version counters of tensors, because DeepSpeed writes to parameters in ways that autograd does not see.
@@ -42,6 +49,24 @@ class FoldCache:
         self.num_uses = num_uses
         self._first: Tensor | None = None
         self._gram: Tensor | None = None
+        self._has_large_mean: bool | None = None
+        self._centred: Tensor | None = None
+
+    def centre(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return W (V, d) in a dtype, minus its mean row where that is a large part of it.
+
+        Logits h Wᵀ then lack a value that all of them have in common, and keep the digits that tell them apart.
+        """
+        if self._has_large_mean is None:
+            wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            square = torch.linalg.vector_norm(weight.detach(), dtype=wide).square()
+            mean_square = weight.detach().mean(0, dtype=wide).square().sum() * len(weight)
+            self._has_large_mean = bool(mean_square > _LARGEST_SHARE * square)
+        if not self._has_large_mean:
+            return weight.to(dtype)
+        if self._centred is None:
+            self._centred = subtract_mean_row(weight, dtype)
+        return self._centred
 
     def first(
         self, first_weight: Tensor, weight: Tensor, *, centred: bool, matmul_dtype: torch.dtype | None = None
@@ -71,10 +96,20 @@ class FoldCache:
         return self._gram
 
     def clear(self, *, keep_gram: bool = False) -> None:
-        """Delete the cached matrices, after an optimizer step; `keep_gram` keeps WᵀW, for a frozen W."""
+        """Delete the cached matrices, after an optimizer step; `keep_gram` keeps WᵀW and C·W, for a frozen W."""
         self._first = None
         if not keep_gram:
-            self._gram = None
+            self._gram = self._centred = self._has_large_mean = None
+
+
+@torch.no_grad()
+def subtract_mean_row(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return C·W (V, d) in a dtype, computed in float32 at least."""
+    mean = weight.mean(0, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    centred = torch.empty_like(weight, dtype=dtype)
+    for out, rows in zip(centred.split(_NUM_ROWS), weight.split(_NUM_ROWS), strict=True):
+        out.copy_(rows - mean)
+    return centred
 
 
 def fold_pays(

@@ -46,12 +46,13 @@ def add_tokens_by_kernels(
         soft_cap=plan.soft_cap,
         with_unit=plan.with_values,
     )
-    at_tau = SoftmaxTerms(statistics.cross_entropy, statistics.entropy)
+    at_tau = SoftmaxTerms(statistics.cross_entropy, statistics.entropy, statistics.excess)
     at_one = None
     if plan.with_values:
         assert statistics.cross_entropy_unit is not None
         assert statistics.entropy_unit is not None
-        at_one = SoftmaxTerms(statistics.cross_entropy_unit, statistics.entropy_unit)
+        excess = statistics.entropy_unit - statistics.cross_entropy_unit
+        at_one = SoftmaxTerms(statistics.cross_entropy_unit, statistics.entropy_unit, excess)
     terms = evaluate_objective(plan, targets, tau, at_tau, row_weights)
     results.write(slice(None), targets, tau, terms, at_tau, at_one)
     if graph is not None and sums.need_network:

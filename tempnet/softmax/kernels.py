@@ -51,6 +51,8 @@ class SoftmaxStatistics:
     """Entropy H(p) = log_sum − E_p[L − maximum]/τ, in nats."""
     cross_entropy: Tensor
     """Cross-entropy log_sum + (maximum − positive)/τ, in nats; without meaning where the target is ignored."""
+    excess: Tensor
+    """H(p) − cross-entropy = (positive − E_p[L])/τ, without the rounding of the two."""
     entropy_unit: Tensor | None
     """Entropy at τ = 1; None if it was not requested by `with_unit`."""
     cross_entropy_unit: Tensor | None
@@ -250,6 +252,7 @@ def _merge(partials: Tensor, tau: Tensor) -> SoftmaxStatistics:
         positive=positive,
         entropy=log_sum - mean / tau,
         cross_entropy=log_sum + (maximum - positive) / tau,
+        excess=((positive - maximum) - mean) / tau,
         entropy_unit=None if log_sum_unit is None or mean_unit is None else log_sum_unit - mean_unit,
         cross_entropy_unit=None if log_sum_unit is None else log_sum_unit + (maximum - positive),
     )

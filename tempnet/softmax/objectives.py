@@ -29,6 +29,9 @@ class SoftmaxTerms(NamedTuple):
     """Cross-entropy; without meaning where the target is ignored."""
     entropy: Tensor
     """Entropy H(p)."""
+    excess: Tensor
+    """H(p) − cross-entropy = (L_y − E_p[L])/τ. For nearly flat logits it is a small difference of the other two, so it is
+    computed from the logits."""
 
 
 class ObjectiveTerms(NamedTuple):
@@ -61,15 +64,15 @@ def evaluate_objective(
         row_weights: (c,) weights; gradients are those of Σ row_weights·loss. None stands for 1.
     """
     is_valid = targets != IGNORE_INDEX
-    cross_entropy, entropy = softmax
+    cross_entropy, entropy, excess = softmax
     scale = is_valid.to(plan.sum_dtype) if row_weights is None else row_weights.where(is_valid, 0.0)
     if plan.config.kind.objective == "robust":
         offset = plan.config.rho - math.log(plan.vocab_size)
         losses, slopes, logits_scale = tau * (cross_entropy + offset), entropy + offset, scale
     elif plan.config.kind.objective == "proper":
-        losses, slopes, logits_scale = cross_entropy, entropy - cross_entropy, scale
+        losses, slopes, logits_scale = cross_entropy, excess, scale
     else:
-        losses, slopes, logits_scale = cross_entropy, (entropy - cross_entropy) / tau, scale / tau
+        losses, slopes, logits_scale = cross_entropy, excess / tau, scale / tau
     slopes = slopes.where(is_valid, 0.0)
     return ObjectiveTerms(losses.where(is_valid, 0.0), slopes, logits_scale, slopes * scale)
 

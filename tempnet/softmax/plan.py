@@ -57,6 +57,8 @@ class LossPlan:
     """Logits become soft_cap·tanh(logits/soft_cap); None for no cap."""
     fold: FoldCache | None
     """Cache of the folded matrices; None if W1 is applied to the chunk's logits instead."""
+    cache: FoldCache
+    """Cache of matrices that follow from the weights; the one of `fold` if there is a fold."""
     chunk_size: int
     """Number of tokens per chunk."""
     matmul_dtype: torch.dtype
@@ -73,6 +75,14 @@ class LossPlan:
         """Whether the network reads L − mean L, for which the fold uses centred matrices."""
         return self.tempnet is not None and self.tempnet.config.input_shift == "mean"
 
+    @property
+    def is_free_of_shifts(self) -> bool:
+        """Whether a constant may be added to all logits of a token, as far as softmax and TempNet are concerned."""
+        reads_them = self.tempnet is None or (
+            self.tempnet.config.reads_logits and self.tempnet.config.input_shift == "none"
+        )
+        return self.soft_cap is None and not reads_them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
@@ -81,7 +91,7 @@ class LossInputs:
     hidden: Tensor
     """Hidden states: (N, d)."""
     weight: Tensor
-    """Output weight W without padding: (V, d)."""
+    """Output weight W without padding, which may be centred (`FoldCache.centre`): (V, d)."""
     bias: Tensor | None
     """Output bias without padding, (V,), or None."""
     parameters: tuple[Tensor, ...]
@@ -96,7 +106,10 @@ class LossInputs:
         cls, plan: LossPlan, hidden: Tensor, weight: Tensor, bias: Tensor | None, parameters: tuple[Tensor, ...]
     ) -> LossInputs:
         """Convert tensors to the dtype of the products, remove the padding of the vocabulary, and compute the fold."""
-        weight = weight[: plan.vocab_size].to(plan.matmul_dtype)
+        weight = weight[: plan.vocab_size]
+        if plan.is_free_of_shifts:
+            weight = plan.cache.centre(weight, plan.matmul_dtype)
+        weight = weight.to(plan.matmul_dtype)
         folded = None
         if plan.fold is not None:
             folded = plan.fold.first(parameters[0], weight, centred=plan.is_centred, matmul_dtype=plan.matmul_dtype).to(

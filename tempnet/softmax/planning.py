@@ -48,12 +48,14 @@ def plan_loss(
         tempnet = None
     parameters = () if tempnet is None else network_parameters(tempnet)
     fold = _choose_fold(hidden, layer, vocab_size, tempnet, parameters, options)
+    cache = options.fold_cache or FoldCache()
     plan = LossPlan(
         config=config,
         vocab_size=vocab_size,
         tempnet=tempnet,
         soft_cap=layer.soft_cap,
-        fold=(options.fold_cache or FoldCache()) if fold and tempnet is not None else None,
+        fold=cache if fold and tempnet is not None else None,
+        cache=cache,
         chunk_size=chunk_size or max(1, NUM_LOGITS_PER_CHUNK // vocab_size),
         matmul_dtype=options.matmul_dtype or hidden.dtype,
         sum_dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,

@@ -164,7 +164,10 @@ def _group_by_shift(works: Sequence[_Work]) -> list[list[_Work]]:
 
 def _add_chunk(groups: Sequence[Sequence[_Work]], part: slice, targets: Tensor, logits: Tensor) -> None:
     """Process the tokens in `part`, whose targets (c,) and memory for logits (c, V) are given."""
-    plan, inputs = groups[0][0].plan, groups[0][0].inputs
+    # A network that reads the logits as they are needs those of the weight as it is, which suit the others too.
+    raw = [work for group in groups for work in group if not work.plan.is_free_of_shifts]
+    base = raw[0] if raw else groups[0][0]
+    plan, inputs = base.plan, base.inputs
     compute_logits(inputs, inputs.hidden[part], out=logits)
     if plan.soft_cap is not None:
         logits.div_(plan.soft_cap).tanh_().mul_(plan.soft_cap)
@@ -181,9 +184,9 @@ def _add_group(works: Sequence[_Work], part: slice, targets: Tensor, logits: Ten
     safe_targets = targets.where(targets != IGNORE_INDEX, 0).unsqueeze(-1)
     with_values = works[0].plan.with_values
     at_one = compute_softmax(logits.clone(), safe_targets, torch.empty_like(logits)) if with_values else None
-    cross_entropies, entropies = _softmax_at_all(logits, torch.stack([tau for tau, _ in graphs]), safe_targets)
+    terms_at_all = _softmax_at_all(logits, torch.stack([tau for tau, _ in graphs]), safe_targets)
     for number, (work, (tau, graph)) in enumerate(zip(works, graphs, strict=True)):
-        at_tau = SoftmaxTerms(cross_entropies[number], entropies[number])
+        at_tau = SoftmaxTerms(*(values[number] for values in terms_at_all))
         terms = evaluate_objective(work.plan, targets, tau, at_tau, None)
         work.results.write(part, targets, tau, terms, at_tau, at_one)
         if work.sums.need_network:
@@ -215,8 +218,8 @@ def _predict_all(works: Sequence[_Work], hidden: Tensor, logits: Tensor) -> list
     return graphs
 
 
-def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cross-entropies and entropies, both (K, c), at the temperatures of all networks.
+def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> SoftmaxTerms:
+    """Return the terms, each (K, c), at the temperatures of all networks.
 
     Args:
         shifted: (c, V) logits whose row maxima are 0.
@@ -226,13 +229,13 @@ def _softmax_at_all(shifted: Tensor, tau: Tensor, targets: Tensor) -> tuple[Tens
     num_members, (num_rows, vocab_size) = len(tau), shifted.shape
     size = max(1, _NUM_LOGITS_AT_A_TIME // (num_members * vocab_size))
     scores, work = shifted.new_empty(2, num_members * size, vocab_size)
-    cross_entropies, entropies = shifted.new_empty(2, num_members, num_rows)
+    found = SoftmaxTerms(*shifted.new_empty(3, num_members, num_rows))
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
         count = rows.stop - start
         mine = scores[: num_members * count]
         torch.div(shifted[rows], tau[:, rows].unsqueeze(-1), out=mine.view(num_members, count, vocab_size))
         terms = compute_softmax(mine, targets[rows].repeat(num_members, 1), work[: len(mine)])
-        cross_entropies[:, rows] = terms.cross_entropy.view(num_members, count)
-        entropies[:, rows] = terms.entropy.view(num_members, count)
-    return cross_entropies, entropies
+        for total, values in zip(found, terms, strict=True):
+            total[:, rows] = values.view(num_members, count)
+    return found

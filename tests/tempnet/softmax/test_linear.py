@@ -56,11 +56,14 @@ def compare(
     reduction: Any = "mean",
     matmul_dtype: torch.dtype | None = None,
     seed: int = 0,
+    spread: float = 0.7,
+    common: float = 0.0,
     **switches: Any,
 ) -> dict[str, float]:
     """Return relative errors of loss, τ and gradients for random inputs, against all their logits and autograd in float64.
 
-    The reference sees the same inputs, rounded to the dtype; `switches` are fields of the network's configuration.
+    The reference sees the same inputs, rounded to the dtype; `switches` are fields of the network's configuration. The rows
+    of the output weight have the scale `spread`, and a common row of the scale `common` is added to them.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -68,7 +71,11 @@ def compare(
         return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
 
     num_rows = vocabulary + num_padding
-    leaves = [leaf(num_tokens, num_hidden, scale=1.0), leaf(num_rows, num_hidden, scale=0.7)]
+    leaves = [leaf(num_tokens, num_hidden, scale=1.0), leaf(num_rows, num_hidden, scale=spread)]
+    if common:
+        leaves[1] = (
+            (leaves[1].detach().double() + common * leaf(num_hidden, scale=1.0).detach()).to(dtype).requires_grad_()
+        )
     leaves += [leaf(num_rows, scale=0.5)] if bias else []
     upstream = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
@@ -166,6 +173,20 @@ def test_lower_precisions_stay_near(
     errors = compare(name, **sizes, dtype=dtype, matmul_dtype=matmul_dtype, fold=True, chunk_size=64)
     assert errors["loss"] < loss_tolerance, errors
     assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize(("matmul_dtype", "tolerance"), [(None, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("spread", "common"), [(1e-3, 0.0), (1e-3, 3.0)])
+@pytest.mark.parametrize("name", ["dro", "proper"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_nearly_flat_logits_keep_their_digits(
+    fold: bool, name: str, spread: float, common: float, matmul_dtype: torch.dtype | None, tolerance: float
+) -> None:
+    """The gradient of a TempNet depends on how logits differ, which may be little beside what they have in common."""
+    sizes: dict[str, Any] = {"num_tokens": 24, "num_hidden": 16, "vocabulary": 300, "input_shift": "mean"}
+    numbers: dict[str, Any] = {"dtype": torch.float32, "matmul_dtype": matmul_dtype, "spread": spread, "common": common}
+    errors = compare(name, fold=fold, **sizes, **numbers)
+    assert max(error for key, error in errors.items() if key not in ("hidden", "weight")) < tolerance, errors
 
 
 @given(
