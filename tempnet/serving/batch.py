@@ -67,30 +67,31 @@ class BatchTemperatures:
         return host.to(self.device, non_blocking=True)
 
     @torch.no_grad()
-    def predict(self, logits: Tensor, tau_max: Tensor) -> Tensor:
-        """Return τ (n,) in float32 of logits (n, V or more), with τ_max (n,) of each row.
+    def predict(self, logits: Tensor, settings: Tensor) -> Tensor:
+        """Return τ (n,) in float32 of logits (n, V or more), with the setting (n,) of each row.
 
-        τ − τ₀ is proportional to τ_max − τ₀, so that one pass through the network serves every τ_max. A τ_max below
-        τ₀ gives τ₀.
+        A positive setting is τ_max of predicted temperatures, a negative one −τ of a constant, and 0 is τ = 1. τ − τ₀ is
+        proportional to τ_max − τ₀, so that one pass through the network serves every τ_max. A τ_max below τ₀ gives τ₀.
         """
         raw = logits[:, : self.vocab_size]
         low = self.tempnet.config.tau_min
         predicted = self.tempnet(raw) if self.hidden is None else self.hidden.temperatures(raw)
-        tau = low + (predicted - low) * ((tau_max - low).clamp(min=0.0) / (self.tau_max - low))
-        masked = raw.amin(-1).isneginf()
+        tau = low + (predicted - low) * ((settings - low).clamp(min=0.0) / (self.tau_max - low))
+        is_predicted = settings > 0.0
+        masked = raw.amin(-1).isneginf() & is_predicted
         self.num_masked += masked.sum()
-        return torch.where(masked, 1.0, tau)
+        return torch.where(is_predicted & ~masked, tau, torch.where(settings < 0.0, -settings, 1.0))
 
     @torch.no_grad()
-    def divide(self, logits: Tensor, tau_max: Tensor, rows: Tensor | None = None) -> Tensor:
+    def divide(self, logits: Tensor, settings: Tensor, rows: Tensor | None = None) -> Tensor:
         """Divide logits by their τ in place, set those beyond V to −∞, and return them.
 
         Args:
             logits: (number of rows, V or more) raw logits of a batch.
-            tau_max: (n,) τ_max of the rows that are divided.
+            settings: (n,) settings of the rows that are divided, as :meth:`predict` takes them.
             rows: (n,) indices of those rows; None for all of them.
         """
         part = logits if rows is None else logits.index_select(0, rows)
-        part /= self.predict(part, tau_max).to(part.dtype).unsqueeze(-1)
+        part /= self.predict(part, settings).to(part.dtype).unsqueeze(-1)
         part[:, self.vocab_size :] = -math.inf
         return logits if rows is None else logits.index_copy_(0, rows, part)

@@ -4,7 +4,14 @@ A server finds its TempNet in the directory or under the hub name that TEMPNET_P
 it to every request that does not say otherwise; by default a request must ask for it. The arguments of a request are
 
     tempnet             true or false (also 1, 0, "on", "off"): whether its tokens are sampled at predicted temperatures
-    tempnet_tau_max     τ_max of this request, which takes the place of the TempNet's own; it implies tempnet = true
+    tempnet_tau_max     τ_max of this request, which takes the place of the TempNet's own
+    tempnet_tau         a constant τ in the place of predicted ones
+    tempnet_then        what follows: true or "on", false or "off", or a constant τ (a number; 1 is "off")
+    tempnet_then_after  number of generated tokens after which it follows
+    tempnet_then_at     token after which it follows: its id, or its text, such as "</think>"
+
+If `tempnet` is left out, any other of them implies that it is true. With both tempnet_then_after and tempnet_then_at the
+earlier one counts.
 """
 
 from __future__ import annotations
@@ -19,8 +26,16 @@ PATH_VARIABLE = "TEMPNET_PATH"
 DEFAULT_VARIABLE = "TEMPNET_DEFAULT"
 SWITCH_ARGUMENT = "tempnet"
 TAU_MAX_ARGUMENT = "tempnet_tau_max"
+TAU_ARGUMENT = "tempnet_tau"
+THEN_ARGUMENT = "tempnet_then"
+AFTER_ARGUMENT = "tempnet_then_after"
+AT_ARGUMENT = "tempnet_then_at"
 
 _SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+OFF = 0.0
+"""Setting of a row without a TempNet. A positive setting is τ_max of predicted temperatures, a negative one −τ of a
+constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +43,31 @@ class RequestTemperature:
     """What one request asks for."""
 
     is_on: bool | None
-    """Whether its tokens are to be sampled at predicted temperatures; None if the request does not say."""
+    """Whether its tokens are to be sampled at predicted temperatures, or a constant; None if the request does not say."""
     tau_max: float | None
     """τ_max of the request; None for the TempNet's own."""
+    tau: float | None = None
+    """Constant τ in the place of predicted ones."""
+    then: bool | float | None = None
+    """What follows later: predicted temperatures or none, or a constant τ; None: nothing changes."""
+    after: int | None = None
+    """Number of generated tokens after which `then` applies."""
+    at: int | str | None = None
+    """Id or text of the token after which `then` applies."""
+
+    @property
+    def is_ever_on(self) -> bool:
+        """Whether the request asks for a temperature at any time."""
+        return bool(self.is_on) or self.then not in (None, False)
+
+    def settings(self, own_tau_max: float, *, is_on_by_default: bool) -> tuple[float, float]:
+        """Return the settings (see :data:`OFF`) of the tokens before and after the switch."""
+        predicted = own_tau_max if self.tau_max is None else self.tau_max
+        is_on = is_on_by_default if self.is_on is None else self.is_on
+        first = OFF if not is_on else predicted if self.tau is None else -self.tau
+        if self.then is None:
+            return first, first
+        return first, (predicted if self.then else OFF) if isinstance(self.then, bool) else -self.then
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any] | None) -> RequestTemperature:
@@ -39,15 +76,29 @@ class RequestTemperature:
         Raises:
             ValueError: if a value is not legal; the message names the argument, the value and what is legal.
         """
-        arguments = arguments or {}
-        switch, tau_max = arguments.get(SWITCH_ARGUMENT), arguments.get(TAU_MAX_ARGUMENT)
+        given = {name: value for name, value in (arguments or {}).items() if value is not None}
+        switch, then = given.get(SWITCH_ARGUMENT), given.get(THEN_ARGUMENT)
         is_on = None if switch is None else _parse_switch(SWITCH_ARGUMENT, switch)
-        if tau_max is not None:
-            is_number = isinstance(tau_max, int | float) and not isinstance(tau_max, bool)
-            if not (is_number and math.isfinite(tau_max) and tau_max > 0.0):
-                raise ValueError(f"{TAU_MAX_ARGUMENT} = {tau_max!r} must be a finite number above 0")
-            is_on = True if is_on is None else is_on
-        return cls(is_on=is_on, tau_max=None if tau_max is None else float(tau_max))
+        others = (TAU_MAX_ARGUMENT, TAU_ARGUMENT, THEN_ARGUMENT, AFTER_ARGUMENT, AT_ARGUMENT)
+        if is_on is None and any(name in given for name in others):
+            is_on = True
+        if isinstance(then, str):
+            then = _parse_switch(THEN_ARGUMENT, then)
+        elif then is not None and not isinstance(then, bool):
+            then = _parse_positive(THEN_ARGUMENT, then)
+        after, at = given.get(AFTER_ARGUMENT), given.get(AT_ARGUMENT)
+        if after is not None and (type(after) is not int or after < 1):
+            raise ValueError(f"{AFTER_ARGUMENT} = {after!r} must be a whole number of tokens, at least 1")
+        if at is not None and not (isinstance(at, str) and at) and (type(at) is not int or at < 0):
+            raise ValueError(f"{AT_ARGUMENT} = {at!r} must be the id of a token, or its text")
+        if (then is None) != (after is None and at is None):
+            raise ValueError(
+                f"{THEN_ARGUMENT} needs {AFTER_ARGUMENT} or {AT_ARGUMENT}, and each of these needs {THEN_ARGUMENT}"
+            )
+        tau_max, tau = (
+            _parse_positive(name, given[name]) if name in given else None for name in (TAU_MAX_ARGUMENT, TAU_ARGUMENT)
+        )
+        return cls(is_on=is_on, tau_max=tau_max, tau=tau, then=then, after=after, at=at)
 
 
 def is_on_by_default() -> bool:
@@ -62,6 +113,12 @@ def is_on_by_default() -> bool:
 def network_path() -> str | None:
     """Return the directory or hub name that TEMPNET_PATH holds, or None if it is not set."""
     return os.environ.get(PATH_VARIABLE) or None
+
+
+def _parse_positive(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0.0:
+        return float(value)
+    raise ValueError(f"{name} = {value!r} must be a finite number above 0")
 
 
 def _parse_switch(name: str, value: Any) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tempnet.loading import load_tempnet
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.hidden_from_logits import load_output_layer
-from tempnet.serving.settings import PATH_VARIABLE, RequestTemperature, network_path
+from tempnet.serving.settings import OFF, PATH_VARIABLE, THEN_ARGUMENT, RequestTemperature, network_path
 
 _log = logging.getLogger(__name__)
 
@@ -56,30 +56,28 @@ class _Processor:
             raise RuntimeError(f"{PATH_VARIABLE} is not set: start the server with the path of a TempNet in it")
         temperatures = _load(source, logits.device)
         temperatures.check_logits(logits.shape[-1])
-        on: dict[int, float] = {}
-        for row, arguments in enumerate(custom_param_list or [None] * len(logits)):
-            if (tau_max := _tau_max(arguments, temperatures.tau_max)) is not None:
-                on[row] = tau_max
+        settings = [_setting(one, temperatures.tau_max) for one in custom_param_list or [None] * len(logits)]
+        on = [row for row, setting in enumerate(settings) if setting != OFF]
         if not on:
             return logits
-        rows = None if len(on) == len(logits) else temperatures.to_device(list(on), torch.int64)
-        return temperatures.divide(logits, temperatures.to_device(list(on.values())), rows=rows)
+        rows = None if len(on) == len(logits) else temperatures.to_device(on, torch.int64)
+        return temperatures.divide(logits, temperatures.to_device([settings[row] for row in on]), rows=rows)
 
 
-def _tau_max(arguments: Mapping[str, Any] | None, own: float) -> float | None:
-    """Return τ_max of a request, or None for a request that switches the TempNet off.
+def _setting(arguments: Mapping[str, Any] | None, own_tau_max: float) -> float:
+    """Return the setting of a request (`tempnet.serving.settings.OFF`).
 
     An exception here would end the server, and SGLang has no earlier place to refuse a request, so that one with
     wrong arguments is served without a TempNet.
     """
     try:
         asked = RequestTemperature.parse(arguments)
+        if asked.then is not None:
+            raise ValueError(f"{THEN_ARGUMENT} is for vLLM: here generated tokens are known too late")
     except ValueError as error:
         _warn_once(str(error))
-        return None
-    if asked.is_on is False:
-        return None
-    return own if asked.tau_max is None else asked.tau_max
+        return OFF
+    return asked.settings(own_tau_max, is_on_by_default=True)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,19 +14,28 @@ request is served without them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import math
 import types
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from tempnet.loading import find_tempnet, load_tempnet
 from tempnet.serving.batch import BatchTemperatures
 from tempnet.serving.hidden_from_logits import load_output_layer
-from tempnet.serving.settings import PATH_VARIABLE, RequestTemperature, is_on_by_default, network_path
+from tempnet.serving.settings import AT_ARGUMENT, OFF, PATH_VARIABLE, RequestTemperature, is_on_by_default, network_path
+
+# A request without temperatures, as a row of the slots: now, then, after, at of `_Row`.
+_NEVER = math.inf
+_NOTHING = (OFF, OFF, _NEVER, -1.0)
 
 _log = logging.getLogger("vllm.tempnet")  # vLLM shows what its own loggers say
 
@@ -60,27 +69,69 @@ def check_sampling(parameters: Any) -> None:
             )
 
 
-class _Requests:
-    """Decides which requests of a server are sampled at predicted temperatures, and with which τ_max."""
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """What one request asks for: the setting of `tempnet.serving.batch` now, and the one that follows."""
 
-    def __init__(self, own_tau_max: float) -> None:
+    now: float
+    then: float
+    after: float
+    """Number of generated tokens after which `then` applies; `_NEVER` for none."""
+    at: int
+    """Id of the token after which `then` applies; −1 for none."""
+    tokens: Sequence[int] = ()
+    """V1: the generated tokens, a list that vLLM extends."""
+    num_read: int = 0
+
+    @property
+    def switches(self) -> bool:
+        return self.after != _NEVER or self.at >= 0
+
+    def follow(self) -> bool:
+        """V1: switch if the generated tokens say so; return whether it did."""
+        new, self.num_read = self.tokens[self.num_read :], len(self.tokens)
+        if not self.switches or not (self.num_read >= self.after or (self.at >= 0 and self.at in new)):
+            return False
+        self.now, self.after, self.at = self.then, _NEVER, -1
+        return True
+
+
+class _Requests:
+    """Decides which requests of a server are sampled at which temperatures."""
+
+    def __init__(self, own_tau_max: float, tokenizer: str | None) -> None:
         self.own_tau_max = own_tau_max
         self.is_on_by_default = is_on_by_default()
+        self.tokenizer = tokenizer
 
-    def tau_max(self, parameters: Any) -> float | None:
-        """Return τ_max of a request, or None for a request without predicted temperatures.
+    def row(self, parameters: Any) -> _Row | None:
+        """Return what a request asks for, or None for a request without temperatures.
 
         An exception here would end the server, so what `validate_params` should have refused is served without them.
         """
         try:
             asked = RequestTemperature.parse(getattr(parameters, "extra_args", None))
-            if not (self.is_on_by_default if asked.is_on is None else asked.is_on):
+            now, then = asked.settings(self.own_tau_max, is_on_by_default=self.is_on_by_default)
+            if now == then == OFF:
                 return None
             check_sampling(parameters)
+            at = -1 if asked.at is None else self._token_id(asked.at)
         except ValueError as error:
             _log.warning("a request is sampled without a TempNet: %s", error)
             return None
-        return self.own_tau_max if asked.tau_max is None else asked.tau_max
+        return _Row(now=now, then=then, after=_NEVER if asked.after is None else asked.after, at=at)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - there is one object for a server, as long as it runs
+    def _token_id(self, token: int | str) -> int:
+        if isinstance(token, int):
+            return token
+        try:
+            number = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False).get_vocab()[token]
+        except Exception as error:  # a tokenizer's own code may raise any exception
+            raise ValueError(
+                f"{AT_ARGUMENT} = {token!r}: {self.tokenizer} has no such token: {error!r:.100}"
+            ) from error
+        return int(number)
 
 
 class _Processor:
@@ -98,23 +149,25 @@ class _Processor:
         self.temperatures = _load(vllm_config, device)
         if self.temperatures is None:
             return
-        self.requests = _Requests(self.temperatures.tau_max)
-        self.rows: dict[int, float] = {}  # V1: row → τ_max, of the rows with predicted temperatures
+        self.requests = _Requests(self.temperatures.tau_max, getattr(vllm_config.model_config, "tokenizer", None))
+        self.rows: dict[int, _Row] = {}  # V1: of the rows with temperatures, now or later
         self.row_tensors: tuple[Tensor, Tensor] | None = None
         if is_pin_memory is None:
             self.temperatures.check_logits(second.vocab_size)
-            self.slots = np.zeros(second.max_num_reqs, dtype=np.float32)  # slot → τ_max, 0 for none
-            self.slots_on_device = torch.zeros(second.max_num_reqs, device=device)
+            self.state = second
+            # slot → now, then, after, at of `_Row`; float32 holds numbers of tokens and their ids exactly
+            self.slots = np.tile(np.array(_NOTHING, dtype=np.float32), (second.max_num_reqs, 1))
+            self.slots_on_device = torch.zeros(self.slots.shape, device=device)
             self.slots_changed = False
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Reject a request that asks for predicted temperatures and for something that excludes them.
+        """Reject a request that asks for temperatures and for something that excludes them.
 
         Raises:
             ValueError: if an argument has a wrong value, or parameters exclude each other (:func:`check_sampling`).
         """
-        if RequestTemperature.parse(getattr(sampling_params, "extra_args", None)).is_on:
+        if RequestTemperature.parse(getattr(sampling_params, "extra_args", None)).is_ever_on:
             check_sampling(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -124,14 +177,17 @@ class _Processor:
     def update_state(self, batch_update: Any) -> None:
         """V1: follow the changes of the batch in the order that vLLM documents: removed, added, moved.
 
-        Tokens are not read, so that placeholder tokens of −1 and outputs that lag behind do not matter.
+        Generated tokens are read in :meth:`apply` only, because here some may still be placeholders of −1.
         """
         if batch_update is None or self.temperatures is None:
             return
         for index in batch_update.removed:
             self.rows.pop(index, None)
-        for index, parameters, *_ in batch_update.added:
-            self._set_row(index, self.requests.tau_max(parameters))
+        for index, parameters, _, tokens in batch_update.added:
+            row = self.requests.row(parameters)
+            if row is not None:
+                row.tokens = tokens
+            self._set_row(index, row)
         for source, target, direction in batch_update.moved:
             moved, replaced = self.rows.pop(source, None), self.rows.pop(target, None)
             self._set_row(target, moved)
@@ -139,20 +195,20 @@ class _Processor:
                 self._set_row(source, replaced)
         self.row_tensors = None
 
-    def _set_row(self, index: int, tau_max: float | None) -> None:
-        if tau_max is None:
+    def _set_row(self, index: int, row: _Row | None) -> None:
+        if row is None:
             self.rows.pop(index, None)
         else:
-            self.rows[index] = tau_max
+            self.rows[index] = row
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Newer model runner: note what the request in a slot asks for; returns whether its logits are changed."""
         if self.temperatures is None:
             return False
-        tau_max = self.requests.tau_max(sampling_params)
-        self.slots[req_idx] = tau_max or 0.0
+        row = self.requests.row(sampling_params)
+        self.slots[req_idx] = _NOTHING if row is None else (row.now, row.then, row.after, row.at)
         self.slots_changed = True
-        return tau_max is not None
+        return row is not None
 
     def apply_staged_writes(self) -> None:
         """Newer model runner: bring what was noted to the device, once before each step."""
@@ -166,31 +222,56 @@ class _Processor:
             return logits
         if ctx is not None:
             return self._apply_to_slots(logits, ctx)
-        if not self.rows:
-            return logits
+        for row in self.rows.values():
+            if row.follow():
+                self.row_tensors = None
         if self.row_tensors is None:
             self.temperatures.check_logits(logits.shape[-1])
-            on, to_device = sorted(self.rows), self.temperatures.to_device
-            self.row_tensors = to_device(on, torch.int64), to_device([self.rows[row] for row in on])
-        rows, tau_max = self.row_tensors
-        return self.temperatures.divide(logits, tau_max, rows=None if len(rows) == len(logits) else rows)
+            on, to_device = (
+                sorted(index for index, row in self.rows.items() if row.now != OFF),
+                self.temperatures.to_device,
+            )
+            self.row_tensors = to_device(on, torch.int64), to_device([self.rows[index].now for index in on])
+        rows, settings = self.row_tensors
+        if len(rows) == 0:
+            return logits
+        return self.temperatures.divide(logits, settings, rows=None if len(rows) == len(logits) else rows)
 
     def _apply_to_slots(self, logits: Tensor, ctx: Any) -> Tensor:
         assert self.temperatures is not None
-        slots = ctx.idx_mapping_np
-        on = np.flatnonzero(self.slots[slots])
-        if len(on) == 0:
+        asked = self.slots[ctx.idx_mapping_np]
+        if not asked[:, :2].any():
             return logits
-        tau_max = self.slots_on_device[ctx.expanded_idx_mapping]
-        if len(on) == len(slots):
-            return self.temperatures.divide(logits, tau_max)
-        if len(logits) == len(slots):
-            rows = self.temperatures.to_device(on.tolist(), torch.int64)
-            return self.temperatures.divide(logits, tau_max[rows], rows=rows)
-        # With draft tokens only the device knows which rows belong to which request. To wait for it would cost more than
-        # to divide all rows.
-        divided = self.temperatures.divide(logits.clone(), tau_max)
-        return logits.copy_(torch.where((tau_max > 0.0).unsqueeze(-1), divided, logits))
+        table = self.slots_on_device[ctx.expanded_idx_mapping]
+        settings = table[:, 0]
+        if (asked[:, 2:] != _NOTHING[2:]).any():
+            settings = torch.where(self._has_switched(table, ctx, asked), table[:, 1], settings)
+        else:
+            on = np.flatnonzero(asked[:, 0])
+            if len(on) == len(asked):
+                return self.temperatures.divide(logits, settings)
+            if len(logits) == len(asked):
+                rows = self.temperatures.to_device(on.tolist(), torch.int64)
+                return self.temperatures.divide(logits, settings[rows], rows=rows)
+        # With draft tokens only the device knows which rows belong to which request, and after which tokens they switch. To
+        # wait for it would cost more than to divide all rows.
+        divided = self.temperatures.divide(logits.clone(), settings)
+        return logits.copy_(torch.where((settings != OFF).unsqueeze(-1), divided, logits))
+
+    def _has_switched(self, table: Tensor, ctx: Any, asked: np.ndarray) -> Tensor:
+        """Return (rows,) whether what follows applies to each row, from the tokens that the device holds."""
+        slots, position = ctx.expanded_idx_mapping.long(), torch.arange(len(table), device=table.device)
+        start = self.state.prompt_len.gpu[slots]
+        switched = ctx.pos + 1 - start >= table[:, 2]
+        if (asked[:, 3] >= 0).any():
+            longest = int(ctx.seq_lens_upper_bound_np.max())
+            tokens, column = self.state.all_token_ids.gpu[:, :longest][slots], position.new_tensor(range(longest))
+            is_new = (column >= start.unsqueeze(-1)) & (column < self.state.total_len.gpu[slots].unsqueeze(-1))
+            switched |= ((tokens == table[:, 3:]) & is_new).any(-1)
+            # Draft tokens before the row: those of its own request begin after its first row, which has a token of the text.
+            drafts = ((ctx.input_ids == table[:, 3]) & (ctx.expanded_local_pos > 0)).cumsum(0)
+            switched |= drafts > drafts[position - ctx.expanded_local_pos]
+        return switched
 
 
 def _load(vllm_config: Any, device: torch.device | str) -> BatchTemperatures | None:

@@ -23,10 +23,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.inference import TemperatureLogitsProcessor
+from tempnet.serving.settings import RequestTemperature
 
 V1 = "vllm.v1.sample.logits_processor"
 V2 = "vllm.v1.worker.gpu.sample.logits_processor"
@@ -111,14 +115,18 @@ CHOICES: list[tuple[dict[str, Any] | None, float | None]] = [
 
 
 def as_in_transformers(network: TempNet, logits: Tensor, tau_max: list[float | None]) -> Tensor:
-    """Return the logits as `TemperatureLogitsProcessor` makes them, each row with a network of its own τ_max."""
+    """Return the logits as `TemperatureLogitsProcessor` makes them, each row with a network of its own τ_max.
+
+    A negative τ_max stands for a constant τ.
+    """
     rows = []
     for row, high in zip(logits, tau_max, strict=True):
         own = copy.deepcopy(network)
-        if high is not None:
+        if high is not None and high > 0:
             own.set_tau_max_eval(high)
         row = row.unsqueeze(0)
-        rows.append(row if high is None else TemperatureLogitsProcessor(own)(torch.zeros(1, 1), row))
+        constant = None if high is None or high > 0 else lambda tau=-high: torch.tensor([tau])
+        rows.append(row if high is None else TemperatureLogitsProcessor(own, constant)(torch.zeros(1, 1), row))
     return torch.cat(rows)
 
 
@@ -220,6 +228,71 @@ def test_slots_of_the_newer_model_runner(fresh: Callable[[str], Any], network: T
         torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
 
 
+PHASES: list[tuple[dict[str, Any], float | None, float | None, Callable[[list[int]], bool]]] = [
+    ({"tempnet_then": 0.5, "tempnet_then_after": 2}, 1.4, -0.5, lambda new: len(new) >= 2),
+    ({"tempnet_tau": 0.7, "tempnet_then": "on", "tempnet_then_at": 9, "tempnet_tau_max": 3}, -0.7, 3.0, lambda new: 9 in new),
+    ({"tempnet": "off", "tempnet_then": True, "tempnet_then_at": 9, "tempnet_then_after": 6}, None, 1.4,
+     lambda new: 9 in new or len(new) >= 6),
+    ({"tempnet_then": False, "tempnet_then_at": "nine"}, 1.4, None, lambda new: 9 in new),
+    ({"tempnet_tau": 1.3}, -1.3, -1.3, lambda new: False),
+    ({"tempnet": 0}, None, None, lambda new: False),
+]  # fmt: skip
+"""Arguments of a request, the τ_max before and after its switch (negative: a constant τ), and when it switches."""
+
+
+@pytest.mark.parametrize("interface", ["V1", "slots", "slots with drafts"])
+def test_requests_switch_after_their_own_tokens(
+    fresh: Callable[[str], Any], network: TempNet, tmp_path: Path, interface: str
+) -> None:
+    """Prompts hold the token 9, too, which switches nothing; a request may come back with tokens, after a preemption."""
+    words = Tokenizer(WordLevel({"nine": 9, "?": 0}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    served = SimpleNamespace(model_config=SimpleNamespace(model="", tokenizer=str(tmp_path)))
+    draw, number, drafts = random.Random(interface), len(PHASES), 3 if interface == "slots with drafts" else 0
+    lengths = [draw.randint(1, 5) for _ in PHASES]
+    new = [[5] * draw.randint(0, 2) for _ in PHASES]
+    state = SimpleNamespace(device=CPU, max_num_reqs=number, vocab_size=NUM_LOGITS)
+    if interface == "V1":
+        processor = fresh("vllm").TempNetLogitsProcessor(served, CPU, False)
+        added = [(row, parameters(PHASES[row][0]), [9] * lengths[row], new[row]) for row in range(number)]
+        processor.update_state(
+            importlib.import_module(V1).BatchUpdate(batch_size=number, removed=[], added=added, moved=[])
+        )
+    else:
+        processor = fresh("vllm").TempNetLogitsProcessor(served, state)
+        for row, phase in enumerate(PHASES):
+            processor.add_request(row, parameters(phase[0]))
+        processor.apply_staged_writes()
+    for _ in range(9):
+        seen = [tokens + [draw.choice([3, 9]) for _ in range(draw.randint(0, drafts))] for tokens in new]
+        rows = [(row, seen[row][:end]) for row in range(number) for end in range(len(new[row]), len(seen[row]) + 1)]
+        logits = torch.randn(len(rows), NUM_LOGITS) * 3
+        expected = [PHASES[row][2 if PHASES[row][3](tokens) else 1] for row, tokens in rows]
+        context = None
+        if interface != "V1":
+            everything = [[9] * length + tokens for length, tokens in zip(lengths, new, strict=True)]
+            padded = [tokens + [9] * (40 - len(tokens)) for tokens in everything]
+            for name, values in (
+                ("prompt_len", lengths),
+                ("total_len", list(map(len, everything))),
+                ("all_token_ids", padded),
+            ):
+                setattr(state, name, SimpleNamespace(gpu=torch.tensor(values, dtype=torch.int32)))
+            context = slot_context(
+                list(range(number)), [len(all_) - len(own) + 1 for all_, own in zip(seen, new, strict=True)]
+            )
+            context.pos = torch.tensor([lengths[row] + len(tokens) - 1 for row, tokens in rows])
+            context.input_ids = torch.tensor([tokens[-1] if tokens else 9 for _, tokens in rows], dtype=torch.int32)
+            context.expanded_local_pos = torch.tensor(
+                [len(tokens) - len(new[row]) for row, tokens in rows], dtype=torch.int32
+            )
+            context.seq_lens_upper_bound_np = np.array([len(tokens) + drafts for tokens in everything])
+        made = processor.apply(logits.clone(), *([] if context is None else [context]))
+        torch.testing.assert_close(made, as_in_transformers(network, logits, expected), rtol=1e-5, atol=1e-5)
+        for tokens in new:
+            tokens.append(draw.choice([3, 4, 9]))
+
+
 def test_it_is_of_both_interfaces_and_found_by_its_entry_point(fresh: Callable[[str], Any]) -> None:
     processor = fresh("vllm").TempNetLogitsProcessor
     assert all(issubclass(processor, importlib.import_module(name).LogitsProcessor) for name in (V1, V2))
@@ -271,6 +344,21 @@ def test_a_request_that_cannot_have_it_is_refused(
     processor.validate_params(parameters({**arguments, "tempnet": False, "tempnet_tau_max": 1.0}, **others))
     processor.validate_params(parameters({"tempnet": True}, temperature=1.0))
     processor.validate_params(parameters(None, **others))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tempnet_tau": 0}, "tempnet_tau = 0 must be a finite number above 0"),
+        ({"tempnet_then": "on"}, "tempnet_then needs tempnet_then_after or tempnet_then_at"),
+        ({"tempnet_then": 0.5, "tempnet_then_after": 0}, "tempnet_then_after = 0 must be a whole number"),
+        ({"tempnet_then": 0.5, "tempnet_then_at": -3}, "tempnet_then_at = -3 must be the id of a token"),
+    ],
+    ids=str,
+)
+def test_a_switch_that_says_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RequestTemperature.parse({**arguments, "tempnet": False})
 
 
 def test_by_default_every_request_that_can_have_it_has_it(
