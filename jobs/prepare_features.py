@@ -23,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job; returns the exit status: 1 if a file could not be made."""
     config, dry_run = parse_preset(PRESETS, arguments, job="prepare_features", purpose=(__doc__ or "").splitlines()[0])
     # Imported only now, so that an error in the arguments is reported without waiting for Ray and Transformers to load.
+    from jobs.engine.preflight import check_machine, check_room, check_writable
     from jobs.scoring.stages import ScoringFailedError
     from pipelines.problems import TooManyProblemsError
 
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str]) -> int:
         plan = make_plan(config)
         if dry_run:
             print(plan.describe())
+        check_writable("run.prepared", config.run.prepared_directory)
+        check_machine()
+        check_room(config, 0.0)
+        if dry_run:
             return 0
         found = prepare(config)
     except (ValueError, OSError, TooManyProblemsError) as error:

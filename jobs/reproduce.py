@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from jobs.scoring.stages import ScoringFailedError
-    from jobs.studies.reproduction.launch import run_reproduction
+    from jobs.studies.reproduction.launch import check_reproduction, run_reproduction
     from jobs.studies.reproduction.plan import make_reproduction
     from jobs.studies.trials.command import run_command
 
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             config,
             make_reproduction,
             run_reproduction,
+            check_reproduction,
             dry_run=dry_run,
             files="results.md, figures.png and results.json",
         )

@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import grpc
 import psutil
 import ray
-
-from jobs.engine.ray_token import ensure_token
+from ray._private import services
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 
 # Set in every process that a job starts, unless the user has set the variable. Silences DeepSpeed's and Transformers'
 # logging, keeps the tokenizers' parallelism on after a fork, turns off Ray Data's usage reports, and has the workers'
@@ -33,6 +38,8 @@ _ENVIRONMENT = {
 _NUM_STARTS = 3
 _SECONDS_TO_ANSWER = 20.0
 _MIN_STARTUP_CONCURRENCY = 6
+# Ray's sockets lie in DIRECTORY/ray/session_DATE_TIME_MICROSECONDS_PID/sockets; the path of a socket has at most 107 bytes.
+_MAX_DIRECTORY_BYTES = 107 - len("/ray/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")
 
 # Set for workers that compute on CPUs. Ray runs their code in a thread, where glibc returns every freed megabyte to the
 # kernel and gets it back as zeroed pages, which costs a small step at least a quarter of its time (benchmarks/README.md).
@@ -51,21 +58,68 @@ def start_ray() -> None:
     """Connect to $RAY_ADDRESS (set by `ray job submit`), or start Ray on this machine.
 
     Raises:
-        ConnectionError: if nothing answers at that address for `_SECONDS_TO_ANSWER`.
+        ConnectionError, OSError: see :func:`check_machine`.
         TimeoutError: if a local Ray does not start within Ray's own limit of 30 s in any of `_NUM_STARTS` attempts.
     """
     if ray.is_initialized():
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("RAY_ADDRESS"):
-        _wait_for_head(os.environ["RAY_ADDRESS"])
-        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+    if address := check_machine():
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     else:
         _start_local_ray()
     if threading.current_thread() is threading.main_thread():
         # Let `kill` (SIGTERM) end a job as Ctrl-C does; with Ray's handler the job would exit as failed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def check_machine() -> str:
+    """Check that a job can start a Ray of its own here, or that the cluster of $RAY_ADDRESS answers; return its address.
+
+    Raises:
+        ConnectionError: if nothing answers at that address for `_SECONDS_TO_ANSWER`.
+        OSError: if no directory can be used for what Ray writes; the message names the variable to set.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address == "auto":
+        # Ray would join any Ray of this machine, such as one that another job has started for itself and will end.
+        address = services.find_bootstrap_address(None) or ""
+        if not address:
+            raise ConnectionError(
+                "RAY_ADDRESS = auto, but no cluster was started by `ray start` on this machine: start one, give its "
+                "HOST:PORT, or unset RAY_ADDRESS for a Ray of the job's own"
+            )
+    if address in ("", "local"):
+        private_directory()
+        return ""
+    _wait_for_head(address)
+    return address
+
+
+def private_directory() -> Path:
+    """Return the directory below which the user's jobs have what their Rays write; nobody else can enter it.
+
+    Ray opens its own directories to all users as soon as a worker has a `runtime_env`.
+
+    Raises:
+        OSError: if there can be none; the message names the variable to set.
+    """
+    places = [os.environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
+    for place in filter(None, places):
+        directory = Path(place) / f"ray-{os.getuid()}"
+        if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+            continue
+        with suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = directory.lstat()
+            if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+                directory.chmod(0o700)
+                return directory
+    raise OSError(
+        f"Ray needs a directory of this user's own of at most {_MAX_DIRECTORY_BYTES} bytes, and neither TMPDIR = "
+        f"{tempfile.gettempdir()} nor /tmp has room for one named ray-{os.getuid()}: set RAY_TMPDIR to a short path"
+    )
 
 
 def answers(address: str) -> bool:
@@ -80,16 +134,46 @@ def answers(address: str) -> bool:
 
 def _wait_for_head(address: str) -> None:
     """Wait some seconds for a head that is being started; Ray itself would wait for minutes, and say nothing of use."""
-    if not re.fullmatch(r"[^/]+:\d+", address):
-        return  # such as "auto" and ray://HOST:PORT, which Ray understands
+    place = address.removeprefix("ray://")
+    if not re.fullmatch(r"[^/]+:\d+", place):
+        raise ConnectionError(f"RAY_ADDRESS = {address} is no HOST:PORT of a Ray cluster, and neither auto nor local")
+    if place == address:
+        # Ray takes the address of this machine for that of loopback, where a head may not listen.
+        place = services.canonicalize_bootstrap_address(address) or address
     deadline = time.monotonic() + _SECONDS_TO_ANSWER
-    while not answers(address):
+    while not answers(place):
         if time.monotonic() > deadline:
+            asked = "" if place == address else f" (Ray asks at {place})"
             raise ConnectionError(
-                f"RAY_ADDRESS = {address}, but no head of a Ray cluster answers there: start the cluster, or correct the "
-                "address; without RAY_ADDRESS the job starts a Ray of its own"
+                f"RAY_ADDRESS = {address}, but no head of a Ray cluster answers there{asked}: start the cluster, or correct "
+                "the address; without RAY_ADDRESS the job starts a Ray of its own"
             )
         time.sleep(0.5)
+    if os.environ.get("RAY_USE_TLS", "0") == "1":
+        return
+    with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=max(1.0, deadline - time.monotonic()))
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(
+                f"RAY_ADDRESS = {address}: what listens there is no head of a Ray cluster; correct the address, or unset "
+                "RAY_ADDRESS for a Ray of the job's own"
+            ) from None
+
+
+@contextmanager
+def _in_a_group_of_their_own() -> Iterator[None]:
+    """Give every process that Ray starts inside the block a process group of its own.
+
+    A signal to the whole group of the job, which `timeout` and many schedulers send, would otherwise end Ray while the job
+    is saving. Ray's processes end with the job in any case.
+    """
+    original = services.ConsolePopen
+    services.ConsolePopen = partial(original, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original  # type: ignore[misc]
 
 
 def _start_local_ray() -> None:
@@ -117,8 +201,14 @@ def _start_local_ray() -> None:
     for attempt in range(1, _NUM_STARTS + 1):
         # Without address="local" Ray would join whichever cluster was last started on this machine, even a dead one.
         try:
-            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-            _keep_private()
+            with _in_a_group_of_their_own():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                    log_to_driver=False,
+                    _temp_dir=str(private_directory() / "ray"),  # Ray opens this directory to all, too
+                )
             return
         except Exception as error:  # Ray raises no more specific exception
             if "timed out" not in str(error).lower():
@@ -131,6 +221,48 @@ def _start_local_ray() -> None:
                     f"Ray did not start within 30 s, {_NUM_STARTS} times: the machine is too busy; try again when it is "
                     "less so"
                 ) from error
+
+
+def ensure_token() -> None:
+    """Make the user's token for Ray, `~/.ray/auth_token`, if there is none, and close it to others.
+
+    Without the token, a Ray on this machine runs no code. Where the home directory cannot be written, the token lies in
+    :func:`private_directory`.
+
+    Ray makes one, too, but not safely: if two jobs start for the first time on a machine, the later one replaces the
+    token of the other. Every process reads the token when it starts, so that no new process of the first job's Ray
+    would be let in, and the job would wait for its workers for ever.
+
+    Nothing is made if the token comes from the environment, or if RAY_AUTH_MODE turns tokens off.
+
+    Raises:
+        OSError: if it cannot be written there either.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    try:
+        _make_token(Path.home() / ".ray" / "auth_token")
+    except (OSError, RuntimeError):  # the latter: there is no home directory
+        path = private_directory() / "auth_token"
+        _make_token(path)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+
+
+def _make_token(path: Path) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="auth_token-")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            with suppress(FileExistsError):  # another job was faster: its token is whole, and it counts
+                os.link(name, path)
+        finally:
+            os.unlink(name)
+    if path.stat().st_uid == os.getuid():
+        path.chmod(0o600)
 
 
 def listen_on_loopback() -> None:
@@ -167,30 +299,47 @@ def check_placement(field: str, resources: Mapping[str, float]) -> None:
         )
 
 
-def _keep_private() -> None:
-    """Close this Ray's session directory, which holds logs and sockets, to others."""
-    if (node := ray._private.worker._global_node) is not None:
-        Path(node.get_session_dir_path()).chmod(0o700)
+def local_resources() -> dict[str, float]:
+    """Return the resources that a Ray on this machine would have, by name, as Ray itself finds them when it starts."""
+    found = ResourceAndLabelSpec()
+    found.resolve(is_head=True, node_ip_address="127.0.0.1")
+    resources: dict[str, float] = found.to_resource_dict()
+    return resources
 
 
 def check_resources(
-    *, num_workers: int, cpus_per_worker: float, use_gpu: bool, data_cpus: float, gpus_per_worker: int = 1
+    *,
+    num_workers: int,
+    cpus_per_worker: float,
+    use_gpu: bool,
+    data_cpus: float,
+    gpus_per_worker: int = 1,
+    total: Mapping[str, float] | None = None,
 ) -> None:
     """Check that the cluster is large enough for the run.
 
+    Args:
+        num_workers: number of workers.
+        cpus_per_worker: logical CPUs of each.
+        use_gpu: whether they compute on GPUs.
+        data_cpus: logical CPUs that reading data takes.
+        gpus_per_worker: GPUs of each worker that computes on GPUs.
+        total: resources of this machine, where Ray is not running yet; None: those of the cluster that runs.
+
     Raises:
-        ValueError: if the cluster can never schedule the run; the message shows what is needed and what exists.
+        ValueError: if the run can never be scheduled; the message shows what is needed and what exists.
     """
-    total = ray.cluster_resources()
+    place = "the cluster has" if total is None else "this machine has"
+    total = ray.cluster_resources() if total is None else total
     needed = num_workers * cpus_per_worker + data_cpus
     if needed > total.get("CPU", 0):
         raise ValueError(
             f"workers.num_workers × workers.cpus_per_worker + data = {num_workers} × {cpus_per_worker:g} + "
-            f"{data_cpus:g} = {needed:g} CPUs, but the cluster has {total.get('CPU', 0):g}: "
+            f"{data_cpus:g} = {needed:g} CPUs are more than there are, {place} {total.get('CPU', 0):g}: "
             "use fewer workers or fewer CPUs a worker"
         )
     if use_gpu and (gpus := num_workers * gpus_per_worker) > total.get("GPU", 0):
         raise ValueError(
-            f"workers.use_gpu = True needs {gpus} GPUs, {gpus_per_worker} a worker, but the cluster has "
-            f"{total.get('GPU', 0):g}"
+            f"workers.use_gpu = True needs {gpus} GPUs, {gpus_per_worker} a worker, more than there are, as {place} "
+            f"{total.get('GPU', 0):g}: choose --workers.no-use-gpu, or set RAY_ADDRESS to a cluster that has them"
         )

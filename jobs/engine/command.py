@@ -29,12 +29,14 @@ def run_command(
     from jobs.engine.failures import describe_continuation, describe_failure
     from jobs.engine.job import FatalTrainingError
     from jobs.engine.launch import train
+    from jobs.engine.preflight import check_plan
     from pipelines.problems import TooManyProblemsError
 
     try:
         plan = make_plan(config)
         if dry_run:
             print(plan.describe())
+            check_plan(plan)
             return None
         outcome = train(plan, record_models=record_models)
     except (ValueError, OSError, TooManyProblemsError) as error:

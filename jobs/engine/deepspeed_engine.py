@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ def deepspeed_config(config: TrainingConfig) -> dict[str, Any]:
 def start_engine(module: nn.Module, groups: list[ParameterGroup], config: TrainingConfig) -> DeepSpeedEngine:
     """Start DeepSpeed with AdamW; every group has its own learning rate, and the TempNet's group its own schedule."""
     optimizer, scheduler = make_optimizer(groups, config)
+    # Ray has started the workers, whatever its own processes were started by: DeepSpeed would take these for its ranks.
+    for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
+        del os.environ[name]
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,

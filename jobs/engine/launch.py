@@ -1,7 +1,7 @@
 """Runs a plan to its end: starts Ray, prepares the data, opens the MLflow run, trains and writes the report.
 
-Whatever can be refused without Ray is refused before it starts: by the configuration, by the plan, or here, if the name
-of the run is taken.
+Whatever can be refused without Ray is refused before it starts: by the configuration, by the plan, or by
+`jobs.engine.preflight`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from pyarrow.fs import FileSelector
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.cluster_loss import naming_lost_cluster
-from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.config import TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
-from jobs.engine.identity import differences, flatten, recorded_values
+from jobs.engine.identity import flatten, recorded_values
 from jobs.engine.job import FatalTrainingError, WorkerJob
 from jobs.engine.lease import Lease
 from jobs.engine.masking import masked
 from jobs.engine.outcome import finish
+from jobs.engine.preflight import Named, check_plan, find_outcome
 from jobs.engine.progress import note_failure
 from jobs.engine.recording import RecordModels, record_end
 from jobs.engine.resumption import find_resumption, registered_step, write_snapshot
 from jobs.engine.run_list import describe_run
-from jobs.engine.start import check_start
 from jobs.engine.stopping import stopping_softly
 from jobs.engine.tags import run_tags
 from jobs.engine.task import Plan, PreparedTask
@@ -36,7 +36,7 @@ from jobs.engine.task_record import write_task
 from jobs.engine.tracking import TrackedRun, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.engine.trainer import make_trainer
 from jobs.engine.watch import Watch
-from pipelines.storage import create_directory, read_json, resolve, write_json
+from pipelines.storage import create_directory, resolve, write_json
 
 
 def tracking_uri(config: TrainingConfig) -> str:
@@ -82,11 +82,11 @@ def train(
         KeyboardInterrupt: on Ctrl-C; the training since the last checkpoint is lost.
     """
     config = plan.config
-    outcome = find_directory(config)
+    outcome = check_plan(plan)
     print(plan.describe(), flush=True)
     if outcome is not None:
         record_end(config, outcome, record_models)
-        print(f"\nThis run is finished; its results:\n\n{plan.summary_table(outcome)}\n")
+        print("\nThis run is finished; its results:", flush=True)
         return outcome
     with Lease(config.run.directory), naming_lost_cluster(config.run.directory):
         prepared = _prepare(plan)
@@ -108,10 +108,8 @@ def train(
 
 
 def _prepare(plan: Plan) -> PreparedTask:
-    """Prepare the data of a plan, as soon as it is certain that its run can be continued and that Ray has room for it."""
-    config, workers = plan.config, plan.config.workers
-    if not find_resumption(config.run.directory, {}).checkpoints:  # raises if the run cannot be continued
-        check_start(config)
+    """Prepare the data of a plan, as soon as it is certain that Ray has room for its run."""
+    workers = plan.config.workers
     start_ray()
     check_resources(
         num_workers=workers.min_workers,
@@ -201,39 +199,13 @@ def _recorded_if_failed(plan: Plan, tracked: TrackedRun | None, record_models: R
         raise
 
 
-class Named(Protocol):
-    """The configuration of a run, or of a group of runs, that has a section `run`."""
-
-    @property
-    def run(self) -> RunSection:
-        """The name and the directories of the run."""
-        ...
-
-
-def find_directory(config: Named) -> dict[str, Any] | None:
-    """Return the outcome of a finished run; None if the run is not finished or has not been started.
-
-    Raises:
-        ValueError: if a run of another configuration has the name; the message shows the fields that differ.
-    """
-    held = read_json(f"{config.run.directory}/configuration.json")
-    if held is None:
-        return None
-    if changed := differences(masked(held), recorded_values(config)):
-        raise ValueError(
-            f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
-            f"{'; '.join(changed)}. Choose another run.name, or delete {config.run.directory}"
-        )
-    return read_json(f"{config.run.directory}/outcome.json")
-
-
 def claim_directory(config: Named) -> dict[str, Any] | None:
     """Create the run's directory for this configuration, or reuse it, and return the outcome if the run is finished.
 
     Raises:
-        ValueError: see :func:`find_directory`.
+        ValueError: see :func:`find_outcome`.
     """
-    outcome = find_directory(config)
+    outcome = find_outcome(config)
     create_directory(config.run.directory)
     write_json(f"{config.run.directory}/configuration.json", recorded_values(config))
     return outcome

@@ -23,7 +23,7 @@ from support import (
     tiny_config,
 )
 
-from jobs.engine.ray_token import ensure_token
+from jobs.engine.cluster import ensure_token
 from jobs.tasks.language_model.config import LanguageModelConfig
 
 

@@ -18,7 +18,7 @@ import ray
 from server_support import free_port, wait_for_ports
 from support import wait_for
 
-from jobs.engine.ray_token import ensure_token
+from jobs.engine.cluster import ensure_token
 
 BIN = Path(sys.executable).parent
 

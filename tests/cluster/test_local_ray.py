@@ -16,12 +16,16 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import os
+import psutil
 import ray
 from jobs.engine.cluster import start_ray
 
 start_ray()
-print(os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()))
+# With a runtime_env, for which Ray opens its directories to all users.
+niceness = ray.remote(num_cpus=0, runtime_env={"env_vars": {"A": "1"}})(lambda: os.nice(0))
+print(os.nice(0), ray.get(niceness.remote()))
 print(ray._private.worker._global_node.get_session_dir_path())
+print(sum(os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children(recursive=True)))
 """
 
 LISTEN = """
@@ -51,11 +55,12 @@ def run(script: str, **variables: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_it_is_private_and_its_workers_have_the_priority_of_the_job() -> None:
-    (job, worker), (session,) = run(SCRIPT)
+def test_it_is_private_has_its_own_group_and_the_priority_of_the_job() -> None:
+    (job, worker), (session,), (num_in_its_group,) = run(SCRIPT)
     assert worker == job
-    token = Path.home() / ".ray" / "auth_token"
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (Path(session), token)] == [0o700, 0o600]
+    private, token = Path(session).parents[1], Path.home() / ".ray" / "auth_token"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (private, token)] == [0o700, 0o600]
+    assert num_in_its_group == "0"  # so that a signal to the whole group leaves Ray alone while the job saves
 
 
 def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:

@@ -17,7 +17,7 @@ from server_support import free_port, wait_for_ports
 from submit_support import submit, write_probe
 from support import LANGUAGE_MODEL_OPTIONS, ROOT, wait_for
 
-from jobs.engine.ray_token import ensure_token
+from jobs.engine.cluster import ensure_token
 from jobs.engine.revision import checkout_revision
 
 pytestmark = pytest.mark.cluster

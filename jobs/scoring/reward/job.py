@@ -16,6 +16,7 @@ from jobs.engine.export import open_export
 from jobs.engine.identity import differences, flatten
 from jobs.engine.masking import masked
 from jobs.engine.metrics import MetricLogger
+from jobs.engine.preflight import check_machine, check_writable
 from jobs.engine.tags import run_tags
 from jobs.engine.tracking import TrackedRun, finish_run, mark_if_ended, open_run, resolve_uri, survive_outage
 from jobs.scoring.reward.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +28,7 @@ from jobs.scoring.reward.pool import RolloutPool
 from jobs.scoring.reward.trainer import Figures, RewardTrainer
 from jobs.scoring.stages import check_pool
 from pipelines.local_copy import local_copy
-from pipelines.storage import compute_digest, read_json, resolve, write_json
+from pipelines.storage import compute_digest, create_directory, read_json, resolve, write_json
 from pipelines.text.tokenization import load_tokenizer
 from tempnet.network import PAIRED_DIRECTORY
 
@@ -42,7 +43,9 @@ def describe_run(config: RewardConfig) -> str:
         ValueError, OSError: see `make_plan`.
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
-    return describe_plan(make_plan(config), uri)
+    plan = make_plan(config)
+    check_start(plan)
+    return describe_plan(plan, uri)
 
 
 def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def train_reward(config: RewardConfig, *, say: Callable[[str], None] = print) ->
     """
     uri = resolve_uri(config.tracking, config.run.resolved_storage)
     plan = make_plan(config)
+    check_start(plan)
     claim_directory(plan)
     start_ray()
     check_pool(plan.config.workers, reads=False)
@@ -142,24 +146,28 @@ def export(trainer: RewardTrainer, uri: str) -> None:
         trainer.network.save_pretrained(directory / PAIRED_DIRECTORY)
 
 
-def claim_directory(plan: RewardPlan) -> None:
-    """Write the settings into the directory of the run, or check that it was begun with the same ones.
+def check_start(plan: RewardPlan) -> None:
+    """Check what can be checked before Ray starts: that the run was not begun with other settings, and its directory.
 
     Raises:
         ValueError: naming the settings that differ.
+        OSError: if nothing can be written in the directory, or Ray not be started on this machine.
     """
     directory = plan.config.run.directory
-    filesystem, path = resolve(directory)
-    filesystem.create_dir(path, recursive=True)
-    uri = f"{directory}/{CONFIGURATION_FILE}"
-    known = read_json(uri)
-    if known is None:
-        write_json(uri, plan.record)
-    elif changes := differences(known, plan.record):
+    known = read_json(f"{directory}/{CONFIGURATION_FILE}")
+    if known and (changes := differences(known, plan.record)):
         raise ValueError(
             f"name = {plan.config.name!r} was begun with other settings: {'; '.join(changes[:5])}; choose another name, or "
             f"delete {directory}"
         )
+    check_writable("storage", directory)
+    check_machine()
+
+
+def claim_directory(plan: RewardPlan) -> None:
+    """Write the settings into the directory of the run."""
+    create_directory(plan.config.run.directory)
+    write_json(f"{plan.config.run.directory}/{CONFIGURATION_FILE}", plan.record)
 
 
 def _open(plan: RewardPlan, uri: str) -> TrackedRun:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from jobs.engine.cluster import start_ray
 from jobs.engine.identity import configuration_hash
 from jobs.engine.launch import claim_directory, tracking_uri
+from jobs.engine.preflight import check_directory, check_machine, check_room
 from jobs.engine.task import data_set
 from jobs.studies.cross_validation.table import Row, as_markdown, make_rows
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
-from jobs.studies.trials.run import run_trials
+from jobs.studies.trials.run import DRIVER_CPUS, run_trials
 from jobs.studies.trials.trial import Trial, one_round
 from jobs.tasks.classifier.config import ClassifierConfig, CrossValidationConfig
 from jobs.tasks.classifier.plan import ClassifierPlan, make_plan
@@ -60,6 +61,18 @@ def make_cross_validation(config: CrossValidationConfig) -> CrossValidation:
     return CrossValidation(config=config, cells=config.cells(), examples=examples)
 
 
+def check_cross_validation(work: CrossValidation) -> None:
+    """Check that a cross-validation can be started.
+
+    Raises:
+        ValueError, OSError: see `jobs.engine.preflight`.
+    """
+    check_directory(work.config)
+    check_machine()
+    for plan in work.examples:
+        check_room(plan.config, plan.data_cpus + DRIVER_CPUS)
+
+
 def cross_validate(work: CrossValidation) -> Results[Row]:
     """Run or continue a cross-validation, and write `results.md` and `results.json` into its directory.
 
@@ -67,6 +80,7 @@ def cross_validate(work: CrossValidation) -> Results[Row]:
         ValueError: if another configuration has taken the name, or the cluster is too small.
     """
     config = work.config
+    check_cross_validation(work)
     claim_directory(config)
     print(work.describe(), flush=True)
     start_ray()

@@ -9,6 +9,7 @@ from typing import Any
 
 from jobs.engine.cluster import start_ray
 from jobs.engine.launch import claim_directory
+from jobs.engine.preflight import check_directory, check_machine
 from jobs.engine.task import Plan
 from jobs.engine.tracking import mark_if_ended
 from jobs.scoring.config import LanguageModelPool
@@ -29,6 +30,16 @@ from pipelines.storage import exists
 _VERDICT_NUMBERS = {"holds": 1.0, "cannot be seen at this scale": 0.0, "does not hold": -1.0}
 
 
+def check_reproduction(work: Reproduction) -> None:
+    """Check that an experiment can be started; what data it lacks is a part of its description.
+
+    Raises:
+        ValueError, OSError: see `jobs.engine.preflight`.
+    """
+    check_directory(work.config)
+    check_machine()
+
+
 def run_reproduction(work: Reproduction) -> Results[StudyResult]:
     """Run or continue an experiment, and write `results.md`, `results.json` and `figures.png` into its directory.
 
@@ -37,6 +48,7 @@ def run_reproduction(work: Reproduction) -> Results[StudyResult]:
             Whatever can be checked beforehand is raised before Ray starts.
     """
     config = work.config
+    check_reproduction(work)
     print(work.describe() + "\n", flush=True)
     plans = _check(work)
     claim_directory(config)

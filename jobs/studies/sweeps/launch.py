@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.engine.cluster import start_ray
-from jobs.engine.launch import claim_directory, find_directory
+from jobs.engine.launch import claim_directory
+from jobs.engine.preflight import check_directory, check_machine, check_room
 from jobs.engine.tracking import TrackedRun
 from jobs.studies.sweeps.generations import make_generations
 from jobs.studies.sweeps.objective import TITLE, loss_of
@@ -19,12 +20,23 @@ from jobs.studies.sweeps.rounds import make_rounds, tau_mean
 from jobs.studies.trials.command import Results
 from jobs.studies.trials.parent import open_parent, publish
 from jobs.studies.trials.prepare import prepare_once
-from jobs.studies.trials.run import find_room, run_trials
+from jobs.studies.trials.run import DRIVER_CPUS, find_room, run_trials
 from jobs.studies.trials.side_by_side import run_side_by_side
 from jobs.studies.trials.trial import Outcomes
 
 BEST_RUN_TAG = "best_run"
 """Tag of the sweep's MLflow run: name of the chosen trial, which is one of its child runs."""
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Check that a sweep can be started.
+
+    Raises:
+        ValueError, OSError: see `jobs.engine.preflight`.
+    """
+    check_directory(sweep.config)
+    check_machine()
+    check_room(sweep.config.base, sweep.first.data_cpus + DRIVER_CPUS)
 
 
 def run_sweep(sweep: Sweep) -> Results[Row]:
@@ -34,7 +46,7 @@ def run_sweep(sweep: Sweep) -> Results[Row]:
         ValueError: if another configuration has taken the name, or the cluster is too small.
     """
     config = sweep.config
-    find_directory(config)
+    check_sweep(sweep)
     print(sweep.describe(), flush=True)
     start_ray()
     # raises ValueError before data are prepared

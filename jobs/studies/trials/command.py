@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from jobs.engine.command_line import FAILED, exit_interrupted, fail
-from jobs.engine.launch import Named
+from jobs.engine.preflight import Named
 from jobs.engine.tracking import where_to_browse
 
 Config = TypeVar("Config", bound=Named)
@@ -44,6 +44,7 @@ def run_command(
     config: Config,
     make: Callable[[Config], AnyWork],
     run: Callable[[AnyWork], Results[Row]],
+    check: Callable[[AnyWork], object],
     *,
     dry_run: bool,
     files: str,
@@ -56,6 +57,7 @@ def run_command(
         config: the configuration of the job.
         make: checks the configuration and returns the plan.
         run: runs the plan.
+        check: refuses what `run` refuses before it starts Ray.
         dry_run: only print the plan.
         files: names of the files in the results directory to point the user to.
     """
@@ -65,6 +67,7 @@ def run_command(
         work = make(config)
         if dry_run:
             print(work.describe())
+            check(work)
             return 0
         results = run(work)
     except (ValueError, OSError, TooManyProblemsError) as error:

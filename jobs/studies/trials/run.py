@@ -33,7 +33,7 @@ from jobs.studies.trials.trial_start import calling_trials_that_live
 from pipelines.storage import resolve
 
 # Logical CPUs of the process that drives a trial; the trial's workers have their own.
-_DRIVER_CPUS = 0.01
+DRIVER_CPUS = 0.01
 _SECONDS_OF_OUTAGE = 1800.0
 
 # Tune's own output files and printing are not needed: runs have their own directories, MLflow runs and lines. Tune's
@@ -106,7 +106,7 @@ def _run_tune(
         tracking_uri=searcher.first.config.tracking.uri,
     )
     tuner = tune.Tuner(
-        tune.with_resources(run_trial, {"CPU": _DRIVER_CPUS}),
+        tune.with_resources(run_trial, {"CPU": DRIVER_CPUS}),
         tune_config=tune.TuneConfig(
             search_alg=searcher, num_samples=-1, max_concurrent_trials=num_at_once, reuse_actors=True
         ),
@@ -133,10 +133,10 @@ def find_room(config: TrainingConfig, data_cpus: float, num_concurrent: int = 0)
         num_workers=workers.max_workers,
         cpus_per_worker=workers.cpus_per_worker,
         use_gpu=workers.use_gpu,
-        data_cpus=data_cpus + _DRIVER_CPUS,
+        data_cpus=data_cpus + DRIVER_CPUS,
     )
     total = ray.cluster_resources()
-    cpus_per_trial = workers.max_workers * workers.cpus_per_worker + data_cpus + _DRIVER_CPUS
+    cpus_per_trial = workers.max_workers * workers.cpus_per_worker + data_cpus + DRIVER_CPUS
     # Rounded, since sums such as .7 + .3 may exceed the CPUs that they use up entirely by an error in the last digit.
     rooms = [math.floor(round(total.get("CPU", 0) / cpus_per_trial, 6))]
     if workers.use_gpu:

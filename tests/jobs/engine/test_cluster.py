@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,8 @@ from ray.train.v2.api.exceptions import ControllerError
 from support import ROOT
 
 from jobs.engine import cluster, cluster_loss
-from jobs.engine.cluster import start_ray
+from jobs.engine.cluster import check_machine, ensure_token, private_directory, start_ray
 from jobs.engine.cluster_loss import HeadWatch, LostClusterError, naming_lost_cluster
-from jobs.engine.ray_token import ensure_token
 from pipelines.storage import read_json
 
 
@@ -115,6 +115,39 @@ def test_a_cluster_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
         start_ray()
 
 
+def test_what_is_no_head_is_refused(head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr(cluster.services, "canonicalize_bootstrap_address", lambda address: address)
+    with pytest.raises(ConnectionError, match=r"RAY_ADDRESS = \S+: what listens there is no head of a Ray cluster"):
+        check_machine()
+
+
+def test_auto_means_a_cluster_of_ray_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would join a Ray that another job has started for itself, and wait for it without limit."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(cluster.services, "find_bootstrap_address", lambda directory: None)
+    with pytest.raises(ConnectionError, match="RAY_ADDRESS = auto, but no cluster was started by `ray start`"):
+        check_machine()
+
+
+def test_what_ray_writes_lies_where_a_socket_has_room_and_nobody_else_can_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 90}")
+    assert private_directory() == Path(f"/tmp/ray-{os.getuid()}")
+    monkeypatch.setattr(cluster, "_MAX_DIRECTORY_BYTES", 200)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / f"ray-{os.getuid()}").mkdir(mode=0o777)
+    assert stat.S_IMODE(private_directory().stat().st_mode) == 0o700
+    private_directory().rmdir()
+    (tmp_path / f"ray-{os.getuid()}").symlink_to(tmp_path)  # as another user could have made it
+    assert private_directory() != tmp_path / f"ray-{os.getuid()}"
+    monkeypatch.setattr(cluster, "_MAX_DIRECTORY_BYTES", 5)
+    with pytest.raises(OSError, match="set RAY_TMPDIR to a short path"):
+        private_directory()
+
+
 @pytest.mark.parametrize("num_failures", [2, 3])
 def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[subprocess.Popen[bytes]] = []
@@ -142,7 +175,7 @@ def test_a_ray_that_is_slow_to_start_is_tried_again(num_failures: int, monkeypat
 SCRIPT = """
 import sys
 from pathlib import Path
-from jobs.engine.ray_token import ensure_token
+from jobs.engine.cluster import ensure_token
 
 print("ready", flush=True)
 sys.stdin.readline()
@@ -175,6 +208,18 @@ def test_a_token_that_exists_is_kept_and_closed_to_others(token: Path) -> None:
     token.chmod(0o644)
     ensure_token()
     assert token.read_text() == "a token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_a_home_directory_that_cannot_be_written_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cluster, "_MAX_DIRECTORY_BYTES", 200)
+    ensure_token()
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token == tmp_path / f"ray-{os.getuid()}" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from ray.train.torch import TorchTrainer
 
-from jobs.engine import late_export, launch, lease
+from jobs.engine import late_export, launch, lease, preflight
 from jobs.engine.checkpoint_files import write_file_list
 from jobs.engine.command_line import run_job
 from jobs.engine.config import OptimizerSection, RunSection, TrainingConfig
@@ -91,6 +92,59 @@ def test_what_cannot_start_holds_no_name(change: Change, monkeypatch: pytest.Mon
         launch.train(make_plan(config))
     assert not (Path(config.run.directory) / "configuration.json").exists()
     assert claim_directory(change({"temperature.target_entropy": 2.5})) is None
+
+
+PROC = "nothing can be written in /proc/runs: that file system takes no files"
+NOT_STARTED = [
+    ("--run.storage /proc", "run.storage: nothing can be written in /proc/new: that file system takes no files"),
+    ("--run.storage text/a.jsonl", "/text/a.jsonl/new: Not a directory"),
+    ("--run.export /proc/runs", f"run.export: {PROC}"),
+    ("--run.prepared /proc/runs", f"run.prepared: {PROC}"),
+    ("--tracking.uri sqlite:////proc/runs/db", f"tracking.uri: {PROC}"),
+    ("--workers.num-workers 512 --optimizer.batch-size 512", " CPUs are more than there are, this machine has "),
+    ("--workers.use-gpu", " GPUs, 1 a worker, more than there are, as this machine has 0: choose "),
+    ("--run.name taken", "run.name = 'taken' is taken in "),
+    (
+        "--run.name deleted",
+        "deleted holds checkpoint-00000005, but not the configuration.json that they were made with",
+    ),
+    ("--run.start-from none@3", "there is no run in "),
+]
+OF_A_RUN = ("--run.export", "--tracking.uri", "--run.start-from")
+JOBS = ["train_lm gpt2-scratch-small", "sweep gpt2-rho-lr-small"]
+
+
+@pytest.mark.parametrize(
+    ("job", "options", "message"),
+    [(job, *case) for case in NOT_STARTED for job in (JOBS[:1] if case[0].startswith(OF_A_RUN) else JOBS)],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    job: str,
+    options: str,
+    message: str,
+    change: Change,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    resources = preflight.local_resources()
+    monkeypatch.setattr(preflight, "local_resources", lambda: resources | {"GPU": 0.0})
+    claim_directory(change({"run.name": "taken"}))
+    write_checkpoint(tmp_path / "runs" / "deleted", 5)
+    name, preset = job.split()
+    given = f"--run.storage runs --run.name new --data.train text --data.validation text --data.tokenizer tokenizer {options}"
+    words = given.replace("--", "--base.").split() if name == "sweep" else given.split()
+    said = []
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"jobs.{name}").main([preset, *words, *more])
+        assert ended.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert message in said[0]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["deleted", "taken"]
 
 
 def make_config(tmp_path: Path, name: str, start_from: str = "", seed: int = 0, **sections: Any) -> TrainingConfig:

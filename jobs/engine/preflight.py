@@ -1,0 +1,146 @@
+"""What a job refuses before it starts Ray.
+
+A run and its `--dry-run` call the same functions, so that a dry run refuses exactly what the run would. They leave nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+from pyarrow.fs import LocalFileSystem
+
+from jobs.engine.cluster import check_machine, check_resources, local_resources
+from jobs.engine.config import RunSection, TrainingConfig
+from jobs.engine.identity import differences, recorded_values
+from jobs.engine.masking import masked
+from jobs.engine.resumption import find_resumption, whole_checkpoints
+from jobs.engine.start import check_start
+from jobs.engine.task import Plan
+from jobs.engine.tracking_store import SQLITE
+from pipelines.storage import exists, join, read_json, resolve, write_bytes
+
+
+class Named(Protocol):
+    """The configuration of a run, or of a group of runs, that has a section `run`."""
+
+    @property
+    def run(self) -> RunSection:
+        """The name and the directories of the run."""
+        ...
+
+
+def check_plan(plan: Plan) -> dict[str, Any] | None:
+    """Check that a training run can be started, and return its outcome if it is finished already.
+
+    Raises:
+        ValueError: if another configuration has the name, no checkpoint is whole, `run.start_from` cannot be used, or this
+            machine, where the job would start Ray, is too small.
+        OSError: if a place where the run writes cannot be written; the message names the field.
+    """
+    config = plan.config
+    outcome = check_directory(config)
+    if outcome is None:
+        if not find_resumption(config.run.directory, {}).checkpoints:  # raises if the run cannot be continued
+            check_start(config)
+        check_writable("run.export", config.run.export_directory)
+        if plan.tracking_uri.startswith(SQLITE):
+            check_writable("tracking.uri", str(Path(plan.tracking_uri.removeprefix(SQLITE)).parent))
+        check_machine()
+        check_room(config, plan.data_cpus)
+    return outcome
+
+
+def check_directory(config: Named) -> dict[str, Any] | None:
+    """Check that the name of a run is not taken and that its storage can be written; return the outcome of a finished run.
+
+    Raises:
+        ValueError: see :func:`find_outcome`.
+        OSError: if the storage cannot be written.
+    """
+    outcome = find_outcome(config)
+    if outcome is None:
+        check_writable("run.storage", config.run.directory)
+        if not exists(config.run.prepared_directory):  # what is prepared already may lie where nothing can be written
+            check_writable("run.prepared", config.run.prepared_directory)
+    return outcome
+
+
+def find_outcome(config: Named) -> dict[str, Any] | None:
+    """Return the outcome of a finished run; None if the run is not finished or has not been started.
+
+    Raises:
+        ValueError: if a run of another configuration has the name; the message shows the fields that differ. Or if the
+            configuration of the run was deleted, but not its checkpoints, which another configuration may have made.
+    """
+    directory = config.run.directory
+    held = read_json(f"{directory}/configuration.json")
+    if held is None:
+        if checkpoints := whole_checkpoints(directory):
+            raise ValueError(
+                f"run.name = {config.run.name!r}: {directory} holds {', '.join(checkpoints)}, but not the "
+                "configuration.json that they were made with: bring it back, delete the directory, or choose another run.name"
+            )
+        return None
+    if changed := differences(masked(held), recorded_values(config)):
+        raise ValueError(
+            f"run.name = {config.run.name!r} is taken in {config.run.resolved_storage} by another configuration: "
+            f"{'; '.join(changed)}. Choose another run.name, or delete {directory}"
+        )
+    return read_json(f"{directory}/outcome.json")
+
+
+def check_writable(field: str, uri: str) -> None:
+    """Check that files can be written into a directory, which need not exist yet.
+
+    Args:
+        field: name of the setting that the directory comes from.
+        uri: path or URI of the directory.
+
+    Raises:
+        OSError: if they cannot; the message names the field, the directory and the cause.
+    """
+    filesystem, path = resolve(uri)
+    try:
+        if isinstance(filesystem, LocalFileSystem):
+            place = Path(path)
+            while not os.path.lexists(place):
+                place = place.parent
+            # A file without a name, where the file system has such files: nothing is left even if this process is killed.
+            with tempfile.TemporaryFile(dir=place):
+                return
+        trial = f".write-{uuid.uuid4().hex}"
+        write_bytes(join(uri, trial), b"")
+        filesystem.delete_file(f"{path}/{trial}")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        if isinstance(error, FileNotFoundError) and error.errno:
+            reason = "that file system takes no files"  # such as /proc
+        raise type(error)(
+            f"{field}: nothing can be written in {uri}: {reason}. Give another directory or URI"
+        ) from error
+
+
+def check_room(config: TrainingConfig, data_cpus: float) -> None:
+    """Check that this machine has the CPUs and GPUs of a run, if it is here that the job will start Ray.
+
+    Args:
+        config: configuration of the run.
+        data_cpus: logical CPUs that reading data takes beside the largest number of workers.
+
+    Raises:
+        ValueError: see :func:`check_resources`.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        workers = config.workers
+        check_resources(
+            num_workers=workers.min_workers,
+            cpus_per_worker=workers.cpus_per_worker,
+            use_gpu=workers.use_gpu,
+            data_cpus=data_cpus * workers.min_workers / workers.max_workers,
+            total=local_resources(),
+        )
