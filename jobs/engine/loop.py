@@ -122,6 +122,10 @@ class TrainingLoop:
             self.step += 1
             for pace in (self.total, self.since_report):
                 pace.add(time.perf_counter() - started, waited, self.num_units - num_units_before)
+            if self.progress and config.workers.compiles and self.step == self.first_step + 1:
+                self.progress.say(
+                    f"the first step took {self.total.seconds:.0f} s, most of it to compile the base's blocks"
+                )
             is_last = self.step == config.run.num_steps
             is_saved = is_last or self.must_save or self.step % config.run.checkpoint_every == 0
             is_validated = not is_last and self.step % config.validation.every == 0

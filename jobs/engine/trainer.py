@@ -74,6 +74,8 @@ def worker_environment(config: TrainingConfig) -> dict[str, str]:
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     if not config.workers.use_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", **CPU_ENVIRONMENT}
+    if config.workers.compiles and "://" not in config.run.prepared_directory:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{config.run.prepared_directory}/compiled"
     return environment
 
 

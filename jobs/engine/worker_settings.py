@@ -37,6 +37,10 @@ class WorkersSection:
     stored in bfloat16, everything else in float32. auto: bf16 on GPUs and on CPUs with instructions for it, else fp32."""
     activation_checkpointing: bool = False
     """Save memory by recomputing the base model's activations in the backward pass."""
+    compile: Literal["auto", "on", "off"] = field(default="auto", metadata=FREE_TO_CHANGE)
+    """on: the base's transformer blocks are compiled by torch.compile in the first step, which takes one to two minutes; the
+    result is kept in `compiled` beside the prepared data. Losses differ by rounding. auto: on for GPUs, unless ZeRO 3 divides
+    the base; off for CPUs."""
     offload_optimizer: bool = False
     """Keep the optimizer state in CPU memory. Needs ZeRO stage 1, 2 or 3."""
     memory_gib: float | None = field(default=None, metadata=FREE_TO_CHANGE)
@@ -56,6 +60,17 @@ class WorkersSection:
             check_positive("workers", self, "memory_gib")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("workers.offload_optimizer = True needs workers.zero_stage 1, 2 or 3, not 0")
+
+        if self.compile == "on" and self.zero_stage == 3:
+            raise ValueError(
+                "workers.compile = 'on' needs workers.zero_stage 0, 1 or 2: ZeRO 3 gathers the weights of every layer by "
+                "hooks, which break the graph"
+            )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the base's transformer blocks are compiled."""
+        return self.compile == "on" or (self.compile == "auto" and self.use_gpu and self.zero_stage != 3)
 
     @property
     def min_workers(self) -> int:

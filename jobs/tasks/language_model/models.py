@@ -21,6 +21,7 @@ from pipelines.text.tokenization import document_start_id, load_tokenizer, token
 from tempnet.base_model import find_base, load_base
 from tempnet.dro import rho_from_target_entropy
 from tempnet.models.causal_lm import TemperatureCausalLM
+from tempnet.models.compiled import compile_blocks
 from tempnet.models.distilled_lm import DistilledCausalLM
 from tempnet.models.packing import takes_document_mask
 from tempnet.models.stored_base import StoredBase
@@ -221,7 +222,10 @@ def build_model(
         base = build_base(config, tokenizer)
     else:
         torch.manual_seed(config.run.seed)
-    return add_tempnet(base, config, tokenizer)
+    module = add_tempnet(base, config, tokenizer)
+    if config.workers.compiles and isinstance(base, PreTrainedModel):
+        compile_blocks(base)
+    return module
 
 
 def add_tempnet(

@@ -204,6 +204,17 @@ def test_two_processes_train_what_one_does_and_an_interrupted_run_goes_on(site: 
     site.assert_same(f"{case}-3", f"{case}-1", tolerance=1e-5)
 
 
+@pytest.mark.long  # inductor compiles for minutes; tests/tempnet/models/test_compiled.py shows the graphs without it
+def test_compiled_blocks_train_what_eager_ones_do(site: Site) -> None:
+    alone = site.alone("lm")
+    sections = {**CASES["lm"][1], "workers": {"compile": "on"}}
+    compiled = site.train(language_model, "lm-compiled", 2, **sections)
+    site.assert_same("lm-compiled", "lm-1", tolerance=1e-4)
+    assert compiled["validation"]["cross_entropy_tau"] == pytest.approx(
+        alone["validation"]["cross_entropy_tau"], rel=1e-4
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_leaves_its_report_and_its_figures(site: Site, case: str) -> None:
     outcome = site.alone(case)
