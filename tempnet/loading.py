@@ -4,13 +4,19 @@ A TempNet is read from its own directory, from the directory of an exported mode
 files of the published LLaMA-2-Chat networks (`LLM-Opt/TempNet-LLaMA2-Chat-{7B,13B,70B}-v0.1`), which have the
 `released` configuration of the head. The LLaMA-1 and GPT-2 networks of the same authors have the same tensors under
 the same names, but a different range of τ and a different input.
+
+AutoDeco's checkpoints (arXiv 2510.26697, github.com/Zacks917/AutoDeco) hold a temperature head
+τ = 2·sigmoid(w2ᵀ relu(W1 h + b1) + b2) of the hidden state h, alone or beside the weights of the whole model. It is read
+as a TempNet of the kind hidden, up to 1e-6 of τ. Their top-p head is not used.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,8 @@ from tempnet.network_config import PublishedHead, TempNetConfig
 from tempnet.precisions import loading_options
 from tempnet.weights import check_weights
 
+_log = logging.getLogger(__name__)
+
 # Files that may hold a published network: a separate file, or the weights of the whole model.
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
 _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
@@ -45,6 +53,9 @@ _RELEASED_KEYS = {
     "last.weight": "pool_weight",
     "last.bias": "pool_bias",
 }
+_AUTODECO_FILES = ("autodeco_heads.safetensors", "autodeco_heads.bin")
+_AUTODECO_PREFIX = "temp_head."
+_AUTODECO_KEYS = ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias")
 _LLAMA_VOCABULARY = 32_000
 _GPT2_VOCABULARIES = (50_257, 50_304)  # The second one includes padding, as in the paper's Table 13.
 
@@ -54,8 +65,8 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
 
     Args:
         source: one of: a directory that `TempNet.save_pretrained` wrote, the directory or hub name of an exported
-            model that contains `tempnet/`, a published file, a directory with published files, or the hub name of a
-            published network.
+            model that contains `tempnet/`, a published file, a directory with published files, the hub name of a
+            published network, or the directory or hub name of an AutoDeco checkpoint.
         head: which of the authors' heads published files contain (see :func:`released_tempnet`). By default it is
             inferred from the files.
 
@@ -69,7 +80,7 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
     if path.is_file():
         return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path), head=head)
     if path.is_dir():
-        state = _released_state(lambda name: path / name if (path / name).is_file() else None)
+        find = functools.partial(_find_file, path)
     elif not _HUB_NAME.fullmatch(str(source)):
         raise FileNotFoundError(
             f"{source} is missing: it is neither a directory, nor a file, nor the hub name of a model (owner/name)"
@@ -78,7 +89,10 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
         files = [_download(str(source), f"{PAIRED_DIRECTORY}/{name}") for name in (CONFIG_FILE, WEIGHTS_FILE)]
         if files[0] is not None and files[1] is not None:
             return TempNet.from_pretrained(files[1].parent)
-        state = _released_state(lambda name: _download(str(source), name))
+        find = functools.partial(_download, str(source))
+    if (config := find(CONFIG_FILE)) and json.loads(config.read_text()).get("model_type") == "autodeco":
+        return _autodeco_tempnet(source, json.loads(config.read_text()), find)
+    state = _released_state(find)
     if not state:
         raise FileNotFoundError(
             f"{source} holds no TempNet: neither {CONFIG_FILE} with {WEIGHTS_FILE}, nor {PAIRED_DIRECTORY}/, "
@@ -215,30 +229,70 @@ def check_vocabulary(base: PreTrainedModel | StoredBase, tempnet: TempNet) -> No
         )
 
 
+def _autodeco_tempnet(source: str | Path, config: dict[str, Any], find: Callable[[str], Path | None]) -> TempNet:
+    """Return the temperature head of an AutoDeco checkpoint as a TempNet.
+
+    Raises:
+        ValueError: if the checkpoint has no trained temperature head, or one of another form.
+    """
+    if not config.get("enable_temperature_head", config.get("train_temp", True)):
+        raise ValueError(f"{source}: AutoDeco trained no temperature head there, and its top-p head alone gives no τ")
+    state = _released_state(find, _AUTODECO_FILES, _AUTODECO_PREFIX)
+    state = {name.removeprefix(_AUTODECO_PREFIX): value.float() for name, value in state.items()}
+    if sorted(state) != sorted(_AUTODECO_KEYS):
+        raise ValueError(
+            f"{source} holds no temperature head of AutoDeco: {sorted(state)} are not {sorted(_AUTODECO_KEYS)}"
+        )
+    weight, bias, last, last_bias = (state[name] for name in _AUTODECO_KEYS)
+    sizes: dict[str, Any] = {"tau_min": 1e-6, "tau_max": 2.0, "hidden_size": len(weight)}
+    form = {
+        "activation": "relu",
+        "projection": False,
+        "pooling": "linear",
+        "normalize_input": False,
+        "pool_by_rho": False,
+    }
+    network = TempNet(
+        TempNetConfig.for_hidden(config["vocab_size"], weight.shape[1], with_logits=False, **sizes, **form)
+    )
+    # The linear pooling divides by the number of its inputs.
+    ours = {"0.weight": weight, "0.bias": bias, "weight": last * len(weight), "bias": last_bias}
+    network.load_state_dict(
+        {f"{'transform' if name[0] == '0' else 'final'}.{name}": value for name, value in ours.items()}
+    )
+    check_weights(network, source)
+    _log.warning("%s: the temperature head of AutoDeco is used, its top-p head is not", source)
+    return network.eval()
+
+
 def _is_ours(path: Path) -> bool:
     return path.is_file() and "input_size" in json.loads(path.read_text())
 
 
-def _released_state(find: Callable[[str], Path | None]) -> dict[str, Tensor]:
+def _released_state(
+    find: Callable[[str], Path | None], files: Sequence[str] = _RELEASED_FILES, prefix: str = _RELEASED_PREFIX
+) -> dict[str, Tensor]:
     """Return the tensors of a published network, or an empty dictionary if there are none.
 
     Args:
         find: function that returns the local path of a file by its name, or None if there is no such file.
+        files: names of files that hold the network alone.
+        prefix: what the names of its tensors begin with, in the weights of a whole model.
     """
-    for name in _RELEASED_FILES:
+    for name in files:
         if (path := find(name)) is not None:
-            return _read(path)
+            return _read(path, prefix) or _read(path)
     for name in _WHOLE_MODELS:
-        if (path := find(name)) is not None and (state := _read(path, prefix=_RELEASED_PREFIX)):
+        if (path := find(name)) is not None and (state := _read(path, prefix=prefix)):
             return state
     for name in _WHOLE_INDEXES:
         if (path := find(name)) is not None:
             where: dict[str, str] = json.loads(path.read_text())["weight_map"]
             state = {}
-            for shard in sorted({shard for key, shard in where.items() if key.startswith(_RELEASED_PREFIX)}):
+            for shard in sorted({shard for key, shard in where.items() if key.startswith(prefix)}):
                 if (part := find(shard)) is None:
                     raise FileNotFoundError(f"{path} names {shard}, which is not there")
-                state |= _read(part, prefix=_RELEASED_PREFIX)
+                state |= _read(part, prefix=prefix)
             if state:
                 return state
     return {}
@@ -258,6 +312,11 @@ def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
         return {name: value for name, value in values.items() if name.startswith(prefix)}
     except Exception as error:  # A damaged file can raise almost any exception, depending on its first bytes.
         raise ValueError(f"{path} holds no tensors by name: {error!r:.200}") from error
+
+
+def _find_file(directory: Path, name: str) -> Path | None:
+    """Return the path of a file in a local directory, or None if it is not there."""
+    return directory / name if (directory / name).is_file() else None
 
 
 def _download(repository: str, name: str) -> Path | None:

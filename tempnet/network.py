@@ -57,7 +57,7 @@ class TempNet(nn.Module):
                 linear = nn.Linear(size_in, size_out)
                 nn.init.kaiming_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
-                self.transform.extend([linear, nn.Sigmoid()])
+                self.transform.extend([linear, nn.Sigmoid() if config.activation == "sigmoid" else nn.ReLU()])
             if config.dropout:
                 self.transform.append(nn.Dropout(config.dropout))
             width = config.hidden_size

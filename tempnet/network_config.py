@@ -83,6 +83,8 @@ class TempNetConfig(TempNetOptions):
     """Whether the projection has a bias (the published LLaMA-2 networks have one; the paper's formula has none)."""
     pool_by_rho: bool = True
     """Whether to divide the pooled score by ρ (the published LLaMA-2 networks do not)."""
+    activation: Literal["sigmoid", "relu"] = "sigmoid"
+    """Nonlinearity of the transform (AutoDeco's temperature heads have relu)."""
     dropout: float = 0.0
     """Dropout probability after the transform, in training only (the published LLaMA-2 networks: 0.5)."""
 
@@ -110,6 +112,8 @@ class TempNetConfig(TempNetOptions):
             )
         if self.pooling not in ("parametric", "linear"):
             raise ValueError(f"TempNetConfig.pooling = {self.pooling!r} is neither 'parametric' nor 'linear'")
+        if self.activation not in ("sigmoid", "relu"):
+            raise ValueError(f"TempNetConfig.activation = {self.activation!r} is neither 'sigmoid' nor 'relu'")
         if self.depth not in (3, 4):
             raise ValueError(f"TempNetConfig.depth = {self.depth!r} is neither 3 nor 4")
         if self.depth == 4 and not self.transform:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from tempnet import TempNet, TempNetConfig
 from tempnet.base_model import BASE_FILE, BaseReference, base_digest, find_base, load_base
+from tempnet.decoders.autodeco import AutoDecoHeads
 from tempnet.loading import load_causal_lm, load_tempnet, released_tempnet
 from tempnet.models.towers import load_tower
 from tempnet.weights import check_weight_files, load_fitting
@@ -164,6 +166,50 @@ def test_wrong_keys_and_sizes_are_named(changes: dict, message: str, tmp_path: P
     for source in (tmp_path, tmp_path / "tempnet.safetensors"):
         with pytest.raises(ValueError, match=message):
             load_tempnet(source)
+
+
+@pytest.mark.parametrize("layout", ["heads", "heads and base", "shards", "older"])
+def test_the_temperature_head_of_autodeco(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The layouts that their code writes: heads alone, merged with the base model (in shards), and their first format."""
+    heads = AutoDecoHeads(16, width=256)
+    names = {"tau_head": "temp_head.mlp", "share_head": "top_p_head.mlp"}
+    state = {f"{names[part]}.{rest}": value for part, rest, value in
+             ((*name.split(".", 1), value) for name, value in heads.state_dict().items())}  # fmt: skip
+    config = {
+        "model_type": "autodeco",
+        "base_model_type": "qwen2",
+        "base_model_name_or_path": "Qwen/Q",
+        "vocab_size": 90,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 16, "enable_temperature_head": True}))
+    if layout == "heads":
+        save_file(state, tmp_path / "model.safetensors")
+    elif layout == "older":
+        save_file(state, tmp_path / "autodeco_heads.safetensors")
+    else:
+        whole = {"llm.model.embed_tokens.weight": torch.zeros(90, 16), **state}
+        parts = [{name: whole[name] for name in group} for group in (sorted(whole)[::2], sorted(whole)[1::2])]
+        if layout == "shards":
+            shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+            index = {name: shard for shard, part in zip(shards, parts, strict=True) for name in part}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+            for shard, part in zip(shards, parts, strict=True):
+                save_file(part, tmp_path / shard)
+        else:
+            save_file(whole, tmp_path / "model.safetensors")
+    network, hidden = load_tempnet(tmp_path), 3 * torch.randn(50, 16)
+    assert (network.config.kind, network.config.input_size, network.config.state_size) == ("hidden", 90, 16)
+    torch.testing.assert_close(
+        network(torch.zeros(50, 90), hidden), heads(torch.zeros(50, 90), hidden).tau, rtol=0, atol=3e-6
+    )
+    assert "its top-p head is not" in caplog.text
+    network.save_pretrained(tmp_path / "tempnet")
+    assert load_tempnet(tmp_path / "tempnet").config == network.config
+    (tmp_path / "config.json").write_text(json.dumps({**config, "enable_temperature_head": False}))
+    with pytest.raises(ValueError, match="AutoDeco trained no temperature head there"):
+        load_tempnet(
+            Path(shutil.copytree(tmp_path, tmp_path / "other", ignore=shutil.ignore_patterns("tempnet", "other")))
+        )
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
