@@ -245,7 +245,7 @@ def _autodeco_tempnet(source: str | Path, config: dict[str, Any], find: Callable
         )
     weight, bias, last, last_bias = (state[name] for name in _AUTODECO_KEYS)
     sizes: dict[str, Any] = {"tau_min": 1e-6, "tau_max": 2.0, "hidden_size": len(weight)}
-    form = {
+    form: dict[str, Any] = {
         "activation": "relu",
         "projection": False,
         "pooling": "linear",
