@@ -75,7 +75,8 @@ format: setup  ## Format the code
 	$(BIN)/ruff format .
 
 mlflow: setup  ## Browse the runs on http://127.0.0.1:5000
-	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --workers 2 --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
+	@echo 'The experiments: http://127.0.0.1:5000/#/experiments'
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server --workers 2 --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(abspath runs)/mlflow.db
 
 mlflow-team: setup  ## An MLflow server for a team, in PostgreSQL: infra/mlflow/serve.sh says how
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint requirements.lock \

@@ -48,6 +48,7 @@ admin_username = admin
 END
 # MLflow's own background jobs, which would be further processes, serve nothing that is used here.
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION="${MLFLOW_SERVER_ENABLE_JOB_EXECUTION:-false}"
+export MLFLOW_DISABLE_TELEMETRY="${MLFLOW_DISABLE_TELEMETRY:-true}"  # no figures on its use go to MLflow's makers
 exec mlflow server --app-name basic-auth \
   --host "${MLFLOW_HOST:-127.0.0.1}" --port "${MLFLOW_PORT:-5000}" --workers "${MLFLOW_WORKERS:-2}" \
   --backend-store-uri "$MLFLOW_DATABASE" \

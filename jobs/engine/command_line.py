@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -30,6 +30,9 @@ Config = TypeVar("Config")
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 """Exit statuses of every job besides 0: the run failed, the request was refused, the user interrupted it, or nobody reads
 its output."""
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def parse_preset(
@@ -146,6 +149,8 @@ def refusals_on_one_line() -> Iterator[None]:
 def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a job on the arguments of this process and exit with its status."""
     collect_seldom()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends a job as Ctrl-C does
+    reach_loopback_directly(os.environ)
     if os.environ.get(LOCKED_VARIABLE):
         try:
             check_locked()
@@ -164,6 +169,21 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         # It is unexpected, and its text may hold an address with a password.
         print(masked(traceback.format_exc()), file=sys.stderr, end="")
         raise SystemExit(FAILED) from None
+
+
+def reach_loopback_directly(variables: MutableMapping[str, str]) -> None:
+    """Have this machine's own servers reached without a proxy, which cannot reach them.
+
+    Args:
+        variables: environment variables; `no_proxy` is completed if there is a proxy.
+    """
+    if not any(variables.get(name) for name in (*_PROXIES, *map(str.upper, _PROXIES))):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        # The lower-case name has precedence, so that one that is not set takes what the other one says.
+        spared = [host for host in (variables.get(name) or variables.get("no_proxy", "")).split(",") if host.strip()]
+        if "*" not in spared:
+            variables[name] = ",".join([*spared, *(host for host in _LOOPBACK if host not in spared)])
 
 
 def _close_unread_output() -> bool:

@@ -21,7 +21,7 @@ from jobs.engine.masking import masked
 from jobs.engine.resumption import find_resumption, whole_checkpoints
 from jobs.engine.start import check_start
 from jobs.engine.task import Plan
-from jobs.engine.tracking_store import SQLITE
+from jobs.engine.tracking_store import SQLITE, check_experiment
 from pipelines.storage import exists, join, read_json, resolve, write_bytes
 
 
@@ -38,8 +38,8 @@ def check_plan(plan: Plan) -> dict[str, Any] | None:
     """Check that a training run can be started, and return its outcome if it is finished already.
 
     Raises:
-        ValueError: if another configuration has the name, no checkpoint is whole, `run.start_from` cannot be used, or this
-            machine, where the job would start Ray, is too small.
+        ValueError: if another configuration has the name, no checkpoint is whole, `run.start_from` cannot be used, the
+            experiment was deleted in MLflow, or this machine, where the job would start Ray, is too small.
         OSError: if a place where the run writes cannot be written; the message names the field.
     """
     config = plan.config
@@ -50,6 +50,8 @@ def check_plan(plan: Plan) -> dict[str, Any] | None:
         check_writable("run.export", config.run.export_directory)
         if plan.tracking_uri.startswith(SQLITE):
             check_writable("tracking.uri", str(Path(plan.tracking_uri.removeprefix(SQLITE)).parent))
+        if plan.tracking_uri:
+            check_experiment(plan.tracking_uri, config.tracking.experiment)
         check_machine()
         check_room(config, plan.data_cpus)
     return outcome

@@ -33,6 +33,7 @@ from jobs.engine.tracking_store import SQLITE, find_or_create_experiment, log_da
 logger = logging.getLogger(__name__)
 
 _SECONDS_TO_ANSWER = 10
+_ANSWERS_OF_MLFLOW = (401, 404)  # asks for a login; or is older than its health check
 # By default MLflow retries seven times, which takes four minutes, for everything that is sent to an unreachable server.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 # By default MLflow prints the address of every run that ends, including a password in it.
@@ -96,16 +97,35 @@ def resolve_uri(tracking: TrackingSection, storage: str) -> str:
         address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         with urllib.request.urlopen(address, timeout=_SECONDS_TO_ANSWER):
             return uri
-    except urllib.error.HTTPError:
-        return uri  # the server answers; whether it accepts the login is checked when the run is opened
+    except urllib.error.HTTPError as error:
+        if not (proxy := _proxy_to(parts)) or error.code in _ANSWERS_OF_MLFLOW:
+            return uri  # the server answers; whether it accepts the login is checked when the run is opened
+        cause = f"the proxy {masked(proxy)}, which is asked for it, answers: {error}. {_around_proxy(parts)}"
     except OSError as error:
-        if tracking.optional:
-            logger.warning("MLflow at %s does not answer: nothing is logged", shown)
-            return ""
-        raise ConnectionError(
-            f"MLflow at tracking.uri = {shown!r} does not answer: start it, give another one, or go on without it by "
-            f"--tracking.optional or --tracking.no-enabled. {masked(str(error))}"
-        ) from error
+        cause = masked(str(error))
+        if proxy := _proxy_to(parts):
+            cause = (
+                f"the proxy {masked(proxy)}, which is asked for it, does not answer: {cause}. {_around_proxy(parts)}"
+            )
+    if tracking.optional:
+        logger.warning("MLflow at %s does not answer: nothing is logged", shown)
+        return ""
+    raise ConnectionError(
+        f"MLflow at tracking.uri = {shown!r} does not answer: start it, give another one, or go on without it by "
+        f"--tracking.optional or --tracking.no-enabled. {cause}"
+    )
+
+
+def _proxy_to(address: urllib.parse.SplitResult) -> str:
+    """Return the proxy that the environment names for an address; empty if it is reached directly."""
+    if urllib.request.proxy_bypass(address.netloc.rpartition("@")[2]):
+        return ""
+    proxies = urllib.request.getproxies()
+    return proxies.get(address.scheme, proxies.get("all", ""))
+
+
+def _around_proxy(address: urllib.parse.SplitResult) -> str:
+    return f"If it can be reached without, add {address.hostname} to the variable no_proxy"
 
 
 def reconnection_uri(recorded: str, tracking: TrackingSection) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage
 from mlflow.exceptions import MlflowException
 
 from jobs.engine.masking import masked
@@ -20,6 +22,10 @@ from pipelines.file_locks import open_locked
 
 SQLITE = "sqlite:///"
 _NUM_ATTEMPTS = 5
+
+
+class DeletedExperimentError(ValueError):
+    """The experiment was deleted, but not for ever, and nothing can be logged to it."""
 
 
 def open_client(uri: str) -> MlflowClient:
@@ -43,6 +49,7 @@ def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
     """Return the ID of the experiment; the artifacts of a new one lie beside the file of SQLite, or at the server.
 
     Raises:
+        DeletedExperimentError: if it was deleted.
         MlflowException: if the store refuses it.
     """
     location = (Path(uri.removeprefix(SQLITE)).parent / "mlartifacts").as_uri() if uri.startswith(SQLITE) else None
@@ -54,7 +61,29 @@ def find_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
             existing = client.get_experiment_by_name(name)  # another process may have made it
             if existing is None:
                 raise
+    _refuse_deleted(existing, uri)
     return str(existing.experiment_id)
+
+
+def check_experiment(uri: str, name: str) -> None:
+    """Check that runs can be logged to an experiment, which need not exist; a file of SQLite is not made.
+
+    Raises:
+        DeletedExperimentError: if it was deleted.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+        return
+    with suppress(MlflowException):  # a store that cannot be opened has its own message
+        _refuse_deleted(open_client(uri).get_experiment_by_name(name), uri)
+
+
+def _refuse_deleted(experiment: Experiment | None, uri: str) -> None:
+    if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
+        raise DeletedExperimentError(
+            f"tracking.experiment = {experiment.name!r} was deleted in MLflow, which keeps it and its name: bring it back "
+            f"by MLFLOW_TRACKING_URI={shlex.quote(masked(uri))} mlflow experiments restore -x {experiment.experiment_id}, "
+            "or log to another one by --tracking.experiment NAME"
+        )
 
 
 def log_data_sets(client: MlflowClient, run_id: str, data_sets: Mapping[str, tuple[str, str, str]]) -> None:

@@ -9,7 +9,9 @@ import os
 import socket
 import threading
 import time
+import urllib.request
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from jobs.engine import tracking_store
+from jobs.engine.command_line import reach_loopback_directly
 from jobs.engine.config import TrackingSection
 from jobs.engine.identity import with_fields
 from jobs.engine.metrics import MetricLogger, metric_history
@@ -34,7 +37,7 @@ from jobs.engine.tracking import (
     survive_outage,
     where_to_browse,
 )
-from jobs.engine.tracking_store import find_or_create_experiment, log_data_sets
+from jobs.engine.tracking_store import check_experiment, find_or_create_experiment, log_data_sets
 from jobs.scoring.mlflow_models.run import record_models
 from jobs.studies.trials.run import make_plan_in_outage
 from jobs.studies.trials.trial import Trial
@@ -173,6 +176,54 @@ def test_a_server_that_does_not_answer_is_named_before_anything_starts(caplog: p
         assert resolve_uri(TrackingSection(uri=uri, optional=True), "/runs") == ""
         assert "nothing is logged" in caplog.text
         assert resolve_uri(TrackingSection(uri=uri, enabled=False), "/runs") == ""
+
+
+def test_a_proxy_that_hides_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{proxy.server_port}"
+        monkeypatch.setenv("http_proxy", address)
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of the first call
+        message = rf"the proxy {address}, .* answers: HTTP Error 403.* add mlflow\.example to the variable no_proxy"
+        with pytest.raises(ConnectionError, match=message):
+            resolve_uri(TrackingSection(uri="http://mlflow.example:5000"), "/runs")
+        proxy.shutdown()
+    with pytest.raises(ConnectionError, match=rf"the proxy {address}, .* does not answer: .*Connection refused"):
+        resolve_uri(TrackingSection(uri="http://mlflow.example:5000"), "/runs")
+
+
+@pytest.mark.parametrize(
+    ("variables", "spared"),
+    [
+        ({}, None),
+        ({"HTTP_PROXY": "http://proxy:3128"}, "localhost,127.0.0.1,::1"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": ".org,localhost"}, ".org,localhost,127.0.0.1,::1"),
+        ({"http_proxy": "http://proxy:3128", "NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_servers_of_this_machine_are_reached_without_a_proxy(variables: dict[str, str], spared: str | None) -> None:
+    reach_loopback_directly(variables)
+    assert variables.get("NO_PROXY") == spared
+    assert variables.get("no_proxy") in (spared, "localhost,127.0.0.1,::1")
+
+
+def test_a_deleted_experiment_is_named_with_the_ways_out(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    client.delete_experiment(client.create_experiment("old"))
+    message = r"experiment = 'old' was deleted .* restore -x \d+, or .*tracking\.experiment"
+    with pytest.raises(ValueError, match=message):
+        check_experiment(mlflow_uri, "old")
+    with pytest.raises(ValueError, match=message):
+        find_or_create_experiment(client, mlflow_uri, "old")
+    check_experiment(mlflow_uri, "new")
 
 
 def test_the_default_store_lies_beside_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
