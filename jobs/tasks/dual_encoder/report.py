@@ -40,6 +40,9 @@ def summary_table(outcome: Mapping[str, Any]) -> str:
         where = "in" if low <= scores["tau_mean"] <= high else "outside"
         spread = f" ± {scores['tau_std']:.4f}" if "tau_std" in scores else ""
         rows.append(("mean τ", f"{scores['tau_mean']:.4f}{spread} ({where} the papers' band {low:g} to {high:g})"))
+        for name, noun in (("image", "images"), ("text", "captions")):
+            if f"{name}_tau_mean" in scores:
+                rows.append((f"  of {noun}", f"{scores[f'{name}_tau_mean']:.4f} ± {scores[f'{name}_tau_std']:.4f}"))
     if share_cut := outcome.get("share_cut"):  # missing in the outcomes of older runs
         name = f"captions cut to {outcome['num_text_tokens']} tokens"
         rows.append((name, ", ".join(f"{share:.2%} ({split})" for split, share in share_cut.items())))

@@ -20,7 +20,7 @@ from tempnet.rivals import compare_with_constants
 from tempnet.statistics import histogram_of
 
 # Number of pairs on which predicted temperatures are compared with constants; the cost is quadratic in this number.
-_MAX_PAIRS_COMPARED = 4096
+MAX_PAIRS_COMPARED = 4096
 
 
 def score(
@@ -44,13 +44,18 @@ def score(
         return scores, None
     details: dict[str, Any] = {"histograms": _histograms(loss, predicted)}
     if predicted and loss.world.rank == 0:
-        details["rivals"] = rivals(held_out, predicted, loss.config)
-        details["judged_by"] = loss.config.kind.objective
+        owner = torch.from_numpy(held_out.image_of_text)[:MAX_PAIRS_COMPARED]
+        image, text = held_out.image[owner], held_out.text[: len(owner)]
+        of_pairs = torch.stack([predicted[0][owner], predicted[1][: len(owner)]])
+        details |= {
+            "rivals": rivals(image, text, owner, of_pairs, loss.config),
+            "judged_by": loss.config.kind.objective,
+        }
     return scores, details
 
 
 def _temperature_scores(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, float]:
-    """Return mean and standard deviation of τ. All ranks must call this.
+    """Return mean and standard deviation of τ, of both modalities together and of each. All ranks must call this.
 
     They are taken over the temperatures predicted for the validation set, or over those stored for all training
     samples. For a single learned temperature only the mean is returned, which is its value.
@@ -58,15 +63,23 @@ def _temperature_scores(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] 
     if loss.learned is not None:
         return {"tau_mean": float(loss.learned())}
     if predicted is not None:
-        both = torch.cat([part.double() for part in predicted])
-        return {"tau_mean": float(both.mean()), "tau_std": float(both.std())}
-    if loss.state is None or "tau" not in loss.state.columns:
+        sums = torch.stack([_sums(part) for part in predicted])
+    elif loss.state is not None and "tau" in loss.state.columns:
+        sums = loss.world.sum(torch.stack([_sums(part) for part in loss.state.columns["tau"]]))
+    else:
         return {}
-    tau = loss.state.columns["tau"].double()
-    count, total, squares = loss.world.sum(
-        torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
-    ).tolist()
-    return {"tau_mean": total / count, "tau_std": max(squares / count - (total / count) ** 2, 0.0) ** 0.5}
+    scores = {}
+    for prefix, (count, total, squares) in zip(("", "image_", "text_"), (sums.sum(0), *sums), strict=True):
+        mean = total / count
+        scores[f"{prefix}tau_mean"] = mean.item()
+        scores[f"{prefix}tau_std"] = (squares / count - mean.square()).clamp(min=0.0).sqrt().item()
+    return scores
+
+
+def _sums(tau: Tensor) -> Tensor:
+    """Return number, sum and sum of squares of temperatures."""
+    tau = tau.double()
+    return torch.stack([tau.new_tensor(tau.numel()), tau.sum(), tau.square().sum()])
 
 
 def _histograms(loss: ContrastiveLoss, predicted: tuple[Tensor, Tensor] | None) -> dict[str, list[float]]:
@@ -98,26 +111,29 @@ def one_temperature(config: ContrastiveLossConfig, scores: Mapping[str, float]) 
     return tau, tau
 
 
-def rivals(held_out: HeldOut, tau: tuple[Tensor, Tensor], config: ContrastiveLossConfig) -> dict[str, float]:
-    """Compare predicted with constant temperatures on the first held-out pairs (at most 4 096), taken as one batch.
+def rivals(image: Tensor, text: Tensor, owner: Tensor, tau: Tensor, config: ContrastiveLossConfig) -> dict[str, float]:
+    """Compare learned with constant temperatures on B pairs, taken as one batch, separately for images and captions.
 
     Args:
-        held_out: the embeddings.
-        tau: predicted temperatures of the images (n,) and of the texts (m,).
+        image, text: (B, d) embeddings, unit vectors.
+        owner: (B,) number of the image of each pair; an image and all its captions form one group.
+        tau: (2, B) learned temperatures of the images and of the captions.
         config: the training loss.
 
     Returns:
         The figures of :func:`tempnet.rivals.compare_with_constants` for the loss of
-        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefix `robust/` or `cross_entropy/` (the
-        `objective` of the training loss), and `num_pairs`. An image and all its captions form one group.
+        :func:`tempnet.contrastive.held_out.held_out_losses`, with the prefixes `image/` or `text/`, and `robust/` or
+        `cross_entropy/` (the `objective` of the training loss); and `num_pairs`.
     """
-    owner = torch.from_numpy(held_out.image_of_text)[:_MAX_PAIRS_COMPARED]
-    kept = len(owner)
-    figures = compare_with_constants(
-        held_out_losses(held_out.image[owner], held_out.text[:kept], owner, config),
-        torch.stack([tau[0][owner], tau[1][:kept]]),
-        owner.expand(2, -1),
-        tau_min=config.tau_min,
-        tau_max=config.tau_max,
-    )
-    return {"num_pairs": float(kept), **{f"{config.kind.objective}/{name}": value for name, value in figures.items()}}
+    losses = held_out_losses(image, text, owner, config)
+    found = {"num_pairs": float(len(owner))}
+    for number, name in enumerate(("image", "text")):
+
+        def losses_of_one(tau: Tensor, number: int = number) -> Tensor:
+            return losses(tau.expand(2, -1))[number]
+
+        figures = compare_with_constants(
+            losses_of_one, tau[number], owner, tau_min=config.tau_min, tau_max=config.tau_max
+        )
+        found |= {f"{name}/{config.kind.objective}/{key}": value for key, value in figures.items()}
+    return found

@@ -20,7 +20,7 @@ from jobs.tasks.dual_encoder.config import ClipConfig
 from jobs.tasks.dual_encoder.data import pair_source, random_pairs
 from jobs.tasks.dual_encoder.export import export_encoder
 from jobs.tasks.dual_encoder.models import build_encoder, build_model
-from jobs.tasks.dual_encoder.scores import score
+from jobs.tasks.dual_encoder.scores import MAX_PAIRS_COMPARED, rivals, score
 from jobs.tasks.dual_encoder.validation import HeldOut, HeldOutSet, RetrievalSet, StoredSet
 from jobs.tasks.frozen_base import check_checkpoint
 from jobs.tasks.node_cache import GIB
@@ -148,7 +148,33 @@ class ClipTask(BaseTask[ClipConfig]):
         """Return recalls and cross-entropy; the details are histograms of τ and a comparison with constant temperatures."""
         held_out = self.held_out(self.module, engine.device)
         scores, details = score(self.module, held_out, engine.device, with_details=with_details)
+        if details is not None and self.module.loss.config.kind.temperature == "per_sample":
+            details |= self._judge_stored_temperatures(engine.device)
         return scores | self.steering.scores(), details
+
+    def _judge_stored_temperatures(self, device: torch.device) -> dict[str, Any]:
+        """Compare the temperatures of training pairs with constants on random ones of these pairs. All ranks must call this.
+
+        They belong to these pairs and say nothing of others, so that no held-out pair could judge them.
+        """
+        number = min(self.data.train.num_pairs, MAX_PAIRS_COMPARED)
+        ids = random_pairs(self.data.train.num_pairs, number, self.config.run.seed)
+        parts = []
+        for at in range(0, number, self.config.validation.batch_size):
+            chosen = ids[at : at + self.config.validation.batch_size]
+            tensors = tensors_of(self.source.read(*self.source.locate(chosen), 0), device)
+            parts.append((*self.module.embed(**inputs_of(tensors)), tensors["ids"], tensors["image_ids"]))
+        image, text, kept, owner = (torch.cat(part) for part in zip(*parts, strict=True))
+        loss = self.module.loss
+        assert loss.state is not None
+        tau = loss.state.read(kept)["tau"]
+        if self.rank != 0:
+            return {}
+        return {
+            "rivals": rivals(image.cpu(), text.cpu(), owner.cpu(), tau.cpu(), loss.config),
+            "judged_by": loss.config.kind.objective,
+            "judged_on": "training",
+        }
 
     def held_out(self, module: TemperatureDualEncoder, device: torch.device) -> HeldOut:
         """Return the embeddings of the validation set; those of frozen towers are computed once."""

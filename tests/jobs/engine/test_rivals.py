@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch.nn.functional import normalize
 
 from jobs.engine import rivals
 from jobs.tasks.dual_encoder.scores import rivals as pair_rivals
-from jobs.tasks.dual_encoder.validation import HeldOut
 from jobs.tasks.language_model.validation import rivals as token_rivals
 from jobs.tasks.sentence_encoder.validation import rivals as span_rivals
 from tempnet.contrastive.config import ContrastiveLossConfig
@@ -27,6 +25,9 @@ NUM_ROWS, NUM_TOKENS = 400, 64
 
 def judged(figures: dict[str, float], tau: Tensor, loss: str = "robust") -> dict[str, Any]:
     scores = {"tau_mean": tau.mean().item(), "tau_std": tau.std().item()}
+    if f"image/{loss}/loss" in figures:
+        for name, part in zip(("image", "text"), tau, strict=True):
+            scores |= {f"{name}_tau_mean": part.mean().item(), f"{name}_tau_std": part.std().item()}
     outcome: dict[str, Any] = {"validation": scores, "rivals": figures, "judged_by": loss}
     return outcome | {"temperature_verdict": rivals.verdict(outcome)}
 
@@ -97,8 +98,7 @@ def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -
         best = torch.stack(
             [best_of_anchors(first @ second.T, config.rho), best_of_anchors(second @ first.T, config.rho)]
         )
-        held_out = HeldOut(image=first, text=second, image_of_text=np.arange(200))
-        found = [judged(pair_rivals(held_out, (tau[0], tau[1]), config), tau) for tau in (best, mirrored(best))]
+        found = [of_pairs(first, second, tau, config) for tau in (best, torch.stack([*map(mirrored, best)]))]
     else:
         both = torch.cat([first, second])
         best = best_of_anchors(both @ both.T, config.rho).view(2, -1)
@@ -106,7 +106,38 @@ def test_contrastive_temperatures_are_judged_by_their_held_out_loss(kind: str) -
             judged(span_rivals(torch.stack([first, second]), tau, config, num_anchors=2), tau)
             for tau in (best, mirrored(best))
         ]
-    assert [outcome["temperature_verdict"] for outcome in found] == [BOTH, NEITHER]
+    kinds = ("image", "text") if kind == "pairs" else ("",)
+    assert [rivals.verdicts(outcome) for outcome in found] == [
+        dict.fromkeys(kinds, BOTH),
+        dict.fromkeys(kinds, NEITHER),
+    ]
     assert found[0]["rivals"]["num_pairs"] == 200
     # A τ* that counts its own positive among the contrasts is not exactly the best one, and no constant comes near it.
-    assert found[0]["rivals"]["robust/mean_shift_gain"] > 10 * found[0]["rivals"]["robust/mean_shift_gain_half_width"]
+    prefix = "text/" if kind == "pairs" else ""
+    gain, half_width = (found[0]["rivals"][f"{prefix}robust/mean_shift_gain{end}"] for end in ("", "_half_width"))
+    assert gain > 10 * half_width
+
+
+def of_pairs(first: Tensor, second: Tensor, tau: Tensor, config: ContrastiveLossConfig) -> dict[str, Any]:
+    return judged(pair_rivals(first, second, torch.arange(len(first)), tau, config), tau)
+
+
+def test_images_and_captions_are_judged_apart() -> None:
+    """Pooled, a constant beside temperatures that vary would be approved, and two different constants would vary."""
+    config = ContrastiveLossConfig(rho=2.0, tau_max=1.0)
+    first = unit_vectors(200, 0)
+    second = normalize(first + 0.1 * unit_vectors(200, 1), dim=-1)
+    best = best_of_anchors(second @ first.T, config.rho)
+    constant = torch.full_like(best, best.mean().item())
+    outcome = of_pairs(first, second, torch.stack([constant, best]), config)
+    said = "the image TempNet is constant; the caption TempNet beats both constants"
+    assert rivals.tags(outcome) == {"temperature.verdict": said}
+    figures = rivals.metrics(outcome)
+    assert [figures[f"{kind}beats_both_constants"] for kind in ("image/", "text/", "")] == [0.0, 1.0, 0.0]
+    lines = dict(rivals.rows(outcome))
+    assert lines["verdict"] == said
+    assert lines["WARNING"].startswith("the image TempNet is constant: τ spreads by 0.00% of its mean")
+    different = of_pairs(first, second, torch.stack([constant, 0.3 * constant]), config)
+    assert set(rivals.verdicts(different).values()) == {"is constant"}
+    stored = different | {"judged_on": "training"}
+    assert rivals.verdict(stored) == "the stored τ of images is constant; the stored τ of captions is constant"

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from jobs.engine.rivals import is_constant
 from jobs.scoring.dual_encoders.encoder import caption_encoder
 from jobs.scoring.temperatures.pairs.job import PREPARED_DIRECTORY
 from jobs.scoring.temperatures.pairs.labels import MODALITIES, correlate, distinct_rows, labelled_temperatures
@@ -117,9 +118,16 @@ def _example_section(name: str, table: pa.Table, source: PairSource) -> str:
         )
         parts.append(f"<h3>{title} τ</h3>\n<div class='row'>{cards}</div>")
     low, middle, high = np.quantile(tau, [0.05, 0.5, 0.95])
+    warning = ""
+    if is_constant({"tau_mean": tau.mean(), "tau_std": tau.std()}):
+        noun = MODALITIES[name].removesuffix("s")
+        warning = (
+            f"<p><b>The {noun} TempNet is constant:</b> τ spreads by {tau.std() / tau.mean():.2%} of its mean, so that the "
+            "order below says nothing.</p>\n"
+        )
     return (
-        f"<h2>{MODALITIES[name].capitalize()}</h2>\n<p>mean τ {tau.mean():.4f}; 5 %, 50 %, 95 %: {low:.4f}, {middle:.4f}, "
-        f"{high:.4f}</p>\n{''.join(parts)}"
+        f"<h2>{MODALITIES[name].capitalize()}</h2>\n{warning}<p>mean τ {tau.mean():.4f}; 5 %, 50 %, 95 %: {low:.4f}, "
+        f"{middle:.4f}, {high:.4f}</p>\n{''.join(parts)}"
     )
 
 
