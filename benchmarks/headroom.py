@@ -37,7 +37,7 @@ from jobs.scoring.headroom.texts.measure import Measurer
 from jobs.scoring.headroom.texts.settings import resolve_settings
 from jobs.scoring.temperatures.texts.parts import token_arrays, tokenise
 from pipelines.archives import list_archives
-from pipelines.text.part_preparation import readable_documents
+from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import load_tokenizer
 from tempnet import TempNet, TempNetConfig
 from tempnet.headroom.features import FEATURE_SETS, Moments, Tokens

@@ -37,12 +37,9 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measure import print_setting, print_table, ratios, spread
-from pipelines.images.archives import list_image_archives
-from pipelines.images.assembly import assemble
-from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
+from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.images.views import AugmentationConfig, random_crop
 from pipelines.plan import StreamPlan
 from pipelines.text.tokenization import train_bpe
@@ -93,11 +90,7 @@ def generate(directory: Path, num_images: int, size: int) -> None:
 
 def prepare(source: str, directory: str) -> ImageManifest:
     """Prepare the images as pipelines.images.prepare does, but without Ray."""
-    entries = [
-        index_archive(source, archive, None, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
-        for number, archive in enumerate(list_image_archives(source))
-    ]
-    return assemble(entries, None, directory=directory, source=source, captions_uri="", max_pixels=MAX_PIXELS)
+    return prepare_images(PrepareImagesConfig(source=source), directory)
 
 
 def read_epoch(source: PairSource, batch_size: int, window_size: int, number: int) -> Iterator[Any]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from pipelines.archives import list_archives
-from pipelines.text.part_preparation import readable_documents
+from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import END_OF_TEXT, document_start_id
 
 WORLDS = ("calibrated", "shift", "rounded", "overfit")

@@ -1,17 +1,23 @@
-"""List text archives and determine their formats."""
+"""List the archives of a source (a file, a directory or a pattern), and determine their formats by their names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from stat import S_ISREG
 
+from braceexpand import braceexpand
 from pyarrow import fs
 
 from pipelines.object_store import is_local
-from pipelines.storage import relative, resolve
+from pipelines.problems import printable
+from pipelines.storage import exists, relative, resolve
 from pipelines.store_errors import names_store
 
 NUM_NAMES_SHOWN = 5
@@ -23,7 +29,10 @@ class ArchiveFormat(StrEnum):
     JSONL = "jsonl"
     JSONL_GZ = "jsonl.gz"
     JSONL_ZST = "jsonl.zst"
+    JSONL_XZ = "jsonl.xz"
+    JSONL_BZ2 = "jsonl.bz2"
     TAR = "tar"
+    """A tar, which may be compressed as a whole."""
     PARQUET = "parquet"
     PLAIN = "plain"
     """The whole file is one document of plain text."""
@@ -32,8 +41,13 @@ class ArchiveFormat(StrEnum):
 SUFFIXES = {
     ".jsonl": ArchiveFormat.JSONL,
     ".jsonl.gz": ArchiveFormat.JSONL_GZ,
+    ".json.gz": ArchiveFormat.JSONL_GZ,  # As C4 spells it.
     ".jsonl.zst": ArchiveFormat.JSONL_ZST,
+    ".jsonl.xz": ArchiveFormat.JSONL_XZ,
+    ".jsonl.bz2": ArchiveFormat.JSONL_BZ2,
     ".tar": ArchiveFormat.TAR,
+    ".tar.gz": ArchiveFormat.TAR,
+    ".tgz": ArchiveFormat.TAR,
     ".parquet": ArchiveFormat.PARQUET,
 }
 """Mapping from file suffix to format. `.jsonl.zst.tar`, the suffix of the published OpenWebText2, counts as `.tar`."""
@@ -57,20 +71,43 @@ class Archive:
     """Size of the stored (possibly compressed) file in bytes."""
 
 
-@names_store
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """What lies at a URI."""
+
+    archives: list[Archive]
+    """The archives, sorted by path."""
+    not_read: list[str] = field(default_factory=list)
+    """Names, fit to be shown, of the files that are not read; hidden files are not among them."""
+
+
 def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> list[Archive]:
-    """List the archives at a URI, sorted by path.
+    """Return the archives of :func:`list_source`."""
+    return list_source(uri, suffixes).archives
+
+
+@names_store
+def list_source(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) -> Listing:
+    """List the archives at a URI.
 
     If the URI is a file, the result is that file. If it is a directory, the result is every file at any depth below it
-    that ends in one of `suffixes`, in small or capital letters. Files with other suffixes are skipped, and so is everything
-    whose name, or whose directory's name, begins with `.` or `_` (unfinished downloads, markers such as `_SUCCESS`). A local
-    file that is found in several ways, through links to it or to a directory, is listed once, under the first of its names.
+    that ends in one of `suffixes`, in small or capital letters. Skipped are files with other suffixes, broken links, files
+    whose name is not UTF-8, and everything whose name, or whose directory's name, begins with `.` or `_` (unfinished
+    downloads, markers such as `_SUCCESS`). A local file or directory that is found in several ways, through links, is
+    listed once, under the first of its names. A path that does not exist may be a pattern: webdataset's braces
+    (`{0000..0003}`, `{a,b}`), and `*` for any characters within a name.
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory without archives.
         OSError: if an object store refuses or does not answer; the message says what to set.
-        ValueError: if the path is a file with an unknown suffix.
+        ValueError: if the path is a file with an unknown suffix, or its braces are not balanced.
     """
+    places = _expand(uri)
+    if places != [uri]:
+        listings = [list_source(place, suffixes) for place in places]
+        archives = {archive.path: archive for listing in listings for archive in listing.archives}
+        not_read = list(dict.fromkeys(chain.from_iterable(listing.not_read for listing in listings)))
+        return Listing(archives=[archives[path] for path in sorted(archives)], not_read=not_read)
     filesystem, root = resolve(uri)
     info = filesystem.get_file_info(root)
     legal = ", ".join(suffixes)
@@ -83,26 +120,120 @@ def list_archives(uri: str, suffixes: Mapping[str, ArchiveFormat] = SUFFIXES) ->
         archive_format = format_of(root, suffixes)
         if archive_format is None:
             raise ValueError(f"uri {uri!r}: unknown suffix of file {info.base_name!r}; expected one of {legal}")
-        return [Archive(path=root, format=archive_format, num_bytes=info.size)]
+        return Listing(archives=[Archive(path=root, format=archive_format, num_bytes=info.size)])
 
-    archives, others = [], []
-    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
-        name = relative(file.path, root)
-        if file.type == fs.FileType.Directory or any(part.startswith((".", "_")) for part in name.split("/")):
-            continue
+    archives, not_read = {}, []
+    for path, num_bytes in _walk_local(root) if is_local(filesystem) else _walk_remote(filesystem, root):
+        name = relative(path, root)
         archive_format = format_of(name, suffixes)
-        if archive_format is None:
-            others.append(name)
+        if any(part.startswith((".", "_")) for part in name.split("/")):
+            continue
+        if archive_format is None or num_bytes is None or not _is_utf8(path):
+            not_read.append(printable(name))
         else:
-            archives.append(Archive(path=file.path, format=archive_format, num_bytes=file.size))
+            archives[path] = Archive(path=path, format=archive_format, num_bytes=num_bytes)
+    not_read.sort()
     if not archives:
-        raise FileNotFoundError(f"uri {uri!r}: no file ends in one of {legal}; {describe_names(others, len(others))}")
-    archives.sort(
-        key=lambda archive: (archive.path.count("/"), archive.path)
-    )  # a link to a directory makes paths longer
+        raise FileNotFoundError(
+            f"uri {uri!r}: no file ends in one of {legal}; {describe_names(not_read, len(not_read))}"
+        )
+    return Listing(archives=[archives[path] for path in sorted(archives)], not_read=not_read)
+
+
+def _walk_remote(filesystem: fs.FileSystem, root: str) -> Iterator[tuple[str, int | None]]:
+    for file in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
+        if file.type != fs.FileType.Directory:
+            yield file.path, file.size
+
+
+def _walk_local(root: str) -> Iterator[tuple[str, int | None]]:
+    """Yield path and size of every file, those of short paths first; the size is None for what is no regular file.
+
+    Links are followed, and what was visited is not visited again: a directory with two links to itself would have 2^40
+    paths. Names that are not UTF-8 hold surrogates, as everywhere in Python.
+    """
+    seen = {os.path.realpath(root)}
+    directories = deque([root])
+    while directories:
+        directory = directories.popleft()
+        for name in sorted(os.listdir(directory)):
+            path = f"{directory.rstrip('/')}/{name}"
+            target = os.path.realpath(path)
+            if target in seen or name.startswith((".", "_")):
+                continue
+            seen.add(target)
+            if os.path.isdir(path):
+                directories.append(path)
+                continue
+            try:
+                status = os.stat(path)
+            except OSError:
+                yield path, None
+            else:
+                yield path, status.st_size if S_ISREG(status.st_mode) else None
+
+
+def resolve_source(uri: str) -> tuple[fs.FileSystem, str]:
+    """Return the filesystem of a source and the path that the names of its archives are relative to.
+
+    This is what `resolve` returns, or, for a pattern, the directory before the first name that is one.
+    """
+    return resolve(_fixed_part(uri) if _is_pattern(uri) else uri)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_pattern(uri: str) -> bool:
+    """Return whether a path or URI is a pattern: a local path that exists is none, whatever its characters are."""
+    return bool({"{", "*"} & set(uri)) and ("://" in uri or not exists(uri))
+
+
+def _fixed_part(pattern: str) -> str:
+    """Return the directory before the first name of a pattern that holds one of its special characters."""
+    directory, slash, _ = re.split(r"[{*]", pattern, maxsplit=1)[0].rpartition("/")
+    return directory or slash or "."
+
+
+def _expand(uri: str) -> list[str]:
+    """Return the paths or URIs that a pattern stands for; what is no pattern stands for itself."""
+    if not _is_pattern(uri):
+        return [uri]
+    try:
+        patterns = list(braceexpand(uri, escape=False))
+    except ValueError as error:
+        raise ValueError(f"uri {uri!r}: no such file, and as a pattern its braces are not balanced") from error
+    found = list(chain.from_iterable(_match(pattern) if "*" in pattern else [pattern] for pattern in patterns))
+    if not found:
+        raise FileNotFoundError(f"uri {uri!r}: no file or directory has a name of this pattern")
+    return found
+
+
+def _match(pattern: str) -> list[str]:
+    """Return the paths or URIs whose names match a pattern with `*`, sorted."""
+    base = _fixed_part(pattern)
+    matches = [base]
+    for name in pattern.removeprefix(base).lstrip("/").split("/"):
+        matches = [f"{place.rstrip('/')}/{found}" for place in matches for found in _list_names(place, name)]
+    return matches
+
+
+def _list_names(directory: str, pattern: str) -> list[str]:
+    """Return the names in a directory that match a pattern, sorted; as in a shell, `*` begins with no dot."""
+    filesystem, path = resolve(directory)
+    if filesystem.get_file_info(path).type != fs.FileType.Directory:
+        return []
     if is_local(filesystem):
-        archives = list({os.path.realpath(archive.path): archive for archive in reversed(archives)}.values())
-    return sorted(archives, key=lambda archive: archive.path)
+        names = os.listdir(path)
+    else:
+        names = [file.base_name for file in filesystem.get_file_info(fs.FileSelector(path))]
+    matches = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL).fullmatch
+    return sorted(name for name in names if matches(name) and name.startswith(".") == pattern.startswith("."))
 
 
 def format_of(name: str, suffixes: Mapping[str, ArchiveFormat]) -> ArchiveFormat | None:
@@ -121,3 +252,11 @@ def describe_names(names: list[str], num_names: int) -> str:
         return "there is no other file either"
     more = f" and {num_names - NUM_NAMES_SHOWN} more" if num_names > NUM_NAMES_SHOWN else ""
     return f"seen: {', '.join(sorted(names)[:NUM_NAMES_SHOWN])}{more}"
+
+
+def describe_not_read(names: list[str]) -> str:
+    """Return the part of a summary that names the files of a source that were not read; empty if there are none."""
+    if not names:
+        return ""
+    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+    return f"; not read: {len(names)} other files ({', '.join(names[:NUM_NAMES_SHOWN])}{more})"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
+import psutil
 import zstandard
 
 from pipelines.archives import ArchiveFormat
@@ -14,6 +17,21 @@ from pipelines.archives import ArchiveFormat
 # Size of one read. It also bounds how much good data in front of the damage a *corrupt* stream can lose, because a
 # decoder that fails returns nothing of the read in which it failed.
 READ_BYTES = 32 * 2**10
+# Of an xz stream. Its highest preset needs 65 MiB.
+_MAX_XZ_BYTES = 2**28
+# The window of Pushshift's archives, the largest that a 64-bit build of zstandard knows.
+_MAX_ZSTD_WINDOW_BYTES = 2**31
+# A window that needs no look at the machine's memory. It is what zstandard allows unless asked.
+_SMALL_ZSTD_WINDOW_BYTES = 2**27
+
+_MAGIC = {
+    b"\x1f\x8b": ArchiveFormat.JSONL_GZ,
+    b"\x28\xb5\x2f\xfd": ArchiveFormat.JSONL_ZST,
+    b"\xfd7zXZ\0": ArchiveFormat.JSONL_XZ,
+    b"BZh": ArchiveFormat.JSONL_BZ2,
+}
+MAGIC_BYTES = max(map(len, _MAGIC))
+"""Number of bytes at the beginning of a stream by which :func:`compression_of` recognises it."""
 
 
 class Readable(Protocol):
@@ -35,6 +53,22 @@ class DamagedError(Exception):
     """Raised when a stream cannot be decoded beyond the bytes that were already returned."""
 
 
+class Decompressed:
+    """The decompressed bytes of a stream as a stream that cannot seek; reading it may raise DamagedError."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """Return the next bytes, up to READ_BYTES whatever was asked for, or nothing at the end."""
+        return next(self._chunks, b"")
+
+
+def compression_of(beginning: bytes) -> ArchiveFormat | None:
+    """Return the format of compressed lines that a stream with this beginning is in, or None if it is not compressed."""
+    return next((line_format for magic, line_format in _MAGIC.items() if beginning.startswith(magic)), None)
+
+
 def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> Iterator[bytes]:
     """Yield the decompressed bytes in pieces of at most READ_BYTES.
 
@@ -42,10 +76,10 @@ def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> 
         stream: source of the stored bytes.
         num_bytes: expected size of the stream. It is checked for an uncompressed stream only; a compressed stream
             itself marks where it ends.
-        line_format: format of the stream: JSONL, JSONL_ZST or JSONL_GZ.
+        line_format: format of the stream: one of the formats of lines.
 
     Raises:
-        DamagedError: where the stream is truncated or cannot be decoded further.
+        DamagedError: where the stream is truncated or cannot be decoded further, or would take too much memory.
     """
     if line_format is ArchiveFormat.JSONL:
         num_read = 0
@@ -55,19 +89,11 @@ def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> 
         if num_read < num_bytes:
             raise DamagedError(f"the stream ends after {num_read} of {num_bytes} bytes")
     elif line_format is ArchiveFormat.JSONL_ZST:
-        source = _ZstdSource(stream)
-        reader = zstandard.ZstdDecompressor().stream_reader(
-            source,  # type: ignore[arg-type]
-            read_across_frames=True,
-            closefd=False,
-        )
-        try:
-            while chunk := reader.read(READ_BYTES):
-                yield chunk
-        except zstandard.ZstdError as error:
-            raise DamagedError(f"corrupt zstandard stream: {error}") from error
-        if not source.at_frame_end:
-            raise DamagedError("the zstandard stream ends inside a frame")
+        yield from _decompress_zstd(stream)
+    elif line_format is ArchiveFormat.JSONL_XZ:
+        yield from _decompress_frames(stream, "xz", lambda: lzma.LZMADecompressor(memlimit=_MAX_XZ_BYTES))
+    elif line_format is ArchiveFormat.JSONL_BZ2:
+        yield from _decompress_frames(stream, "bzip2", bz2.BZ2Decompressor)
     else:
         num_chunks = 0
         try:
@@ -83,11 +109,76 @@ def decompress(stream: Readable, num_bytes: int, line_format: ArchiveFormat) -> 
             raise DamagedError("the gzip stream has no header")
 
 
+def _decompress_frames(
+    stream: Readable, name: str, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]
+) -> Iterator[bytes]:
+    """Decompress one stream after the other by decoders of the standard library."""
+    data, decoder = stream.read(READ_BYTES), new()
+    if not data:
+        raise DamagedError(f"the {name} stream has no header")
+    while data or not decoder.needs_input:
+        try:
+            chunk = decoder.decompress(data, READ_BYTES)
+        except lzma.LZMAError as error:
+            raise DamagedError(f"corrupt {name} stream: {error}") from error
+        except OSError as error:  # As bz2 calls data that are not its own.
+            raise DamagedError(f"corrupt {name} stream: {error}") from error
+        if chunk:
+            yield chunk
+        data = b""
+        if decoder.eof:
+            data = (decoder.unused_data or stream.read(READ_BYTES)).lstrip(b"\0")  # Zeros may pad an xz stream.
+            if not data:
+                return
+            decoder = new()
+        elif decoder.needs_input:
+            data = stream.read(READ_BYTES)
+    raise DamagedError(f"the {name} stream ends early")
+
+
+def _decompress_zstd(stream: Readable) -> Iterator[bytes]:
+    source = _ZstdSource(stream)
+    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES).stream_reader(
+        source,  # type: ignore[arg-type]
+        read_across_frames=True,
+        closefd=False,
+    )
+    try:
+        while chunk := reader.read(READ_BYTES):
+            yield chunk
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"corrupt zstandard stream: {error}") from error
+    if not source.at_frame_end:
+        raise DamagedError("the zstandard stream ends inside a frame")
+
+
+def check_window(num_bytes: int, available_bytes: int | None = None) -> None:
+    """Refuse a window of zstandard that does not fit into memory, of which a quarter stays free for everything else.
+
+    Args:
+        num_bytes: size of the window, as the frame's header states it.
+        available_bytes: free memory in bytes; None: that of the machine, which is looked up if the window is large.
+
+    Raises:
+        DamagedError: if it does not fit; the message states its size.
+    """
+    if num_bytes > _SMALL_ZSTD_WINDOW_BYTES:
+        if available_bytes is None:
+            available_bytes = psutil.virtual_memory().available
+        limit = min(_MAX_ZSTD_WINDOW_BYTES, available_bytes * 3 // 4)
+        if num_bytes > limit:
+            raise DamagedError(
+                f"the zstandard stream needs a window of {num_bytes / 2**20:,.0f} MiB, and no more than "
+                f"{limit / 2**20:,.0f} MiB can be given to it: compress it again, with --long=27 or less"
+            )
+
+
 class _ZstdSource:
     """Pass compressed bytes through unchanged while tracking the Zstandard frames in them (RFC 8878, section 3.1).
 
     The stream reader of `zstandard` treats the end of its input as the end of the data, even in the middle of a frame.
-    Tracking where frames end is therefore the only way to notice that a download was truncated.
+    Tracking where frames end is therefore the only way to notice that a download was truncated. The window that a frame
+    needs is checked before the decoder sees the frame.
     """
 
     __slots__ = ("_checksum_bytes", "_header", "_in_frame", "_num_frames", "_num_skip", "_stream")
@@ -139,7 +230,10 @@ class _ZstdSource:
                 descriptor = header[4]
                 single_segment = descriptor >> 5 & 1
                 size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]
-                self._num_skip = (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3] + size_bytes
+                if len(header) < 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3] + size_bytes:
+                    return
+                if magic == zstandard.MAGIC_NUMBER:
+                    check_window(zstandard.get_frame_parameters(header).window_size)
                 self._checksum_bytes = 4 * (descriptor >> 2 & 1)
                 self._in_frame = True
             self._num_frames += 1

@@ -11,8 +11,9 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from os import environ
@@ -118,6 +119,27 @@ def open_for_reading(filesystem: fs.FileSystem, path: str, *, stop: int | None =
         file: InputFile = filesystem.open_input_file(path)
         return file
     return RemoteFile(RemoteObject(filesystem, path), stop=stop)
+
+
+def version_of(filesystem: fs.FileSystem, path: str) -> str:
+    """Return what changes when a file is written again: size and time of modification, of an object its ETag."""
+    if not is_local(filesystem):
+        return RemoteObject(filesystem, path).key
+    info = filesystem.get_file_info(path)
+    return f"{info.size}-{info.mtime_ns}"
+
+
+@contextmanager
+def unchanged(filesystem: fs.FileSystem, path: str) -> Iterator[str]:
+    """Yield the version of a file that is read in the block, and check at the end that it is still the same.
+
+    Raises:
+        OSError: if the file was written again, so that bytes of both versions may have been read.
+    """
+    version = version_of(filesystem, path)
+    yield version
+    if version_of(filesystem, path) != version:
+        raise OSError(f"{path} was written again while it was read: start again when it is complete")
 
 
 def name_object(filesystem: fs.FileSystem, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Resolve paths and URIs to filesystems, and read, atomically write and hash small JSON values."""
+"""Resolve paths and URIs to filesystems; read, atomically write and hash small JSON values, such as manifests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from pyarrow import fs
 
 from pipelines.store_errors import names_store, names_written_store
 
+MANIFEST_FILE = "manifest.json"
+"""Name of the file that describes a prepared data set."""
+
 
 @names_store
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
@@ -27,6 +30,8 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     """
     if not uri:
         raise ValueError("uri is empty; expected a local path or a URI such as s3://bucket/directory")
+    if not uri.isprintable() and any("\udc80" <= character <= "\udcff" for character in uri):
+        raise ValueError(f"uri {uri!a} is not UTF-8: rename the file or directory")
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
     try:
@@ -130,3 +135,31 @@ def write_json(uri: str, content: Mapping[str, Any]) -> None:
 def compute_digest(content: object) -> str:
     """Return a hash of a JSON value as 16 hex digits."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+
+
+def write_manifest(directory: str, content: dict[str, Any]) -> None:
+    """Write a manifest to its directory; the presence of this file marks the directory as complete."""
+    write_json(f"{directory}/{MANIFEST_FILE}", content)
+
+
+def read_manifest(directory: str, *, noun: str, field: str, version: int) -> dict[str, Any]:
+    """Read the manifest of a prepared directory.
+
+    Args:
+        directory: path or URI of the directory.
+        noun: word for the kind of data, for the error message.
+        field: name of a field that only manifests of this kind have.
+        version: version of the manifest format that is expected.
+
+    Raises:
+        FileNotFoundError: if the directory has no manifest.
+        ValueError: if the manifest is of another kind or version.
+    """
+    content = read_json(f"{directory}/{MANIFEST_FILE}")
+    if content is None:
+        raise FileNotFoundError(f"{directory} holds no {MANIFEST_FILE}: it is not a (completely) prepared data set")
+    if field not in content or content.get("version") != version:
+        raise ValueError(
+            f"{directory} does not hold prepared {noun} of version {version}, which this program reads: prepare it again"
+        )
+    return content

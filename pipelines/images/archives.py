@@ -1,5 +1,11 @@
 """Read image–text samples from archives: WebDataset tars as img2dataset writes them, or image files in a directory.
 
+What a sample is, webdataset's rule decides: consecutive members of a tar whose names agree up to the first dot of the base
+name are one sample (`webdataset.tariterators.base_plus_ext`, `group_by_keys`), for example `00001.jpg`, `00001.txt` and
+`00001.json`. Its iterator over members (`tar_file_iterator`) is not used: it takes a broken header for the end of the
+tar, skips links in silence, holds members of any size, and does not say where an image's bytes lie, which reading in
+random order needs. Members come from `pipelines.tars` instead, and nothing decodes them but the code below.
+
 The same iterator also yields a `Problem` for each defect in the content, at the cost of as few samples as possible,
 and a `LeftOut` for everything that is skipped on purpose, so that everything is counted. Nothing is extracted to
 disk, so a member's name is never used as a path.
@@ -7,42 +13,78 @@ disk, so a member's name is never used as a path.
 
 from __future__ import annotations
 
+import itertools
+import json
 import tarfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import PurePosixPath
+from typing import Any, Literal
 
 from pyarrow import fs
 
-from pipelines.archives import ArchiveFormat, list_archives
+from pipelines.archives import ArchiveFormat, list_source, resolve_source
+from pipelines.decompression import MAGIC_BYTES, compression_of
 from pipelines.images.caption_files import CaptionFile
-from pipelines.images.samples import (
-    IMAGE_SUFFIXES,
-    MAX_IMAGE_BYTES,
-    Item,
-    LeftOut,
-    Members,
-    SampleProblemKind,
-    check_captions,
-    make_printable,
-    member_end,
-    read_part,
-    report_oversized,
-    report_truncated,
-)
-from pipelines.images.webdataset import webdataset_samples
 from pipelines.object_store import open_for_reading
-from pipelines.parts import WHOLE, Part
 from pipelines.problems import Problem
-from pipelines.storage import relative, resolve
-from pipelines.tars import tar_members
+from pipelines.storage import relative
+from pipelines.tars import TarMember, tar_members
+from pipelines.text.lines import decode
 
-_SUFFIXES = {".tar": ArchiveFormat.TAR} | {
-    f".{spelling}": ArchiveFormat.PLAIN for suffix in IMAGE_SUFFIXES for spelling in (suffix, suffix.upper())
-}
+MAX_IMAGE_BYTES = 2**26
+"""Maximum size of an image file in bytes; a reader holds several files at its peak, and one decoded image."""
+MAX_CAPTION_BYTES = 2**22
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+
+TAR_BLOCK_BYTES = 512
+
+KeyDot = Literal["first", "last"]
+"""Dot of a member's base name at which the key of its sample ends: webdataset's is the first."""
+
+_SUFFIXES = {".tar": ArchiveFormat.TAR} | {f".{suffix}": ArchiveFormat.PLAIN for suffix in IMAGE_SUFFIXES}
 # Number of image files of a directory that form one archive: the order of magnitude of what img2dataset puts into a
 # tar.
 _NUM_FILES_PER_ARCHIVE = 4096
+# Number of members without a partner that are held until the end of a tar, where it is known whether their partners lie
+# elsewhere in it.
+_NUM_HELD = 2**16
+_NUM_SUFFIXES_SHOWN = 5
+_NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
+
+
+class SampleProblemKind(StrEnum):
+    """Kinds of problems with a sample, apart from problems with its image's bytes (`ImageProblemKind`)."""
+
+    TRUNCATED_ARCHIVE = "truncated_archive"
+    """The tar ends early or cannot be read further; the complete samples before that place were yielded."""
+    UNREAD_SAMPLE = "unread_sample"
+    """The sample lies after the place where a tar becomes unreadable; their number is estimated from bytes."""
+    UNREADABLE_ARCHIVE = "unreadable_archive"
+    """The archive is intact, but not of a form that can be read."""
+    EMPTY_ARCHIVE = "empty_archive"
+    MISSING_IMAGE = "missing_image"
+    MISSING_CAPTION = "missing_caption"
+    APART = "image_and_caption_apart"
+    """Image and caption of the sample are in the tar, with other members between them."""
+    EMPTY_CAPTION = "empty_caption"
+    INVALID_CAPTION = "invalid_caption"
+    """One of several captions is no text."""
+    INVALID_JSON = "invalid_json"
+    INVALID_UTF8 = "invalid_utf8"
+    OVERSIZED_MEMBER = "oversized_member"
+    IRREGULAR_MEMBER = "irregular_member"
+    """The member is a link, a sparse file or a device, although its name is that of an image or a caption."""
+    UNREADABLE_FILE = "unreadable_file"
+    """The image file was listed but cannot be opened: it was deleted, or is not permitted."""
+    DUPLICATED_KEY = "duplicated_key"
+    ABSENT_IMAGE = "absent_image"
+    """The JSON file of captions names the image, but no archive holds it."""
+    INVALID_RECORD = "invalid_record"
+    """The record of the JSON file of captions names no image, or has no text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,99 +99,389 @@ class ImageArchive:
     """Paths of the image files relative to `path`; empty for a tar."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSample:
+    """Image, not yet decoded or checked, with at least one caption."""
+
+    key: str
+    """Name of the members up to the dot, or the image's path in the JSON file if captions come from one."""
+    member: str
+    """Name of the image in the tar, or its path relative to the directory."""
+    offset: int
+    """Position of the image's first byte in the tar, or 0 for an image in a file of its own."""
+    data: bytes
+    """Encoded bytes of the image file."""
+    captions: tuple[str, ...]
+    """Captions of the image, none of them empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Member or file that belongs to no sample but is no problem either; such members are counted."""
+
+    kind: str
+    """Suffix of the name, or the reason why it is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TruncatedArchive(Problem):
+    """Problem of a tar that cannot be read further."""
+
+    num_bytes_read: int
+    """Position in the tar at which the last member with a readable header ends, or should end."""
+
+
+Item = ImageSample | Problem | LeftOut
+
+_NOT_NAMED = LeftOut(kind="images that the captions do not name")
+_SEVERAL_LINES = LeftOut(kind="line breaks in a caption (a .txt is one caption, a list in the .json is several)")
+
+
 def list_image_archives(uri: str) -> list[ImageArchive]:
+    """Return the archives of :func:`list_image_source`."""
+    return list_image_source(uri)[0]
+
+
+def list_image_source(uri: str) -> tuple[list[ImageArchive], list[str]]:
     """List the tars at a URI in order of path, followed by its image files in groups, also in order of path.
+
+    Returns:
+        The archives, and the names of the files that are not read (see `pipelines.archives.list_source`).
 
     Raises:
         FileNotFoundError: if the path does not exist or is a directory with neither tars nor images.
         ValueError: if the path is a file with an unknown suffix.
     """
-    archives = list_archives(uri, _SUFFIXES)
-    filesystem, root = resolve(uri)
+    listing = list_source(uri, _SUFFIXES)
+    filesystem, root = resolve_source(uri)
     is_directory = filesystem.get_file_info(root).type == fs.FileType.Directory
     directory = root if is_directory else str(PurePosixPath(root).parent)
     groups = [
         ImageArchive(path=archive.path, num_bytes=archive.num_bytes)
-        for archive in archives
+        for archive in listing.archives
         if archive.format is ArchiveFormat.TAR
     ]
-    files = [archive for archive in archives if archive.format is not ArchiveFormat.TAR]
+    files = [archive for archive in listing.archives if archive.format is not ArchiveFormat.TAR]
     for first in range(0, len(files), _NUM_FILES_PER_ARCHIVE):
         group = files[first : first + _NUM_FILES_PER_ARCHIVE]
         names = tuple(str(PurePosixPath(file.path).relative_to(directory)) for file in group)
         groups.append(ImageArchive(path=directory, num_bytes=sum(file.num_bytes for file in group), files=names))
-    return groups
+    return groups, listing.not_read
 
 
 def read_samples(
-    uri: str, archive: ImageArchive, captions: CaptionFile | None = None, *, part: Part = WHOLE
+    uri: str, archive: ImageArchive, captions: CaptionFile | None = None, *, key_dot: KeyDot = "first"
 ) -> Iterator[Item]:
-    """Stream the samples of one archive, or of a part of it, in stored order, with the problems and what is left out.
+    """Stream the samples of one archive in stored order, with the problems and what is left out.
 
-    Without a caption file, samples are those of WebDataset: consecutive members of a tar whose names agree up to the
-    last dot (see `pipelines.images.webdataset`), namely an image and a `.txt` or a `.json` with a field "captions" or
-    "caption". If that field is a list, its entries are the captions of the image; otherwise the `.txt` is preferred
-    to the field. With a caption file, samples are the images that it names, and any other image is left out.
+    Without a caption file, a sample is an image and a `.txt` or a `.json` with a field "captions" or "caption", stored
+    under one key. If the field is a list, its entries are the captions of the image; otherwise the `.txt`, which is one
+    caption, is preferred to the field. With a caption file, samples are the images that it names, and any other image
+    is left out.
 
     Args:
         uri: the URI that `archive` was listed from.
         archive: one of `list_image_archives(uri)`.
         captions: captions by image path; required if the archive is a group of image files.
-        part: the part of a tar to read, one of `pipelines.images.units.divide_archive`. Reading all of them in order
-            yields what reading the whole tar does.
+        key_dot: dot at which a key ends.
 
     Raises:
         OSError: if the archive cannot be opened or the filesystem fails.
     """
-    filesystem, root = resolve(uri)
+    filesystem, root = resolve_source(uri)
     name = relative(archive.path, root)
     if archive.files:
         assert captions is not None
         yield from _read_files(filesystem, archive, captions)
         return
-    with open_for_reading(filesystem, archive.path, stop=part.stop) as stream:
-        stream.seek(part.start)
-        members = tar_members(stream, start=part.start, stop=part.stop)
-        if captions is not None:
-            yield from _read_named_images(members, name, captions)
+    with open_for_reading(filesystem, archive.path) as stream:
+        if compression := compression_of(stream.read(MAGIC_BYTES)):
+            detail = (
+                f"the tar is compressed as a whole ({compression.rpartition('.')[2]}), and images are read from their places "
+                "in it: decompress it"
+            )
+            yield Problem(kind=SampleProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
             return
-        is_empty = True
-        for item in webdataset_samples(members, name):
-            is_empty = is_empty and isinstance(item, LeftOut)
-            yield item
-        if is_empty and part.is_whole:  # A tar that is divided holds several samples.
-            detail = "no member is an image, a .txt or a .json"
-            yield Problem(kind=SampleProblemKind.EMPTY_ARCHIVE, where=name, detail=detail)
+        stream.seek(0)
+        if captions is not None:
+            yield from _read_named_images(tar_members(stream), name, captions)
+        else:
+            yield from _TarReader(name, key_dot).read(tar_members(stream))
+
+
+# ---- WebDataset ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """One member of a sample."""
+
+    member: str
+    """Name of the member."""
+    offset: int
+    """Position of its first byte in the tar."""
+    data: bytes
+    """Its bytes; empty if there is a problem."""
+    problem: Problem | None
+    """Why the bytes could not be read, or None."""
+
+
+Members = Iterator[tuple[tarfile.TarInfo, TarMember]]
+
+
+class _TarReader:
+    """Reads the samples of one tar, and keeps what is only known to be wrong at its end."""
+
+    def __init__(self, name: str, key_dot: KeyDot) -> None:
+        # Imported here because it also imports torch, and only tars of samples need it.
+        from webdataset.tariterators import base_plus_ext, group_by_keys
+
+        self._name = name
+        self._key_dot = key_dot
+        self._split: Callable[[str], tuple[str | None, str | None]] = (
+            base_plus_ext if key_dot == "first" else _split_at_last_dot
+        )
+        self._group_by_keys = group_by_keys
+        self._items: list[Item] = []  # What is to be yielded before the next sample.
+        self._left_out = Counter[str]()
+        self._held: list[Problem] = []  # Samples that lack their image or captions, which may lie elsewhere in the tar.
+        self._truncated: TruncatedArchive | None = None
+        self._last_key = ""
+
+    def read(self, members: Members) -> Iterator[Item]:
+        """Yield everything that the tar holds."""
+        num_found = 0
+        for sample in self._group_by_keys(self._files(members), keys=self._split, handler=self._repeated):
+            yield from self._take()
+            key = sample.pop("__key__")
+            sample.pop("__url__")
+            for item in self._decode(key, sample):
+                num_found += not isinstance(item, LeftOut)
+                yield item
+            if len(self._held) > _NUM_HELD:
+                num_found += 1
+                yield from self._close()
+        yield from self._take()
+        num_found += len(self._held)
+        yield from self._close()
+        if self._truncated:
+            yield self._truncated
+        elif not num_found:
+            yield Problem(kind=SampleProblemKind.EMPTY_ARCHIVE, where=self._name, detail=self._describe_left_out())
+
+    def _files(self, members: Members) -> Iterator[dict[str, Any]]:
+        """Yield the members that can belong to a sample in the form of webdataset's iterators."""
+        end = 0
+        try:
+            for info, member in members:
+                end = _member_end(info)
+                if info.isdir():
+                    continue
+                name = make_printable(info.name)
+                key, suffix = self._split(name)
+                if not key or suffix is None or suffix.lower() not in (*IMAGE_SUFFIXES, "txt", "json"):
+                    kind = f".{suffix.lower()}" if key and suffix else "no suffix"
+                    self._left_out[kind] += 1
+                    self._items.append(LeftOut(kind=kind))
+                    continue
+                self._last_key = key
+                yield {"fname": name, "data": _read_part(info, member, self._name), "__url__": self._name}
+        except tarfile.TarError as error:
+            self._truncated = _report_truncated(self._name, error, end)
+
+    def _repeated(self, error: Exception) -> bool:
+        """Handle a second member of the same name in a sample, which webdataset reports so; the first one stays."""
+        if not isinstance(error, ValueError):
+            raise error
+        where = f"{self._name}/{self._last_key}"
+        detail = "the tar holds several members of this name; the first one stays"
+        self._items.append(Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail))
+        return True
+
+    def _take(self) -> list[Item]:
+        items, self._items = self._items, []
+        return items
+
+    def _decode(self, key: str, parts: dict[str, _Part]) -> Iterator[Item]:
+        """Yield the sample that a group of members is, by suffix, and what is wrong with it."""
+        where = f"{self._name}/{key}"
+        images = [suffix for suffix in parts if suffix not in ("txt", "json")]
+        yield from (LeftOut(kind="further images of a sample") for _ in images[1:])
+        image = parts[images[0]] if images else None
+        texts, items = _read_captions(parts, where)
+        if image is not None and texts and image.problem is None:
+            yield from items
+            yield ImageSample(key=key, member=image.member, offset=image.offset, data=image.data, captions=tuple(texts))
+        elif self._truncated and key == self._last_key:
+            return  # What it lacks lies in the missing part.
+        elif image is not None and (image.problem or items):
+            yield from [image.problem] if image.problem else items
+        else:
+            names = ", ".join(part.member for part in parts.values())
+            kind = SampleProblemKind.MISSING_CAPTION if images else SampleProblemKind.MISSING_IMAGE
+            missing = "no .txt or .json" if images else "no image"
+            self._held.append(Problem(kind=kind, where=where, detail=f"there is {names}, and {missing}"))
+
+    def _close(self) -> Iterator[Problem]:
+        """Yield the problems of samples that lack image or caption; those that have both, apart, are one problem."""
+        places: dict[str, set[str]] = {}
+        for problem in self._held:
+            places.setdefault(problem.where, set()).add(problem.kind)
+        apart = {where: kinds for where, kinds in places.items() if len(kinds) > 1}
+        num_apart = len(apart)
+        for problem in self._held:
+            if problem.kind in (kinds := apart.get(problem.where, set())):
+                kinds.remove(problem.kind)
+            else:
+                yield problem
+        self._held.clear()
+        if num_apart:
+            detail = (
+                f"image and caption of {num_apart} keys lie apart: members of a sample must follow each other, so write "
+                "the tar in the order of names (tar --sort=name)"
+            )
+            yield Problem(kind=SampleProblemKind.APART, where=self._name, detail=detail, count=num_apart)
+
+    def _describe_left_out(self) -> str:
+        shown = ", ".join(f"{number} {kind}" for kind, number in self._left_out.most_common(_NUM_SUFFIXES_SHOWN))
+        detail = f"no member is an image, a .txt or a .json; there is {shown or 'nothing'}"
+        ends = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
+        if self._key_dot == "first" and any(kind.endswith(ends) for kind in self._left_out):
+            detail += (
+                ". A key ends at the first dot of a name, as webdataset's do; key_dot = last lets it end at the last"
+            )
+        return detail
+
+
+def _split_at_last_dot(name: str) -> tuple[str | None, str | None]:
+    directory, slash, file = name.rpartition("/")
+    stem, _, suffix = file.rpartition(".")
+    return (directory + slash + stem, suffix) if stem else (None, None)
+
+
+def _read_captions(parts: dict[str, _Part], where: str) -> tuple[list[str], list[Item]]:
+    """Return the captions of a sample, and what is wrong with them or left out; both are empty if it has no caption file.
+
+    A caption that is empty or no text costs itself. A file that cannot be read costs nothing if the other has captions.
+    """
+    record, record_problem = _caption_in_json(parts["json"], where) if "json" in parts else (None, None)
+    text, text_problem = _caption_in_txt(parts["txt"], where) if "txt" in parts else (None, None)
+    if isinstance(record, list):
+        texts = record
+    elif text is not None or record is not None:
+        texts = [record if text is None else text]
+    else:
+        return [], [problem for problem in (text_problem or record_problem,) if problem]
+    items: list[Item] = []
+    if record_problem and record_problem.kind is not SampleProblemKind.MISSING_CAPTION:
+        items.append(LeftOut(kind=".json that cannot be read"))
+    if text_problem:
+        items.append(LeftOut(kind=".txt that cannot be read"))
+    captions: list[str] = []
+    for entry in texts:
+        item = _check_caption(entry, where)
+        if isinstance(item, Problem):
+            items.append(item)
+            continue
+        captions.append(item)
+        if "\n" in item:
+            items.append(_SEVERAL_LINES)
+    return captions, items
+
+
+def _caption_in_txt(part: _Part, where: str) -> tuple[str | None, Problem | None]:
+    if part.problem:
+        return None, part.problem
+    try:
+        return decode(part.data), None
+    except UnicodeDecodeError as error:
+        return None, Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
+
+
+def _caption_in_json(part: _Part, where: str) -> tuple[str | list[object] | None, Problem | None]:
+    """Return the caption, or the list of captions, of a sample's JSON file, or the problem that there is none."""
+    if part.problem:
+        return None, part.problem
+    try:
+        record = json.loads(part.data)
+    except (ValueError, RecursionError) as error:  # Bytes that are not UTF-8 raise a ValueError too.
+        detail = f"no .txt, and {part.member} is no JSON: {error}"
+        return None, Problem(kind=SampleProblemKind.INVALID_JSON, where=where, detail=detail)
+    found = (record.get("captions") or record.get("caption")) if isinstance(record, dict) else None
+    if isinstance(found, str) or (isinstance(found, list) and any(isinstance(text, str) for text in found)):
+        return found, None
+    has = "which is no object"
+    if isinstance(record, dict):
+        fields = list(itertools.islice(record, _NUM_FIELDS_SHOWN))
+        has = f"which has {', '.join(ascii(name[:_NUM_CHARACTERS_SHOWN]) for name in fields) or 'no fields'}"
+    detail = f'no .txt, and no text in a field "captions" or "caption" of {part.member}, {has}'
+    return None, Problem(kind=SampleProblemKind.MISSING_CAPTION, where=where, detail=detail)
+
+
+def _check_caption(text: object, where: str) -> str | Problem:
+    """Return a caption without the white space around it, or the problem that it costs itself by."""
+    if not isinstance(text, str):
+        shown = "null" if text is None else f"a {type(text).__name__}"
+        detail = f"one of the captions is {shown}, not text"
+        return Problem(kind=SampleProblemKind.INVALID_CAPTION, where=where, detail=detail)
+    stripped = text.strip()
+    if not stripped:
+        return Problem(kind=SampleProblemKind.EMPTY_CAPTION, where=where, detail="empty, or only whitespace")
+    try:
+        stripped.encode()
+    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair, which no tokenizer accepts.
+        return Problem(kind=SampleProblemKind.INVALID_UTF8, where=where, detail=str(error))
+    return stripped
+
+
+def _read_part(info: tarfile.TarInfo, member: TarMember, name: str) -> _Part:
+    """Read a member's bytes, or explain in `problem` why they cannot be used.
+
+    Args:
+        info: header of the member.
+        member: reader of the member's bytes.
+        name: name of the tar, for messages.
+
+    Raises:
+        tarfile.TarError: if the archive ends before the member does.
+    """
+    member_name = make_printable(info.name)
+    where = f"{name}/{member_name}"
+    limit = MAX_CAPTION_BYTES if member_name.lower().endswith(("txt", "json")) else MAX_IMAGE_BYTES
+    data, problem = b"", None
+    if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.sparse is not None:
+        detail = "a link, a sparse file or a device, not a plain file"
+        problem = Problem(kind=SampleProblemKind.IRREGULAR_MEMBER, where=where, detail=detail)
+    elif info.size > limit:
+        problem = _report_oversized(where, limit)
+    else:
+        data = member.read(info.size)
+        if len(data) < info.size:
+            raise tarfile.ReadError(f"it ends within {member_name}")
+    return _Part(member=member_name, offset=info.offset_data, data=data, problem=problem)
 
 
 # ---- captions in a json ----------------------------------------------------------------------------------------------
-
-_NOT_NAMED = LeftOut(kind="images that the captions do not name")
 
 
 def _read_named_images(members: Members, name: str, captions: CaptionFile) -> Iterator[Item]:
     end = 0
     try:
         for info, member in members:
-            end = member_end(info)
+            end = _member_end(info)
             if info.isdir():
                 continue
-            file = PurePosixPath(make_printable(info.name))
-            if file.suffix.lower().removeprefix(".") not in IMAGE_SUFFIXES:
-                yield LeftOut(kind=file.suffix.lower() or "no suffix")
-                continue
-            key = captions.find(make_printable(info.name))
-            if key is None:
+            member_name = make_printable(info.name)
+            suffix = PurePosixPath(member_name).suffix.lower()
+            if suffix.removeprefix(".") not in IMAGE_SUFFIXES:
+                yield LeftOut(kind=suffix or "no suffix")
+            elif (key := captions.find(member_name)) is None:
                 yield _NOT_NAMED
-                continue
-            part = read_part(info, member, name)
-            if part.problem:
-                yield part.problem
             else:
-                texts = captions.captions[key]
-                yield from check_captions(key, part.member, part.offset, part.data, texts, f"{name}/{part.member}")
+                part = _read_part(info, member, name)
+                yield from _named_image(key, part, captions, f"{name}/{part.member}")
     except tarfile.TarError as error:
-        yield report_truncated(name, error, end)
+        yield _report_truncated(name, error, end)
 
 
 def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: CaptionFile) -> Iterator[Item]:
@@ -164,7 +496,41 @@ def _read_files(filesystem: fs.FileSystem, archive: ImageArchive, captions: Capt
         except (FileNotFoundError, PermissionError) as error:  # Other errors concern the filesystem, not this file.
             yield Problem(kind=SampleProblemKind.UNREADABLE_FILE, where=file, detail=str(error))
             continue
-        if len(data) > MAX_IMAGE_BYTES:
-            yield report_oversized(file, MAX_IMAGE_BYTES)
-        else:
-            yield from check_captions(key, file, 0, data, captions.captions[key], file)
+        problem = _report_oversized(file, MAX_IMAGE_BYTES) if len(data) > MAX_IMAGE_BYTES else None
+        yield from _named_image(key, _Part(member=file, offset=0, data=data, problem=problem), captions, file)
+
+
+def _named_image(key: str, part: _Part, captions: CaptionFile, where: str) -> Iterator[Item]:
+    if part.problem:
+        yield part.problem
+        return
+    checked = [_check_caption(text, where) for text in captions.captions[key]]
+    yield from (item for item in checked if isinstance(item, Problem))
+    if texts := tuple(item for item in checked if isinstance(item, str)):
+        yield ImageSample(key=key, member=part.member, offset=part.offset, data=part.data, captions=texts)
+
+
+# ---- tars ------------------------------------------------------------------------------------------------------------
+
+
+def make_printable(name: str) -> str:
+    """Return a member's name as a string that can be encoded as UTF-8, whatever its bytes are."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _member_end(info: tarfile.TarInfo) -> int:
+    """Return the position in the tar at which a member's data end, including padding."""
+    return info.offset_data + -(-info.size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
+
+
+def _report_oversized(where: str, limit: int) -> Problem:
+    return Problem(kind=SampleProblemKind.OVERSIZED_MEMBER, where=where, detail=f"longer than {limit} bytes")
+
+
+def _report_truncated(name: str, error: tarfile.TarError, num_bytes_read: int) -> TruncatedArchive:
+    return TruncatedArchive(
+        kind=SampleProblemKind.TRUNCATED_ARCHIVE,
+        where=name,
+        detail=f"corrupt tar: {error}",
+        num_bytes_read=num_bytes_read,
+    )

@@ -17,6 +17,8 @@ class CaptionFile:
 
     captions: dict[str, tuple[str, ...]]
     """Mapping from an image's path, as the file spells it, to its captions in the order of the file."""
+    invalid: tuple[tuple[str, str], ...] = ()
+    """Place and reason of every record, or caption of a record, that cannot be used."""
 
     @classmethod
     def load(cls, uri: str, splits: Sequence[str] = ()) -> CaptionFile:
@@ -29,9 +31,11 @@ class CaptionFile:
             uri: path or URI of the JSON file.
             splits: splits of Karpathy's form to read, such as "train"; if empty, all images are read.
 
+        A record without a path or captions, and a caption that is no text, cost themselves (`invalid`).
+
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if the file has another form or names no image, or if a split is unknown or not applicable.
+            ValueError: if the file has another form or no usable record, or if a split is unknown or not applicable.
         """
         return _load(uri, tuple(filter(None, splits)))  # `--splits ""` gives one empty string, which selects no split.
 
@@ -68,54 +72,66 @@ def _load(uri: str, splits: tuple[str, ...]) -> CaptionFile:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:  # An integer of thousands of digits also raises ValueError.
-        raise _explain(uri, error) from error
-    try:
-        if isinstance(content, dict):
-            pairs = _parse_karpathy(content["images"], uri, splits)
-        else:
-            pairs = _parse_list(content, uri, splits)
-        if wrong := [value for name, texts in pairs for value in (name, *texts) if not isinstance(value, str)]:
-            raise TypeError(f"a path or a caption is a {type(wrong[0]).__name__}, not a string")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _explain(uri, error) from error
+        raise _explain(uri, f"{type(error).__name__}: {error}") from error
+    if isinstance(content, dict):
+        records, parse = content.get("images"), _parse_karpathy
+        if splits:
+            records = _select(records, uri, splits)
+    else:
+        records, parse = content, _parse_listed
+        if splits:
+            raise ValueError(
+                f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"
+            )
+    if not isinstance(records, list):
+        raise _explain(uri, f"it holds {_name(content)}")
     captions: dict[str, tuple[str, ...]] = {}
-    for name, texts in pairs:
-        captions[name] = captions.get(name, ()) + texts
+    invalid: list[tuple[str, str]] = []
+    for number, record in enumerate(records):
+        try:
+            name, texts = parse(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            invalid.append((f"record {number}", f"{type(error).__name__}: {error}"))
+            continue
+        invalid += [
+            (name, f"one of the captions is {_name(text)}, not text") for text in texts if type(text) is not str
+        ]
+        if usable := tuple(text for text in texts if isinstance(text, str)):
+            captions[name] = captions.get(name, ()) + usable
     if not captions:
-        raise ValueError(f"captions = {uri!r} names no image")
-    return CaptionFile(captions=captions)
+        reason = f"{invalid[0][0]}: {invalid[0][1]}" if invalid else "it names no image"
+        raise _explain(uri, reason)
+    return CaptionFile(captions=captions, invalid=tuple(invalid))
 
 
-def _explain(uri: str, error: Exception) -> ValueError:
+def _name(value: object) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _explain(uri: str, reason: str) -> ValueError:
     return ValueError(
-        f"captions = {uri!r} is not understood ({type(error).__name__}: {error}); expected Karpathy's form, or a list "
-        'of {"image": path, "caption": string or list}'
+        f"captions = {uri!r} is not understood ({reason}); expected Karpathy's form, or a list of "
+        '{"image": path, "caption": string or list}'
     )
 
 
-def _parse_karpathy(
-    images: list[dict[str, Any]], uri: str, splits: tuple[str, ...]
-) -> list[tuple[str, tuple[str, ...]]]:
-    present = {image["split"] for image in images} if splits else set()
+def _select(images: object, uri: str, splits: tuple[str, ...]) -> list[Any]:
+    """Return the records of Karpathy's form that belong to the splits."""
+    records = [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
+    present = {str(image.get("split")) for image in records}
     if unknown := sorted(set(splits) - present):
         splits_present = ", ".join(sorted(present)) or "none"
         raise ValueError(f"splits: {unknown[0]!r} is not in captions = {uri!r}; it has {splits_present}")
-    return [
-        (
-            "/".join(part for part in (image.get("filepath", ""), image["filename"]) if part),
-            tuple(sentence["raw"] for sentence in image["sentences"]),
-        )
-        for image in images
-        if not splits or image["split"] in splits
-    ]
+    return [image for image in records if image.get("split") in splits]
 
 
-def _parse_list(records: list[dict[str, Any]], uri: str, splits: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    if splits:
-        raise ValueError(
-            f"splits = {' '.join(splits)}, but captions = {uri!r} is a list without splits: leave it empty"
-        )
-    return [
-        (record["image"], (record["caption"],) if isinstance(record["caption"], str) else tuple(record["caption"]))
-        for record in records
-    ]
+def _parse_karpathy(record: Any) -> tuple[str, list[object]]:
+    name = "/".join(part for part in (record.get("filepath", ""), record["filename"]) if part)
+    return name, [sentence["raw"] for sentence in record["sentences"]]
+
+
+def _parse_listed(record: Any) -> tuple[str, list[object]]:
+    name, caption = record["image"], record["caption"]
+    if not isinstance(name, str):
+        raise TypeError(f"the path of the image is {_name(name)}, not text")
+    return name, [caption] if isinstance(caption, str) or caption is None else list(caption)

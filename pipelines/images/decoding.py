@@ -54,6 +54,17 @@ _FIRST_SWAPPING = 5  # Orientations from this number on swap width and height.
 
 _LINES_AT_A_TIME = 256
 
+# Pixels times scans of a JPEG: a progressive one decodes every pixel again in each of its scans, of which a usual one has
+# ten, and one in CMYK 18.
+_MAX_SCANNED_PIXELS = 20 * MAX_PIXELS
+_START_OF_SCAN = b"\xff\xda"
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# Chunks of a PNG with texts and colour profiles, which are compressed. Pillow refuses the whole image for one that has more
+# than 1 MiB, and nothing here reads them.
+_UNREAD_PNG_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_NUM_BYTES_SHOWN = 12
+
 
 class ImageProblemKind(StrEnum):
     """Kinds of problems with the bytes of one image."""
@@ -63,6 +74,8 @@ class ImageProblemKind(StrEnum):
     TOO_MANY_PIXELS = "too_many_pixels"
     TOO_MUCH_MEMORY = "too_much_memory"
     """Decoding the image would take more than MAX_DECODING_BYTES."""
+    TOO_MANY_SCANS = "too_many_scans"
+    """Decoding the image would take too much time, because a progressive JPEG has so many scans of so many pixels."""
 
 
 class ImageError(Exception):
@@ -78,17 +91,20 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     Raises:
         ImageError: if `data` is empty or is not an image, if the image has more than `max_pixels` pixels, or if
-            decoding it would take more than MAX_DECODING_BYTES.
+            decoding it would take more than MAX_DECODING_BYTES or too much time.
     """
     if not data:
         raise ImageError(ImageProblemKind.EMPTY_IMAGE, "the file has 0 bytes")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(_without_texts(data)), formats=FORMATS)
         num_bytes = estimate_decoding_bytes(image)
     except Image.DecompressionBombError as error:
         raise ImageError(ImageProblemKind.TOO_MANY_PIXELS, str(error)) from error
+    except Image.UnidentifiedImageError as error:
+        detail = f"no {', '.join(FORMATS)}, or a broken header; it begins with {data[:_NUM_BYTES_SHOWN]!r}"
+        raise ImageError(ImageProblemKind.CORRUPT_IMAGE, detail) from error
     except Exception as error:  # Pillow's plug-ins let all kinds of exceptions escape from their parsers.
-        raise ImageError(ImageProblemKind.CORRUPT_IMAGE, "no image of a known format, or a broken header") from error
+        raise ImageError(ImageProblemKind.CORRUPT_IMAGE, f"a broken header: {error}") from error
     width, height = image.size
     if width * height > max_pixels:
         detail = f"{width} × {height} pixels; the limit is {max_pixels}"
@@ -99,7 +115,27 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
             f"the limit is {MAX_DECODING_BYTES >> 20}"
         )
         raise ImageError(ImageProblemKind.TOO_MUCH_MEMORY, detail)
+    if image.format in ("JPEG", "MPO"):
+        # Within the data of a scan, these bytes do not occur.
+        num_scans = data.count(_START_OF_SCAN)
+        if num_scans * width * height > _MAX_SCANNED_PIXELS:
+            detail = f"{num_scans} scans of {width} × {height} pixels; the limit is {_MAX_SCANNED_PIXELS // (width * height)}"
+            raise ImageError(ImageProblemKind.TOO_MANY_SCANS, detail)
     return image
+
+
+def _without_texts(data: bytes) -> bytes:
+    """Return a PNG without the chunks that nothing here reads; other files are returned unchanged."""
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    kept, first, position = [], 0, len(_PNG_SIGNATURE)
+    while position + 12 <= len(data):
+        end = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        if data[position + 4 : position + 8] in _UNREAD_PNG_CHUNKS:
+            kept.append(data[first:position])
+            first = end
+        position = end
+    return b"".join([*kept, data[first:]]) if kept else data
 
 
 def estimate_decoding_bytes(image: Image.Image) -> int:

@@ -21,7 +21,7 @@ from pipelines import feature_files
 from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles, describe_bytes
 from pipelines.images.manifest import ImageManifest, read_index
 from pipelines.images.pairs import locate_pairs, name_pair, pair_digest
-from pipelines.manifest import read_manifest, write_manifest
+from pipelines.storage import read_manifest, write_manifest
 from pipelines.stream import Batch
 
 _VERSION = 1

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TypeGuard
 
-from pipelines.images.archives import ImageArchive
-from pipelines.images.samples import MAX_CAPTION_BYTES, make_printable
+from pipelines.archives import resolve_source
+from pipelines.images.archives import MAX_CAPTION_BYTES, ImageArchive, make_printable
 from pipelines.object_store import open_for_reading
-from pipelines.storage import resolve
+from pipelines.storage import relative
 from pipelines.tars import tar_members
 
 _SUFFIX = ".json"
@@ -21,7 +21,9 @@ _SUFFIX = ".json"
 def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iterator[tuple[str, float]]:
     """Yield key and number of every sample whose JSON file has a finite number in a field, in stored order.
 
-    Samples without one are left out, and so is what follows the place where a tar is damaged.
+    Samples without one are left out, and so is what follows the place where a tar is damaged. As archives may have the same
+    keys, those of every archive but the first are yielded with the archive's name before them
+    (`pipelines.images.manifest.ImageShard.key_prefix`), and without it where no archive before has them.
 
     Args:
         uri: the URI that `archives` were listed from.
@@ -32,8 +34,9 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
         ValueError: at the end, if no sample has a number in this field; the message names fields of a sample that have one.
         OSError: if an archive cannot be opened.
     """
-    filesystem, _ = resolve(uri)
+    filesystem, root = resolve_source(uri)
     is_found = False
+    seen: set[str] = set()
     others: set[str] = set()
     for archive in archives:
         if archive.files:
@@ -46,7 +49,12 @@ def read_numbers(uri: str, archives: Sequence[ImageArchive], field: str) -> Iter
                 record = _parse(member.read(info.size))
                 if _is_number(value := record.get(field)):
                     is_found = True
-                    yield name[: -len(_SUFFIX)], float(value)
+                    key = name[: -len(_SUFFIX)]
+                    if key not in seen:
+                        seen.add(key)
+                        yield key, float(value)
+                    if archive is not archives[0]:
+                        yield f"{relative(archive.path, root)}/{key}", float(value)
                 elif not others:
                     others = {key for key, value in record.items() if _is_number(value)}
     if not is_found:

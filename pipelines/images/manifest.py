@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipelines.manifest import read_manifest, write_manifest
 from pipelines.plan import StreamPlan
-from pipelines.problems import Reading
+from pipelines.problems import Reading, lost_name
 from pipelines.ranges import range_reader
-from pipelines.storage import compute_digest, resolve
+from pipelines.storage import compute_digest, read_manifest, resolve, write_manifest
 
 FORMAT_VERSION = 3
+
+ASSEMBLY = "assembly"
+"""Base name of the file of lost records that only all archives together show (see `pipelines.problems.lost_name`)."""
 
 INDEX_SCHEMA = pa.schema(
     {
@@ -64,6 +67,8 @@ class ImageShard:
     """Descriptions of the first few problems."""
     dropped: list[int]
     """Numbers, as in the index file, of the images that are ignored because their key occurred before."""
+    key_prefix: str = ""
+    """What the keys of the data set begin with, beside those of the index file, as earlier archives have some of them too."""
 
     @property
     def path(self) -> str:
@@ -109,6 +114,8 @@ class ImageManifest:
     """Problems with the caption file, or None if captions are stored with the images."""
     version: int = FORMAT_VERSION
     """Version of the manifest format."""
+    not_read: list[str] = field(default_factory=list, compare=False)
+    """Names of the files of the source that were not read when the data were last asked for; they are not stored."""
 
     def plan(self, *, seed: int, window_size: int) -> StreamPlan:
         """Return the order in which training visits the pairs."""
@@ -144,6 +151,11 @@ class ImageManifest:
         """Summaries of everything that was read, for `check_problems`."""
         return [*self.shards, *([self.captions] if self.captions else [])]
 
+    @property
+    def lost_files(self) -> list[str]:
+        """Names of the files that list the lost records, in stored order."""
+        return [lost_name(name) for name in [*map(index_name, range(len(self.shards))), ASSEMBLY]]
+
     @cached_property
     def problems(self) -> Counter[str]:
         """Number of lost samples by kind of problem, over all archives and the caption file."""
@@ -161,7 +173,8 @@ class ImageManifest:
 
     def save(self) -> None:
         """Write the manifest to its directory; the presence of this file marks the directory as complete."""
-        content = {key: value for key, value in asdict(self).items() if key != "directory"} | {"digest": self.digest}
+        content = {key: value for key, value in asdict(self).items() if key not in ("directory", "not_read")}
+        content |= {"digest": self.digest}
         write_manifest(self.directory, content)
 
     @classmethod
@@ -182,8 +195,13 @@ class ImageManifest:
         )
 
 
+def index_name(number: int) -> str:
+    """Return the file name of the index of archive `number`."""
+    return f"index-{number:05d}.arrow"
+
+
 def read_index(manifest: ImageManifest, number: int) -> pa.Table:
-    """Read the index of one shard: one row per pair, with image numbers that are unique in the whole data set.
+    """Read the index of one shard: one row per pair, with image numbers and keys that are unique in the whole data set.
 
     Args:
         manifest: the manifest of the data set.
@@ -204,7 +222,11 @@ def read_index(manifest: ImageManifest, number: int) -> pa.Table:
         )
     _, dense = np.unique(images[keep], return_inverse=True)
     column = table.schema.get_field_index("image")
-    return table.set_column(column, "image", pa.array(manifest.first_images[number] + dense, pa.int64()))
+    table = table.set_column(column, "image", pa.array(manifest.first_images[number] + dense, pa.int64()))
+    if shard.key_prefix:
+        keys = pc.binary_join_element_wise(shard.key_prefix, table.column("key"), "")
+        table = table.set_column(table.schema.get_field_index("key"), "key", keys)
+    return table
 
 
 def open_index(directory: str, file: str) -> pa.Table:

@@ -1,27 +1,61 @@
-"""Prepare image–text data: a Ray Data job that indexes archives and checks every image, with one task per unit.
+"""Prepare image–text data: index archives and check every image, with one task per archive (`pipelines.prepare`).
 
-A unit is an archive, or a part of a large tar (`pipelines.images.units`). Images are not copied. The name of the
-prepared directory contains a hash of everything that determines its content, so that preparing the same data again
-costs nothing, and an interrupted preparation continues with the remaining units.
+Images are not copied: an index has the place of every image's bytes. Archives are assembled to a manifest in order, so that
+the result does not depend on how many were indexed at the same time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from pipelines.images.archives import ImageArchive, list_image_archives
-from pipelines.images.assembly import ASSEMBLY, assemble
+import numpy as np
+import pyarrow as pa
+
+from pipelines.archives import describe_not_read, resolve_source
+from pipelines.images.archives import (
+    TAR_BLOCK_BYTES,
+    ImageArchive,
+    ImageSample,
+    KeyDot,
+    LeftOut,
+    SampleProblemKind,
+    TruncatedArchive,
+    list_image_source,
+    read_samples,
+)
 from pipelines.images.caption_files import CaptionFile
-from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS
-from pipelines.images.index import index_name
-from pipelines.images.manifest import FORMAT_VERSION, ImageManifest
-from pipelines.images.units import IndexTask, choose_part_bytes, index_archives
-from pipelines.losses import list_losses, losses_name
-from pipelines.problems import check_problems
-from pipelines.storage import resolve
+from pipelines.images.decoding import LARGEST_MAX_PIXELS, MAX_PIXELS, ImageError, check_image
+from pipelines.images.manifest import (
+    ASSEMBLY,
+    INDEX_SCHEMA,
+    CaptionReading,
+    ImageManifest,
+    ImageShard,
+    index_name,
+    open_index,
+)
+from pipelines.object_store import unchanged
+from pipelines.prepare import directory_name, prepare
+from pipelines.problems import LostRecords, Problem, describe_counts, lost_name
+from pipelines.storage import relative, resolve
+
+# What counts as a sample, and how its key is made; prepared data are made anew under another version.
+_READING_VERSION = 4
+
+OTHER_KINDS = "other"
+"""Kind under which the remaining left-out members are counted, once there are too many kinds."""
+
+# Maximum number of distinct kinds of left-out members that are counted separately. A kind is a file suffix, so
+# without a limit a malicious tar could have as many kinds as members.
+_NUM_KINDS_LEFT_OUT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +67,8 @@ class PrepareImagesConfig:
     """
 
     source: str
-    """WebDataset tar as img2dataset writes it, directory of such tars, or directory of images; path or pyarrow URI."""
+    """WebDataset tar as img2dataset writes it, directory of such tars, directory of images, or pattern (`{0..3}`, `*`);
+    path or pyarrow URI."""
     captions: str = ""
     """JSON file of captions, for images without their own: Karpathy's form, or a list of {"image", "caption"}."""
     splits: tuple[str, ...] = ()
@@ -42,6 +77,9 @@ class PrepareImagesConfig:
     """Largest share of samples that may be unreadable, in [0, 1]; above it, preparation fails."""
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an image; a larger one is rejected before decoding, as a decompression bomb."""
+    key_dot: KeyDot = "first"
+    """Dot of a member's base name at which the key of its sample ends. With webdataset, first, `a.v2.jpg` is the part
+    `v2.jpg` of the sample `a`; with last it is the image of the sample `a.v2`."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_bad_share <= 1.0:
@@ -61,19 +99,13 @@ def prepare_images(
     max_bad_share_field: str = "max_bad_share",
     losses: str = "",
     resources: Mapping[str, float] | None = None,
-    part_bytes: int | None = None,
 ) -> ImageManifest:
     """Prepare `config.source` in a subdirectory of `root`, or load it if it is already prepared.
 
     Args:
         config: which data to prepare, and how.
         root: path or URI of the directory of all prepared data.
-        max_bad_share_field: name of the setting that `max_bad_share` comes from, for the error message.
-        losses: path or URI of a file to list every lost sample in (`pipelines.losses`); it is also written if there
-            are too many. If empty, no list is written.
-        resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
-        part_bytes: number of stored bytes that complete a part of a tar; None: what suits the data and the cluster
-            (`choose_part_bytes`). The result does not depend on it.
+        max_bad_share_field, losses, resources: see `pipelines.prepare.prepare`.
 
     Raises:
         FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
@@ -81,37 +113,20 @@ def prepare_images(
         TooManyProblemsError: if too many samples are unreadable; the message names the share, the kinds of problems
             and the archives.
     """
-    archives, captions = check_source(config)
+    archives, not_read, captions = _list(config)
     directory = f"{root}/{_name_content(config, archives, captions)}"
-    try:
-        manifest = ImageManifest.load(directory)
-    except FileNotFoundError:
-        filesystem, path = resolve(directory)
-        filesystem.create_dir(path, recursive=True)
-
-        task = IndexTask(
-            source=config.source,
-            archives=archives,
-            captions=config.captions,
-            splits=config.splits,
-            max_pixels=config.max_pixels,
-            directory=directory,
-        )
-        manifest = assemble(
-            index_archives(task, part_bytes=part_bytes or choose_part_bytes(archives), resources=resources),
-            captions,
-            directory=directory,
-            source=config.source,
-            captions_uri=config.captions,
-            max_pixels=config.max_pixels,
-        )
-        manifest.save()
-    if losses:
-        list_losses(
-            directory, [losses_name(name) for name in [*map(index_name, range(len(archives))), ASSEMBLY]], losses
-        )
-    check_problems(config.source, manifest.readings, config.max_bad_share, field=max_bad_share_field, noun="pair")
-    return manifest
+    manifest = prepare(
+        lambda: ImageManifest.load(directory),
+        lambda: IndexTask(config=config, archives=archives, directory=directory),
+        source=config.source,
+        directory=directory,
+        max_bad_share=config.max_bad_share,
+        field=max_bad_share_field,
+        noun="pair",
+        losses=losses,
+        resources=resources,
+    )
+    return replace(manifest, not_read=not_read)
 
 
 def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], CaptionFile | None]:
@@ -121,31 +136,295 @@ def check_source(config: PrepareImagesConfig) -> tuple[list[ImageArchive], Capti
         FileNotFoundError: if the source or the captions do not exist, or the source holds neither a tar nor an image.
         ValueError: if the captions are not understood, or are needed but not given.
     """
-    archives = list_image_archives(config.source)
+    archives, _, captions = _list(config)
+    return archives, captions
+
+
+def _list(config: PrepareImagesConfig) -> tuple[list[ImageArchive], list[str], CaptionFile | None]:
+    archives, not_read = list_image_source(config.source)
     captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
     if captions is None and any(archive.files for archive in archives):
         raise ValueError(
             f"source = {config.source!r} holds images in files of their own: captions must name a json file"
         )
-    return archives, captions
+    return archives, not_read, captions
 
 
 def _name_content(config: PrepareImagesConfig, archives: list[ImageArchive], captions: CaptionFile | None) -> str:
     """Return a directory name that contains a hash of everything that determines the prepared content."""
     files = [asdict(archive) for archive in archives]
-    content = json.dumps([FORMAT_VERSION, files, captions and captions.captions, config.max_pixels])
-    digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
-    name = config.source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
-    return f"{name}-pairs-{digest}"
+    content = json.dumps([_READING_VERSION, files, captions and captions.captions, config.max_pixels, config.key_dot])
+    return directory_name(config.source, "pairs", hashlib.blake2b(content.encode(), digest_size=6).hexdigest())
+
+
+# ---- one archive -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexTask:
+    """Indexing of the archives of a source (see `pipelines.prepare.Task`)."""
+
+    config: PrepareImagesConfig
+    """Which data to prepare, and how."""
+    archives: Sequence[ImageArchive]
+    """The archives of the source, in order."""
+    directory: str
+    """Path or URI of the prepared directory."""
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the archives, in order."""
+        return [f"archive-{number:05d}" for number in range(len(self.archives))]
+
+    def run(self, number: int) -> dict[str, Any]:
+        """Read one archive, decode each of its images once, and write an index of the usable pairs.
+
+        Returns:
+            A JSON object with the fields of the archive's ImageShard and two more: `lost`, the keys of its unusable
+            images, and `num_bytes_read`, how many bytes of a truncated or corrupt tar could be read (None for any other
+            archive).
+
+        Raises:
+            OSError: if the archive cannot be read, or is written again meanwhile.
+        """
+        archive, file = self.archives[number], index_name(number)
+        findings = _Findings()
+        columns: dict[str, list[Any]] = {name: [] for name in INDEX_SCHEMA.names}
+        num_images = 0
+        digest = hashlib.blake2b(digest_size=8)
+        filesystem, _ = resolve_source(self.config.source)
+        # An image in a file of its own is read at once.
+        same = nullcontext() if archive.files else unchanged(filesystem, archive.path)
+        with same, LostRecords(lost_name(f"{self.directory}/{file}")) as lost:
+            for sample in self._usable(archive, findings, lost):
+                checksum = zlib.crc32(sample.data)
+                for caption in sample.captions:
+                    row = (sample.key, num_images, caption, sample.offset, len(sample.data), sample.member, checksum)
+                    for column, value in zip(columns.values(), row, strict=True):
+                        column.append(value)
+                digest.update(json.dumps([sample.key, sample.captions, len(sample.data)]).encode())
+                digest.update(sample.data)
+                num_images += 1
+        table = pa.table(columns, schema=INDEX_SCHEMA)
+        filesystem, path = resolve(f"{self.directory}/{file}")
+        with filesystem.open_output_stream(path) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        shard = ImageShard(
+            file=file,
+            archive=archive.path,
+            is_directory=bool(archive.files),
+            num_bytes=archive.num_bytes,
+            num_pairs=table.num_rows,
+            num_images=num_images,
+            digest=digest.hexdigest(),
+            problems=dict(findings.problems),
+            examples=findings.examples,
+            left_out=dict(findings.left_out),
+            dropped=[],
+        )
+        return asdict(shard) | {"lost": findings.lost, "num_bytes_read": findings.num_bytes_read}
+
+    def _usable(self, archive: ImageArchive, findings: _Findings, lost: LostRecords) -> Iterator[ImageSample]:
+        """Yield the samples whose images can be decoded, and note everything else in `findings` and `lost`.
+
+        Of several images of a tar with one key the first one stays.
+        """
+        config = self.config
+        # The worker reads the caption file itself; `load` caches it, so that each process reads it only once.
+        captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
+        name = relative(archive.path, resolve_source(config.source)[1])
+        keys: set[str] = set()
+        for item in read_samples(config.source, archive, captions, key_dot=config.key_dot):
+            if isinstance(item, LeftOut):
+                findings.leave_out(item.kind)
+                continue
+            if isinstance(item, Problem):
+                lost.add(archive.path, item, findings.problems, findings.examples)
+                if isinstance(item, TruncatedArchive):
+                    findings.num_bytes_read = item.num_bytes_read
+                continue
+            where = item.member if archive.files else f"{name}/{item.member}"
+            try:
+                check_image(item.data, config.max_pixels)
+            except ImageError as error:
+                problem = Problem(kind=error.kind, where=where, detail=str(error))
+                findings.lost.append(item.key)
+            else:
+                if item.key not in keys:
+                    keys.add(item.key)
+                    yield item
+                    continue
+                problem = _report_duplicate(where, "in this archive")
+            lost.add(archive.path, problem, findings.problems, findings.examples)
+
+    def finish(self, records: Sequence[dict[str, Any]]) -> ImageManifest:
+        """Combine the indexes of all archives into a manifest.
+
+        The number of samples after the place where a tar becomes unreadable is estimated. With a caption file no estimate
+        is needed, because the file names every image: one that no archive holds is a problem, and if several archives hold
+        an image, the first one stays. Without one, two archives may have the same keys, as outputs of img2dataset do; those
+        of the second one get the archive's name before them.
+        """
+        config = self.config
+        captions = CaptionFile.load(config.captions, config.splits) if config.captions else None
+        fields = set(ImageShard.__dataclass_fields__)
+        shards = [ImageShard(**{name: value for name, value in record.items() if name in fields}) for record in records]
+        reading = None
+        with LostRecords(lost_name(f"{self.directory}/{ASSEMBLY}")) as lost:
+            if captions is None:
+                shards = _add_unread(shards, [record["num_bytes_read"] for record in records], lost)
+            images = [_list_images(open_index(self.directory, shard.file)) for shard in shards]
+            repeated, distinct = _find_repeated([table.column("key") for table in images])
+            root = resolve_source(config.source)[1]
+            for number, rows in enumerate(repeated):
+                if len(rows) and captions is None:
+                    prefix = f"{relative(shards[number].archive, root)}/"
+                    shards[number] = replace(shards[number], key_prefix=prefix)
+                elif len(rows):
+                    shards[number] = _drop(shards[number], images[number], rows, lost)
+            if captions is not None:
+                present = {key for record in records for key in record["lost"]}
+                reading = _count_absent(captions, config.captions, present.union(distinct.to_pylist()), lost)
+        return ImageManifest(
+            directory=self.directory,
+            source=config.source if "://" in config.source else resolve_source(config.source)[1],
+            max_pixels=config.max_pixels,
+            shards=shards,
+            captions=reading,
+        )
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What was found in an archive beside its usable images."""
+
+    problems: Counter[str] = field(default_factory=Counter)
+    """Kind of problem → how often it occurred."""
+    examples: list[str] = field(default_factory=list)
+    """Messages of the first problems."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Kind of member that belongs to no sample → how often it occurred."""
+    lost: list[str] = field(default_factory=list)
+    """Keys of the images that cannot be used."""
+    num_bytes_read: int | None = None
+    """How many bytes of a truncated or corrupt tar could be read; None for any other archive."""
+
+    def leave_out(self, kind: str) -> None:
+        """Count a member that is left out by kind, or as `OTHER_KINDS` if too many kinds have occurred before."""
+        is_counted = kind in self.left_out or len(self.left_out) < _NUM_KINDS_LEFT_OUT
+        self.left_out[kind if is_counted else OTHER_KINDS] += 1
+
+
+def _report_duplicate(where: str, place: str) -> Problem:
+    detail = f"the key has occurred before {place}; the first one stays"
+    return Problem(kind=SampleProblemKind.DUPLICATED_KEY, where=where, detail=detail)
+
+
+# ---- all archives ----------------------------------------------------------------------------------------------------
+
+
+def _add_unread(
+    shards: Sequence[ImageShard], num_bytes_read: Sequence[int | None], lost: LostRecords
+) -> list[ImageShard]:
+    """Add to each unreadable shard an estimate, from bytes, of the number of samples that could not be reached.
+
+    If a tar is corrupt before its end, the number of remaining bytes is known. If it ends early, the missing bytes
+    are estimated as the difference to the median size of the intact tars. If there are no intact tars, as many bytes
+    are assumed to be missing as were read, which is what a cut at a random place costs on average. At least one sample
+    is missing.
+
+    Args:
+        shards: the shards in order.
+        num_bytes_read: for each shard, how many bytes of a truncated or corrupt tar could be read, else None.
+        lost: file of lost records that receives the estimates.
+    """
+    intact = [
+        shard
+        for shard, read in zip(shards, num_bytes_read, strict=True)
+        if read is None and shard.num_images and shard.num_bytes
+    ]
+    median = float(np.median([shard.num_bytes for shard in intact])) if intact else 0.0
+    images_per_byte = sum(shard.num_images for shard in intact) / median / len(intact) if intact else 0.0
+    estimated = []
+    for shard, read in zip(shards, num_bytes_read, strict=True):
+        if read is None:
+            estimated.append(shard)
+            continue
+        num_bytes = shard.num_bytes or 0  # Some filesystems do not report sizes.
+        if read + TAR_BLOCK_BYTES <= num_bytes:
+            missing, basis = num_bytes - read, f"the tar's {num_bytes} bytes"
+        elif intact:
+            missing, basis = max(0, round(median) - read), f"the {median:.0f} bytes of a whole tar"
+        else:
+            missing, basis = read, "nothing, as its whole size is unknown: as many as could be read"
+        number = max(1, round(missing * (shard.num_images / read if shard.num_images else images_per_byte)))
+        detail = f"about {number} samples, estimated from {basis}"
+        name = shard.archive.rsplit("/", 1)[-1]
+        problem = Problem(kind=SampleProblemKind.UNREAD_SAMPLE, where=name, detail=detail, count=number)
+        estimated.append(_with_problems(shard, [problem], lost))
+    return estimated
+
+
+def _with_problems(shard: ImageShard, problems: Sequence[Problem], lost: LostRecords) -> ImageShard:
+    """Return the shard with further problems."""
+    counts, examples = Counter(shard.problems), list(shard.examples)
+    for problem in problems:
+        lost.add(shard.archive, problem, counts, examples)
+    return replace(shard, problems=dict(counts), examples=examples)
+
+
+def _list_images(table: pa.Table) -> pa.Table:
+    """Return a table with one row per image: its key, its number in the index, and its number of pairs."""
+    numbers, first, counts = np.unique(table.column("image").to_numpy(), return_index=True, return_counts=True)
+    keys = table.column("key").take(pa.array(first, pa.int64()))
+    return pa.table({"key": keys, "image": numbers, "num_pairs": counts})
+
+
+def _find_repeated(keys: Sequence[pa.ChunkedArray]) -> tuple[list[np.ndarray], pa.Array]:
+    """Return the rows of each shard whose keys have occurred in a shard before, and the distinct keys of all shards."""
+    encoded = pa.array(pa.chunked_array(keys, pa.string()).combine_chunks(), pa.string()).dictionary_encode()
+    codes = encoded.indices.to_numpy()  # Codes are numbered in order of first occurrence.
+    is_first = codes > np.maximum.accumulate(np.concatenate([[-1], codes]))[:-1]
+    bounds = np.cumsum([0, *map(len, keys)])
+    return [np.flatnonzero(~is_first[start:stop]) for start, stop in itertools.pairwise(bounds)], encoded.dictionary
+
+
+def _drop(shard: ImageShard, images: pa.Table, rows: np.ndarray, lost: LostRecords) -> ImageShard:
+    """Remove images, given by their rows in the table of the shard's images, and count them as problems."""
+    name = shard.archive.rsplit("/", 1)[-1]
+    dropped = images.take(pa.array(rows, pa.int64()))
+    places = [f"{name}/{key}" for key in dropped.column("key").to_pylist()]
+    shard = _with_problems(shard, [_report_duplicate(place, "in another archive") for place in places], lost)
+    return replace(
+        shard,
+        num_pairs=shard.num_pairs - int(dropped.column("num_pairs").to_numpy().sum()),
+        num_images=shard.num_images - len(rows),
+        dropped=dropped.column("image").to_pylist(),
+    )
+
+
+def _count_absent(captions: CaptionFile, uri: str, present: set[str], lost: LostRecords) -> CaptionReading:
+    """Count as problems what the caption file names but `present` lacks, and its records that cannot be used."""
+    found = [Problem(kind=SampleProblemKind.INVALID_RECORD, where=w, detail=detail) for w, detail in captions.invalid]
+    detail = "named in the captions, but no archive holds it"
+    found += [
+        Problem(kind=SampleProblemKind.ABSENT_IMAGE, where=name, detail=detail)
+        for name in captions.captions
+        if name not in present
+    ]
+    problems: Counter[str] = Counter()
+    examples: list[str] = []
+    for problem in found:
+        lost.add(uri, problem, problems, examples)
+    return CaptionReading(path=uri, problems=dict(problems), examples=examples)
 
 
 def describe(manifest: ImageManifest, seconds: float | None = None) -> str:
     """Summarise the counts of a prepared data set in one line, for a human reader."""
-    lost = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.problems.items())) or "none"
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(manifest.left_out.items()))
-    left_out = f"; left out: {kinds}" if kinds else ""
+    left_out = f"; left out: {describe_counts(manifest.left_out)}" if manifest.left_out else ""
     duration = "" if seconds is None else f" in {seconds:.0f} s"
     return (
         f"{manifest.num_pairs} pairs of {manifest.num_images} images ({len(manifest.shards)} shards, digest "
-        f"{manifest.digest}){duration}; unreadable: {lost}{left_out}"
+        f"{manifest.digest}){duration}; unreadable: {describe_counts(manifest.problems)}{left_out}"
+        f"{describe_not_read(manifest.not_read)}"
     )

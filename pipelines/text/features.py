@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelines import feature_files
 from pipelines.feature_files import FILE_BYTES, Column, FeatureFiles, describe_bytes
-from pipelines.manifest import read_manifest, write_manifest
+from pipelines.storage import read_manifest, write_manifest
 from pipelines.stream import Batch
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from pipelines.manifest import read_manifest, write_manifest
 from pipelines.plan import StreamPlan
-from pipelines.storage import compute_digest
+from pipelines.problems import lost_name
+from pipelines.storage import compute_digest, read_manifest, write_manifest
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.packing import PackingConfig
 
@@ -42,7 +43,7 @@ class ShardEntry:
     digest: str
     """blake2b hash of the stored tokens and the lengths of the rows."""
     part: int = 0
-    """Number of the part of the archive that the documents come from (`pipelines.text.parts`)."""
+    """Number of the part of the archive that the documents come from (`pipelines.text.reading.Part`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class ArchiveEntry:
     """Shards that were written from the archive."""
     num_parts: int = 1
     """Number of parts of the archive."""
+    version: str = ""
+    """What changes when the archive is written again (`pipelines.object_store.version_of`); empty if it is not known."""
 
     @property
     def num_records(self) -> int:
@@ -84,6 +87,23 @@ class Manifest:
     """Summaries of the archives, in order."""
     version: int = FORMAT_VERSION
     """Version of the manifest format."""
+    not_read: list[str] = field(default_factory=list, compare=False)
+    """Names of the files of the source that were not read when the data were last asked for; they are not stored."""
+
+    @property
+    def readings(self) -> Sequence[ArchiveEntry]:
+        """Summaries of everything that was read, for `check_problems`."""
+        return self.archives
+
+    @property
+    def lost_files(self) -> list[str]:
+        """Names of the files that list the lost records, in stored order."""
+        prepared: list[str] = []
+        for number, archive in enumerate(self.archives):
+            prepared += [part_name(number, part) for part in range(archive.num_parts)]
+            if archive.num_parts > 1 and "empty_archive" in archive.problems:
+                prepared.append(archive_name(number))
+        return [lost_name(name) for name in prepared]
 
     @cached_property
     def shards(self) -> list[ShardEntry]:
@@ -136,7 +156,7 @@ class Manifest:
 
     def save(self) -> None:
         """Write the manifest to its directory; the presence of this file marks the directory as complete."""
-        content = {key: value for key, value in asdict(self).items() if key != "directory"}
+        content = {key: value for key, value in asdict(self).items() if key not in ("directory", "not_read")}
         content |= {"layout": {"kind": self.layout.kind, **content["layout"]}, "digest": self.digest}
         write_manifest(self.directory, content)
 
@@ -171,6 +191,16 @@ class Manifest:
             layout=_LAYOUTS[content["layout"].pop("kind")](**content["layout"]),
             archives=[archive_from_json(entry) for entry in content["archives"]],
         )
+
+
+def part_name(archive: int, part: int) -> str:
+    """Return the name of a part, by the number of its archive and its own number within the archive."""
+    return f"part-{archive:05d}-{part:05d}"
+
+
+def archive_name(archive: int) -> str:
+    """Return the name of what is stored of an archive as a whole, by its number."""
+    return f"archive-{archive:05d}"
 
 
 def make_row_keys(parts: np.ndarray, rows: np.ndarray) -> np.ndarray:

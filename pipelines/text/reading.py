@@ -8,6 +8,11 @@ raise exceptions.
 
 Nothing is extracted to disk or unpickled, and memory use is limited to one record and one read buffer (for Parquet,
 the pages of one column chunk), whatever the size of the archive.
+
+Archives are divided into parts that can be prepared independently of each other. The parts are decided by the archive's
+bytes and by PART_BYTES alone, so that prepared data do not depend on how many tasks prepare them: groups of members of a
+tar, ranges of lines of a JSON lines file, groups of row groups of a Parquet file. What is compressed as a whole is one
+part, because it can only be decompressed from its beginning.
 """
 
 from __future__ import annotations
@@ -15,31 +20,54 @@ from __future__ import annotations
 import itertools
 import json
 import tarfile
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import fs
 
-from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of
-from pipelines.decompression import DamagedError, Readable, decompress
-from pipelines.object_store import open_for_reading
-from pipelines.parts import WHOLE, Part
-from pipelines.problems import Problem
-from pipelines.storage import relative, resolve
+from pipelines.archives import NUM_NAMES_SHOWN, Archive, ArchiveFormat, describe_names, format_of, resolve_source
+from pipelines.decompression import (
+    MAGIC_BYTES,
+    DamagedError,
+    Decompressed,
+    Readable,
+    compression_of,
+    decompress,
+)
+from pipelines.object_store import InputFile, open_for_reading
+from pipelines.problems import Problem, note
+from pipelines.storage import relative
 from pipelines.tars import tar_members
 from pipelines.text.lines import MAX_RECORD_BYTES, decode, read_line_range, split_lines
-from pipelines.text.parts import PARQUET_ERRORS
+
+PART_BYTES = 8 * 2**20
+"""Number of stored bytes that complete a part. An archive that is not larger is one part."""
 
 PARQUET_ROWS_PER_BATCH = 8  # Each row may have MAX_RECORD_BYTES; batches of 64 rows are less than twice as fast.
+# A column chunk that is larger than this when it is decompressed, and so many times larger than it is stored, holds no
+# text: its pages, which are decompressed as a whole, would take gigabytes.
+_MAX_PARQUET_BYTES, _MAX_PARQUET_RATIO = 2**26, 100
+# Errors by which a damaged Parquet file shows; the third, because the name of a column may be damaged too.
+_PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
+# Number of bytes to read at a time for the headers of a tar alone: one header, with an extended one of the usual size.
+_HEADER_BYTES = 2**14
+_NUM_THREADS = 16
 _NUM_FIELDS_SHOWN, _NUM_CHARACTERS_SHOWN = 8, 40
 
 MEMBER_SUFFIXES = {
     ".jsonl": ArchiveFormat.JSONL,
     ".jsonl.gz": ArchiveFormat.JSONL_GZ,
+    ".json.gz": ArchiveFormat.JSONL_GZ,
     ".zst": ArchiveFormat.JSONL_ZST,
+    ".jsonl.xz": ArchiveFormat.JSONL_XZ,
+    ".jsonl.bz2": ArchiveFormat.JSONL_BZ2,
 }
 """Mapping from the suffix of a tar's member to its format.
 
@@ -62,6 +90,25 @@ class ProblemKind(StrEnum):
     EMPTY_ARCHIVE = "empty_archive"
     UNREADABLE_ARCHIVE = "unreadable_archive"
     """No part of the archive can be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Range of an archive; its unit is bytes, or row groups for a Parquet file."""
+
+    start: int = 0
+    """Where the part begins: for a tar, a header; in a file of lines, any byte (`pipelines.text.lines`)."""
+    stop: int | None = None
+    """Where the next part begins. None for the last part, which reports how the archive ends."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole archive."""
+        return self.start == 0 and self.stop is None
+
+
+WHOLE = Part()
+"""The whole of an archive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +147,31 @@ def read_documents(
         is_empty = False
         yield item
     if is_empty and part.is_whole:
-        yield report_empty(relative(archive.path, resolve(uri)[1]))
+        yield report_empty(relative(archive.path, resolve_source(uri)[1]))
+
+
+def readable_documents(
+    source: str,
+    archive: Archive,
+    text_field: str,
+    problems: Counter[str],
+    examples: list[str],
+    add: Callable[[Problem, Counter[str], list[str]], None] = note,
+    *,
+    part: Part = WHOLE,
+) -> Iterator[Document]:
+    """Yield the readable documents of an archive, or of a part of it, and report the problems.
+
+    Args:
+        source, archive, text_field, part: as for :func:`read_documents`.
+        problems, examples: counts and examples of problems, which `add` updates in place.
+        add: function that records a problem.
+    """
+    for item in read_documents(source, archive, text_field=text_field, part=part):
+        if isinstance(item, Problem):
+            add(item, problems, examples)
+        else:
+            yield item
 
 
 def report_empty(where: str) -> Problem:
@@ -109,7 +180,7 @@ def report_empty(where: str) -> Problem:
 
 
 def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Iterator[Document | Problem]:
-    filesystem, root = resolve(uri)
+    filesystem, root = resolve_source(uri)
     name = relative(archive.path, root)
     if archive.format is ArchiveFormat.PARQUET:
         with filesystem.open_input_file(archive.path) as native:
@@ -119,8 +190,10 @@ def _read_part(uri: str, archive: Archive, text_field: str, part: Part) -> Itera
         if archive.format is ArchiveFormat.PLAIN:
             yield _read_plain(file, f"{name}:0")
         elif archive.format is ArchiveFormat.TAR:
+            compression = None if part.start else _compression(file)
             file.seek(part.start)
-            yield from _read_tar(file, name, text_field, part)
+            stream: Readable = Decompressed(decompress(file, archive.num_bytes, compression)) if compression else file
+            yield from _read_tar(stream, name, text_field, part)
         elif archive.format is ArchiveFormat.JSONL:
             where = f"{name}@{part.start}" if part.start else name
             chunks = read_line_range(file, part.start, archive.num_bytes if part.stop is None else part.stop)
@@ -157,7 +230,10 @@ def _check_text(value: object, where: str, label: str) -> Document | Problem:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = "\n\n".join(value)
     if not isinstance(value, str):
-        detail = f"{label} is a {type(value).__name__}; expected a string or a list of strings"
+        found = "null" if value is None else f"a {type(value).__name__}"
+        if isinstance(value, list):
+            found = f"a list with a {next(type(part).__name__ for part in value if not isinstance(part, str))} in it"
+        detail = f"{label} is {found}; expected a string or a list of strings"
         return Problem(kind=ProblemKind.MISSING_TEXT, where=where, detail=detail)
     if not value.strip():
         return Problem(kind=ProblemKind.EMPTY_DOCUMENT, where=where, detail=f"{label} is empty or only whitespace")
@@ -226,7 +302,7 @@ def _read_tar(stream: Readable, name: str, text_field: str, part: Part) -> Itera
             yield from _read_lines(decompress(member, info.size, member_format), where, text_field, index)
             if member.is_cut:  # The damage was already reported for the member, and the tar cannot be read further.
                 return
-    except tarfile.TarError as error:
+    except (tarfile.TarError, DamagedError) as error:  # The second, if the tar is compressed as a whole.
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt tar: {error}")
     else:
         if part.is_whole and not indices:
@@ -242,7 +318,7 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
         # With a buffer size, the reader streams the pages of a column instead of loading those of a whole row group.
         table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
         columns = table.schema_arrow.names
-    except PARQUET_ERRORS as error:
+    except _PARQUET_ERRORS as error:
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
         return
     if text_field not in columns:
@@ -250,18 +326,120 @@ def _read_parquet(file: pa.NativeFile, name: str, text_field: str, part: Part) -
         yield Problem(kind=ProblemKind.UNREADABLE_ARCHIVE, where=name, detail=detail)
         return
     try:
-        groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
-        indices = itertools.count(sum(table.metadata.row_group(group).num_rows for group in range(part.start)))
-        for batch in table.iter_batches(PARQUET_ROWS_PER_BATCH, row_groups=groups, columns=[text_field]):
-            for value in batch.column(text_field):
-                where = f"{name}:{next(indices)}"
-                try:
-                    text = value.as_py()
-                    if isinstance(text, bytes):
-                        text = text.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    yield Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
-                else:
-                    yield _check_text(text, where, f"column {text_field!r}")
-    except PARQUET_ERRORS as error:
+        first = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+        for group in range(part.start, table.num_row_groups if part.stop is None else part.stop):
+            metadata = table.metadata.row_group(group)
+            problem = _check_row_group(metadata, text_field, f"{name}:{first}")
+            if problem is not None:
+                yield problem
+            else:
+                batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, row_groups=[group], columns=[text_field])
+                values = itertools.chain.from_iterable(batch.column(text_field) for batch in batches)
+                for number, value in enumerate(values, start=first):
+                    yield _read_value(value, f"{name}:{number}", text_field)
+            first += metadata.num_rows
+    except _PARQUET_ERRORS as error:
         yield Problem(kind=ProblemKind.TRUNCATED_ARCHIVE, where=name, detail=f"corrupt parquet: {error}")
+
+
+def _read_value(value: pa.Scalar, where: str, text_field: str) -> Document | Problem:
+    try:
+        text = value.as_py()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Problem(kind=ProblemKind.INVALID_UTF8, where=where, detail=str(error))
+    return _check_text(text, where, f"column {text_field!r}")
+
+
+def _check_row_group(group: pq.RowGroupMetaData, text_field: str, where: str) -> Problem | None:
+    """Return the problem of a row group whose text takes too much memory when it is decompressed, or None."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    chunks = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{text_field}.")]
+    num_bytes = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    num_stored = sum(chunk.total_compressed_size for chunk in chunks)
+    if num_bytes <= max(_MAX_PARQUET_BYTES, _MAX_PARQUET_RATIO * num_stored):
+        return None
+    detail = (
+        f"the {group.num_rows} values of a row group take {num_bytes / 2**20:,.0f} MiB when decompressed, of "
+        f"{num_stored:,} bytes that are stored; the limit is {_MAX_PARQUET_RATIO} times as much"
+    )
+    return Problem(kind=ProblemKind.OVERSIZED_RECORD, where=where, detail=detail, count=max(1, group.num_rows))
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def list_parts(uri: str, archives: Sequence[Archive], *, part_bytes: int = PART_BYTES) -> list[list[Part]]:
+    """Return the parts of each archive, in stored order; only the headers of tars and the footers of Parquet are read.
+
+    A damaged archive is divided up to the damage, which the last part reports when it is read.
+
+    Args:
+        uri: the URI that the archives were listed from.
+        archives: the archives.
+        part_bytes: number of stored bytes that complete a part.
+
+    Raises:
+        OSError: if an archive cannot be opened, or the filesystem fails.
+    """
+    filesystem, _ = resolve_source(uri)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parts") as pool:
+        return list(pool.map(partial(_divide, filesystem, part_bytes), archives))
+
+
+def _divide(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> list[Part]:
+    """Return the parts of one archive."""
+    starts: list[int] = [0]
+    if archive.num_bytes > part_bytes:
+        if archive.format is ArchiveFormat.JSONL:
+            starts = [*range(0, archive.num_bytes, part_bytes)]
+        elif archive.format is ArchiveFormat.TAR:
+            starts = _divide_tar(filesystem, part_bytes, archive)
+        elif archive.format is ArchiveFormat.PARQUET:
+            starts = list(_divide_parquet(filesystem, part_bytes, archive))
+    return [Part(start=start, stop=stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _compression(file: InputFile) -> ArchiveFormat | None:
+    """Return how a tar is compressed as a whole, by its first bytes, or None if it is not."""
+    return compression_of(file.read(MAGIC_BYTES))
+
+
+def _divide_tar(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> list[int]:
+    """Return where the headers lie that parts begin with; the first one is 0.
+
+    A tar is not divided if a name occurs twice (the records of both members are counted on, so that their keys are unique,
+    which takes reading them in order), if a global header applies to its members, or if it is compressed.
+    """
+    names = Counter[str]()
+    starts = [0]
+    with filesystem.open_input_file(archive.path) as file:
+        if _compression(file):
+            return [0]
+        file.seek(0)
+        with suppress(tarfile.TarError):  # Reading the last part reports the damage.
+            for info, _ in tar_members(file, buffer_bytes=_HEADER_BYTES):
+                if info.pax_headers:
+                    return [0]
+                names[info.name] += 1
+                if info.offset - starts[-1] >= part_bytes:
+                    starts.append(info.offset)
+    return starts if len(names) == names.total() else [0]
+
+
+def _divide_parquet(filesystem: fs.FileSystem, part_bytes: int, archive: Archive) -> Iterator[int]:
+    """Yield the numbers of the row groups that parts begin with; the first one is 0."""
+    yield 0
+    with filesystem.open_input_file(archive.path) as file:
+        try:
+            metadata = pq.ParquetFile(file).metadata
+            num_bytes = 0
+            for number in range(metadata.num_row_groups):
+                if num_bytes >= part_bytes:
+                    yield number
+                    num_bytes = 0
+                group = metadata.row_group(number)
+                num_bytes += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+        except _PARQUET_ERRORS:
+            return  # Reading the file reports the damage.

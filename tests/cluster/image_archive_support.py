@@ -10,13 +10,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipelines.images.archives import list_image_archives, read_samples
-from pipelines.images.assembly import assemble
+from pipelines.images.archives import ImageSample, list_image_archives, read_samples
 from pipelines.images.caption_files import CaptionFile
-from pipelines.images.decoding import MAX_PIXELS
-from pipelines.images.index import index_archive, index_name
 from pipelines.images.manifest import ImageManifest
-from pipelines.images.samples import ImageSample
+from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source
 from pipelines.problems import Problem
 
 Members = Iterable[tuple[str, bytes]]
@@ -46,13 +43,9 @@ def read(path: Path, data: bytes, captions: CaptionFile | None = None) -> tuple[
     return [i for i in items if isinstance(i, ImageSample)], [i for i in items if isinstance(i, Problem)]
 
 
-def prepare(source: Path, directory: Path, captions: CaptionFile | None = None) -> ImageManifest:
-    """Do what pipelines.images.prepare does, without Ray."""
+def prepare(source: Path, directory: Path, captions: str = "") -> ImageManifest:
+    """Do what pipelines.images.prepare does, without Ray and into a directory of this name."""
     directory.mkdir()
-    entries = [
-        index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(number)}")
-        for number, archive in enumerate(list_image_archives(str(source)))
-    ]
-    return assemble(
-        entries, captions, directory=str(directory), source=str(source), captions_uri="c.json", max_pixels=MAX_PIXELS
-    )
+    config = PrepareImagesConfig(source=str(source), captions=captions)
+    task = IndexTask(config=config, archives=check_source(config)[0], directory=str(directory))
+    return task.finish([task.run(number) for number in range(len(task.archives))])

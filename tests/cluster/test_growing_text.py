@@ -27,15 +27,13 @@ from pipelines.archives import list_archives
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
-from pipelines.text import part_preparation
+from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource
-from pipelines.text.growing import GrowingManifest, load_or_grow
+from pipelines.text.growing import GrowingManifest, GrowingSettings, load_or_grow, order_parts
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
-from pipelines.text.part_preparer import GrowingSettings, order_parts
-from pipelines.text.parts import list_parts
 from pipelines.text.prepare import PrepareConfig, prepare_text
-from pipelines.text.reading import Document, read_documents
+from pipelines.text.reading import Document, list_parts, read_documents
 from pipelines.text.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.cluster
@@ -60,7 +58,7 @@ def source(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """Write the corpus as one file of JSON lines, which is divided into parts of 4 KiB."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.jsonl").write_text("".join(json_lines(corpus)))
-    monkeypatch.setattr(part_preparation, "list_parts", partial(list_parts, part_bytes=4096))
+    monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=4096))
     return tmp_path / "data"
 
 

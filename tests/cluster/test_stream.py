@@ -22,7 +22,7 @@ from pipelines.images.pairs import PairSource
 from pipelines.images.prepare import PrepareImagesConfig, prepare_images
 from pipelines.patience import Patience
 from pipelines.plan import StreamPlan
-from pipelines.recorded_tasks import run_recorded_tasks
+from pipelines.prepare import run_tasks
 from pipelines.retries import RETRIES
 from pipelines.stream import Batch, RankStream, Source
 from pipelines.text.blocks import BlockSource
@@ -183,7 +183,7 @@ def test_tasks_take_the_resources_of_their_nodes_and_send_their_counts(
         return {"number": number, "amount": amount_taken()}
 
     RETRIES.take()
-    entries = run_recorded_tasks(prepare, [f"unit-{n}" for n in range(4)], str(tmp_path), resources={HEAD: 0.25})
+    entries = run_tasks(prepare, [f"unit-{n}" for n in range(4)], str(tmp_path), resources={HEAD: 0.25})
     assert entries == [{"number": number, "amount": 0.25} for number in range(4)]
     assert RETRIES.take() == 6
     said = [line for line in capsys.readouterr().err.splitlines() if "were repeated" in line]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -70,5 +72,10 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
         {"1.jsonl": lines(texts[:1]), "readme": b"?", "2.jsonl.gz": gzip.compress(lines(texts[1:]))}
     ),
     "same_names.tar": lambda texts: tar([("1.jsonl", lines(texts[:1])), ("1.jsonl", lines(texts[1:]))]),
+    "a.jsonl.xz": lambda texts: lzma.compress(lines(texts[:1])) + lzma.compress(lines(texts[1:])),
+    "a.jsonl.bz2": lambda texts: bz2.compress(lines(texts)),
+    "c4.json.gz": lambda texts: gzip.compress(lines(texts)),
+    "gzip.tar": lambda texts: gzip.compress(tar({"1.jsonl": lines(texts)})),
+    "zstd.tar": lambda texts: zstandard.compress(tar({"1.jsonl.xz": lzma.compress(lines(texts))})),
     "a.parquet": lambda texts: parquet({"id": list(range(len(texts))), "text": texts}),
 }

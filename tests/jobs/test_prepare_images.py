@@ -31,8 +31,8 @@ def test_the_job_prints_counts_problems_and_digest_and_refuses_in_one_line(
     printed = capsys.readouterr().out
     manifest = ImageManifest.load(printed.splitlines()[0])
     assert kinds == manifest.problems
-    assert f"10 pairs of 10 images (3 shards, digest {manifest.digest})" in printed
-    assert "unreadable: 3 duplicated_key, 1 empty_archive, 1 truncated_archive, " in printed
+    assert f"13 pairs of 13 images (3 shards, digest {manifest.digest})" in printed
+    assert "unreadable: 1 empty_archive, 1 truncated_archive, " in printed
     assert "1.tar (truncated_archive: corrupt tar: it ends within 000000003.jpg)" in printed
     (tmp_path / "captions.json").write_text("{}")
     for options, message in {

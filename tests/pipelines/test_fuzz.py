@@ -28,10 +28,9 @@ import zstandard
 from PIL import Image
 
 from pipelines.archives import list_archives
-from pipelines.images.archives import list_image_archives, read_samples
+from pipelines.images.archives import ImageSample, LeftOut, list_image_archives, read_samples
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.decoding import ImageError, check_image
-from pipelines.images.samples import ImageSample, LeftOut
 from pipelines.images.views import AugmentationConfig, evaluation_view, training_view
 from pipelines.problems import Problem
 from pipelines.sentences.senteval import read_judgements, read_labelled, read_task

@@ -10,16 +10,13 @@ import pytest
 from image_archive_support import prepare
 
 from pipelines.archives import list_archives
-from pipelines.images.assembly import ASSEMBLY
-from pipelines.images.caption_files import CaptionFile
-from pipelines.images.index import index_name
 from pipelines.images.manifest import ImageManifest
-from pipelines.losses import list_losses, losses_name
-from pipelines.manifest import MANIFEST_FILE
+from pipelines.problems import list_lost, lost_name
+from pipelines.storage import MANIFEST_FILE
 from pipelines.text.documents import DocumentConfig
 from pipelines.text.manifest import Manifest, archive_from_json
 from pipelines.text.packing import PackingConfig
-from pipelines.text.part_preparation import PartTask, list_archive_parts
+from pipelines.text.prepare import PartTask, list_archive_parts
 from pipelines.text.tokenization import train_bpe
 
 
@@ -70,7 +67,7 @@ def test_every_lost_document_is_listed(tmp_path: Path) -> None:
         parts=list_archive_parts(str(source), archives),
     )
     entries = [archive_from_json(task.run(number)) for number in (1, 0)]  # the order of the tasks does not matter
-    list_losses(str(tmp_path), [losses_name(part.name) for part in task.parts], str(tmp_path / "all.jsonl"))
+    list_lost(str(tmp_path), [lost_name(name) for name in task.unit_names], str(tmp_path / "all.jsonl"))
     losses = read(tmp_path / "all.jsonl")
     expected = [(kind, f"{name}.jsonl:{1 + place}") for name in ("a", "b") for place, kind in enumerate(KINDS * 10)]
     assert [(loss["kind"], loss["where"]) for loss in losses] == expected
@@ -86,8 +83,8 @@ def test_every_lost_image_is_listed_and_what_only_all_archives_together_show(tmp
         (source / f"{number}.jpg").write_bytes(b"no image")
     named = [{"image": f"{number}.jpg", "caption": "c"} for number in range(30)]
     (tmp_path / "captions.json").write_text(json.dumps(named))
-    manifest = prepare(source, prepared, CaptionFile.load(str(tmp_path / "captions.json")))
-    list_losses(str(prepared), [losses_name(index_name(0)), losses_name(ASSEMBLY)], str(tmp_path / "all.jsonl"))
+    manifest = prepare(source, prepared, str(tmp_path / "captions.json"))
+    list_lost(str(prepared), manifest.lost_files, str(tmp_path / "all.jsonl"))
     losses = read(tmp_path / "all.jsonl")
     assert {(loss["kind"], loss["where"]) for loss in losses} == {
         ("corrupt_image" if number < 20 else "absent_image", f"{number}.jpg") for number in range(30)

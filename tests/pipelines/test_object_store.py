@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +22,6 @@ from s3_support import ObjectStore, run_object_store
 from pipelines import object_store, ranges
 from pipelines.archives import list_archives
 from pipelines.block_cache import BlockCache
-from pipelines.images.archives import list_image_archives
-from pipelines.images.units import divide_archive
 from pipelines.local_copy import local_copy
 from pipelines.object_store import TRAFFIC, RemoteObject, name_object, open_for_reading
 from pipelines.ranges import ByteRange, RangeReader
@@ -181,26 +177,6 @@ def test_a_file_is_read_ahead_only_beyond_its_first_block_and_before_its_stop(st
         file.seek(50)
         assert file.read(stop - 50) == CONTENTS["rest"][50:stop]
     assert (store.counts().num_gets, store.counts().num_bytes) == (2, stop - 50)
-
-
-def test_a_tar_is_divided_as_a_local_one_in_large_requests(store: ObjectStore, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "small.tar", "w") as tar:
-        for number in range(300):
-            for suffix, size in (("jpg", 2**12 + number), ("txt", 40)):
-                info = tarfile.TarInfo(f"{number}.{suffix}")
-                info.size = size
-                tar.addfile(info, io.BytesIO(bytes(size)))
-    store.upload(tmp_path, "bucket/tars")
-    store.behave()
-    found = []
-    for uri in ("s3://bucket/tars/small.tar", str(tmp_path / "small.tar")):
-        (archive,) = list_image_archives(uri)
-        found.append(divide_archive(uri, archive, 2**16))
-    assert found[0] == found[1]
-    assert len(found[0]) > 15
-    counts = store.counts()
-    assert counts.num_bytes <= 1.05 * archive.num_bytes
-    assert counts.num_bytes / counts.num_gets >= BLOCK
 
 
 def test_a_stream_of_any_filesystem_reads_64_mebibytes_at_a_time() -> None:

@@ -31,7 +31,7 @@ from pipelines.local_copy import local_copy
 from pipelines.problems import check_problems
 from pipelines.sources import check_source
 from pipelines.text.manifest import ArchiveEntry
-from pipelines.text.part_preparation import readable_documents
+from pipelines.text.reading import readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer
 from tempnet.loading import load_tempnet
 from tempnet.weights import check_weight_files

@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from jobs.engine.fields import absolute_path
 from pipelines.archives import ArchiveFormat, list_archives
-from pipelines.images.samples import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
+from pipelines.images.archives import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from pipelines.ranges import ByteRange, range_reader
 from pipelines.storage import relative, resolve
 from pipelines.tars import tar_members

@@ -13,10 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from jobs.scoring.dual_encoders.folders import ClassFolders
+from pipelines.images.archives import MAX_IMAGE_BYTES
 from pipelines.images.decoding import ImageError
 from pipelines.images.manifest import ImageManifest
 from pipelines.images.pairs import PairSource
-from pipelines.images.samples import MAX_IMAGE_BYTES
 from pipelines.images.views import evaluation_view
 
 

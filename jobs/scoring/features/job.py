@@ -18,9 +18,8 @@ from jobs.engine.worker_settings import WorkersSection
 from jobs.scoring.config import PoolSection
 from jobs.scoring.stages import ScoringFailedError, Stages, run_stages
 from pipelines.feature_files import FeatureFiles, FeaturePart, describe_bytes
-from pipelines.manifest import MANIFEST_FILE
 from pipelines.object_store import is_local
-from pipelines.storage import exists, resolve
+from pipelines.storage import MANIFEST_FILE, exists, resolve
 
 
 class StoredFeatures(Protocol):

@@ -1,30 +1,33 @@
-"""Tars of images: complete samples are read exactly, damage costs its sample, and parts joined are what the whole gives."""
+"""Tars of images: samples are webdataset's, complete ones are read exactly, and damage costs its sample."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import lzma
 import tarfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import webdataset
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from image_archive_support import Members, jpeg, read, tar
 from PIL import Image
 
-from pipelines.images.archives import ImageArchive, list_image_archives, read_samples
-from pipelines.images.caption_files import CaptionFile
-from pipelines.images.decoding import MAX_PIXELS, check_image
-from pipelines.images.index import index_archive, index_name
-from pipelines.images.samples import ImageSample, LeftOut, SampleProblemKind
-from pipelines.images.units import IndexTask, Unit, divide_archive
-from pipelines.losses import losses_name
+from pipelines.images.archives import (
+    ImageSample,
+    KeyDot,
+    LeftOut,
+    SampleProblemKind,
+    list_image_archives,
+    read_samples,
+)
+from pipelines.images.decoding import check_image
 from pipelines.problems import Problem
-from pipelines.storage import write_json
 
 JPEG = jpeg()
 
@@ -57,27 +60,34 @@ def test_samples_are_webdatasets_and_their_bytes_lie_where_they_say(tmp_path: Pa
     [
         ({"txt": b"from txt", "json": b'{"caption": "from json"}'}, ("from txt",)),
         ({"json": b'{"caption": "from json"}'}, ("from json",)),
-        ({"txt": b"from txt", "json": b"{"}, ("from txt",)),
         ({"txt": b"from txt", "json": b'{"caption": ["one", " two "]}'}, ("one", "two")),
         ({"txt": "na\u00efve \u2603".encode()}, ("na\u00efve \u2603",)),
-        ({"json": b'{"caption": ["a", " ", "b"]}'}, ("a", "b")),  # An empty one of several costs itself.
+        ({"json": b'{"captions": ["a", " ", "b"]}'}, ("a", "b", "empty_caption")),  # A bad one of several costs itself.
+        ({"json": b'{"captions": ["a", null, "b"]}'}, ("a", "b", "invalid_caption")),
+        ({"txt": b"from txt", "json": b'{"captions": [null, 3]}'}, ("from txt",)),
+        ({"txt": b"from txt", "json": b"{"}, ("from txt", ".json that cannot be read")),
+        ({"txt": b"\xff", "json": b'{"caption": "from json"}'}, ("from json", ".txt that cannot be read")),
+        ({"txt": b"one\ntwo\n"}, ("one\ntwo", "line breaks in a caption")),
+        ({"txt": b"one\ntwo", "json": b'{"captions": ["one", "two"]}'}, ("one", "two")),
     ],
 )
 def test_captions_come_from_a_json_list_else_the_txt_else_the_json(
     tmp_path: Path, members: dict[str, bytes], captions: tuple[str, ...]
 ) -> None:
-    (sample,), problems = read(
-        tmp_path / "a.tar", tar([("1.jpg", jpeg()), *((f"1.{s}", d) for s, d in members.items())])
-    )
-    assert sample.captions == captions
-    assert [problem.kind for problem in problems] == [SampleProblemKind.EMPTY_CAPTION] * (captions == ("a", "b"))
+    """What is expected ends with the kinds of what is lost or left out."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar([("1.jpg", jpeg()), *((f"1.{suffix}", data) for suffix, data in members.items())]))
+    items = list(read_samples(str(path), list_image_archives(str(path))[0]))
+    (sample,) = (item for item in items if isinstance(item, ImageSample))
+    kinds = [item.kind.split(" (")[0] for item in items if not isinstance(item, ImageSample)]
+    assert (*sample.captions, *kinds) == captions
 
 
 BAD_SAMPLES: dict[str, tuple[dict[str, bytes], SampleProblemKind]] = {
     "no caption": ({"jpg": b"x"}, SampleProblemKind.MISSING_CAPTION),
     "null caption": ({"jpg": b"x", "json": b'{"caption": null}'}, SampleProblemKind.MISSING_CAPTION),
     "number as caption": ({"jpg": b"x", "json": b'{"caption": [1]}'}, SampleProblemKind.MISSING_CAPTION),
-    "no json": ({"jpg": b"x", "json": b"[" * 100_000}, SampleProblemKind.MISSING_CAPTION),
+    "no json": ({"jpg": b"x", "json": b"[" * 100_000}, SampleProblemKind.INVALID_JSON),
     "empty caption": ({"jpg": b"x", "txt": b" \n"}, SampleProblemKind.EMPTY_CAPTION),
     "0-byte caption": ({"jpg": b"x", "txt": b""}, SampleProblemKind.EMPTY_CAPTION),
     "latin-1": ({"jpg": b"x", "txt": b"caf\xe9"}, SampleProblemKind.INVALID_UTF8),
@@ -149,33 +159,75 @@ def test_links_and_sparse_files_are_problems_and_hostile_names_are_only_names(tm
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
 
-def read_all(path: Path, members: Members) -> tuple[Counter[str], list[str], list[str]]:
-    """Return the keys of samples, the kinds of the problems, and the kinds of what is left out."""
+def read_all(
+    path: Path, members: Members, key_dot: KeyDot = "first"
+) -> tuple[Counter[str], list[Problem], Counter[str]]:
+    """Return the keys of samples, the problems, and the kinds of what is left out."""
     path.write_bytes(tar(members))
     (archive,) = list_image_archives(str(path))
-    items = list(read_samples(str(path), archive))
+    items = list(read_samples(str(path), archive, key_dot=key_dot))
     found = Counter(item.key for item in items if isinstance(item, ImageSample))
-    problems, left_out = ([item.kind for item in items if isinstance(item, kind)] for kind in (Problem, LeftOut))
-    return found, problems, left_out
+    problems = [item for item in items if isinstance(item, Problem)]
+    return found, problems, Counter(item.kind for item in items if isinstance(item, LeftOut))
 
 
 def pair(key: str) -> list[tuple[str, bytes]]:
     return [(f"{key}.jpg", jpeg()), (f"{key}.txt", key.encode())]
 
 
-def test_a_key_is_everything_before_the_last_dot_and_every_member_is_counted(tmp_path: Path) -> None:
-    keys = ["photo.v1.2", "photo.v1.3", "photo", "dir.x/photo.v1", "photo.v2", "last"]
-    bad = [("p.v1.jpg", jpeg()), ("p.v2.txt", b"alone"), ("q.jpg", jpeg())]
+DOTTED = [*pair("photo.v1.2"), *pair("photo.v1.3"), *pair("dir.x/photo"), *pair("last")]
+
+
+@pytest.mark.parametrize(
+    ("key_dot", "keys", "left_out"),
+    [
+        ("first", ["dir.x/photo", "last"], {f".v1.{n}.{suffix}": 1 for n in (2, 3) for suffix in ("jpg", "txt")}),
+        ("last", ["photo.v1.2", "photo.v1.3", "dir.x/photo", "last"], {}),
+    ],
+)
+def test_a_key_ends_at_the_first_dot_as_webdatasets_or_at_the_last(
+    tmp_path: Path, key_dot: KeyDot, keys: list[str], left_out: dict[str, int]
+) -> None:
+    assert read_all(tmp_path / "a.tar", DOTTED, key_dot) == (Counter(keys), [], left_out)
+    if key_dot == "first":
+        theirs = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+        assert [sample["__key__"] for sample in theirs if "jpg" in sample] == keys
+        (problem,) = read_all(tmp_path / "b.tar", DOTTED[:4])[1]
+        assert problem.kind == "empty_archive"
+        assert "1 .v1.2.jpg" in problem.detail
+        assert "key_dot = last" in problem.detail
+
+
+def test_members_of_other_kinds_are_counted_wherever_they_lie(tmp_path: Path) -> None:
     other = [("0.cls", b"1"), ("0.npy", b"1"), ("README", b"x"), (".hidden.jpg", b"x"), ("._0.jpg", b"x")]
-    # Compound extensions beside a sample are left out, wherever they are.
-    beside = ["a.depth.png", "a.jpg", "a.meta.json", "a.seg.png", "a.seg.x.png", "a.txt"]
-    compound = [(name, b"a" if name.endswith("txt") else b"{}" if name.endswith("json") else jpeg()) for name in beside]
-    pairs = [member for key in keys for member in pair(key)]
-    found, problems, left_out = read_all(tmp_path / "a.tar", [*pair("0"), *other, *compound, *bad, *pairs])
-    assert found == Counter(["0", "a", *keys])
-    assert sorted(problems) == ["missing_caption", "missing_caption", "missing_image"]
-    assert left_out[:5] == [".cls", ".npy", "no suffix", "no suffix", "no suffix"]
-    assert sorted(left_out[5:]) == [".depth.png", ".meta.json", ".seg.png", ".seg.x.png"]
+    beside = ["a.depth.png", "a.jpg", "a.meta.json", "a.png", "a.txt"]
+    mixed = [(name, b"a" if name.endswith("txt") else b"{}" if name.endswith("json") else JPEG) for name in beside]
+    found, problems, left_out = read_all(tmp_path / "a.tar", [*pair("0"), *other, *mixed])
+    assert found == Counter(["0", "a"])
+    assert not problems
+    kinds = [".cls", ".npy", ".depth.png", ".meta.json", "further images of a sample"]
+    assert left_out == {"no suffix": 3} | dict.fromkeys(kinds, 1)
+
+
+def test_images_and_captions_apart_are_one_reason_and_what_has_no_partner_says_what_there_is(tmp_path: Path) -> None:
+    images, texts = zip(*(pair(f"{number:03d}") for number in range(40)), strict=True)
+    found, problems, _ = read_all(tmp_path / "a.tar", [*images, ("alone.txt", b"x"), *texts, ("x.jpg", JPEG)])
+    assert not found
+    assert [(problem.kind.value, problem.count) for problem in problems] == [
+        ("missing_image", 1), ("missing_caption", 1), ("image_and_caption_apart", 40),
+    ]  # fmt: skip
+    reasons = ["there is alone.txt, and no image", "there is x.jpg, and no .txt or .json", "tar --sort=name"]
+    assert all(reason in problem.detail for reason, problem in zip(reasons, problems, strict=True))
+
+
+def test_a_member_that_is_there_twice_costs_itself_and_a_compressed_tar_is_named(tmp_path: Path) -> None:
+    found, problems, _ = read_all(tmp_path / "a.tar", [*pair("a"), *pair("a"), *pair("b")])
+    assert found == Counter(["a", "b"])
+    assert [problem.kind for problem in problems] == ["duplicated_key"] * 2
+    for name, compress in (("gz", gzip.compress), ("xz", lzma.compress), ("zst", zstandard.compress)):
+        found, (problem,) = read(tmp_path / "a.tar", compress(tar(pair("a"))))
+        assert not found
+        assert name in problem.detail
 
 
 MEMBERS = st.lists(
@@ -192,13 +244,15 @@ MEMBERS = st.lists(
 )
 
 
-@given(MEMBERS)
+@given(MEMBERS, st.sampled_from(["first", "last"]))
 def test_nothing_is_lost_in_silence_in_any_order(
-    tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]]
+    tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]], key_dot: KeyDot
 ) -> None:
     members = [member for member in members if not member[0].endswith("json")]  # those that a sample need not have
-    found, problems, left_out = read_all(tmp_path_factory.mktemp("any") / "a.tar", members)
-    assert 2 * found.total() + len(problems) + len(left_out) - ("empty_archive" in problems) == len(members)
+    found, problems, left_out = read_all(tmp_path_factory.mktemp("any") / "a.tar", members, key_dot)
+    num_lost = sum(problem.count * (2 if problem.kind == "image_and_caption_apart" else 1) for problem in problems)
+    is_empty = any(problem.kind == "empty_archive" for problem in problems)
+    assert 2 * found.total() + num_lost - is_empty + left_out.total() == len(members)
 
 
 @pytest.mark.parametrize("form", ["GIF", "BMP", "TIFF", "WEBP", "PNG"])
@@ -207,134 +261,5 @@ def test_members_of_every_image_format_are_read(tmp_path: Path, form: str) -> No
     Image.new("RGB", (4, 4), "red").save(buffer, form)
     suffixes = {"TIFF": ["tif", "tiff", "TIF"]}.get(form, [form.lower()])
     members = [((f"{suffix}.{suffix}", buffer.getvalue()), (f"{suffix}.txt", b"red")) for suffix in suffixes]
-    assert read_all(tmp_path / "a.tar", sum(members, ())) == (Counter(suffixes), [], [])
+    assert read_all(tmp_path / "a.tar", sum(members, ())) == (Counter(suffixes), [], Counter())
     check_image(buffer.getvalue())
-
-
-# ---- parts of a tar --------------------------------------------------------------------------------------------------
-
-
-def mixed(num: int) -> list[tuple[str, bytes]]:
-    """Return members of samples, of which some are broken, have no partner, or have members of other kinds among them."""
-    members = []
-    for number in range(num):
-        key = f"{number:04d}"
-        image = b"no image" if number % 7 == 3 else jpeg(number, (20 + number, 16))
-        members.append((f"{key}.jpg", image))
-        if number % 5 == 1:
-            members += [(f"{key}.npy", b"array"), (f"{key}.seg.png", JPEG)]
-        if number % 11 != 4:
-            members.append((f"{key}.txt", f"caption {number}".encode()))
-        if number % 3 == 0:
-            members.append((f"{key}.json", json.dumps({"caption": [f"first {number}", f"second {number}"]}).encode()))
-    return members
-
-
-def index_whole(source: Path, archive: ImageArchive, captions: CaptionFile | None, directory: Path) -> dict[str, Any]:
-    directory.mkdir(exist_ok=True)
-    return index_archive(str(source), archive, captions, max_pixels=MAX_PIXELS, index=f"{directory}/{index_name(0)}")
-
-
-def index_parts(path: Path, archive: ImageArchive, captions: str, directory: Path, part_bytes: int) -> tuple[Any, Any]:
-    """Index the parts of a tar, the last one first, as `index_archives` does with Ray; return the task and the parts."""
-    directory.mkdir(exist_ok=True)
-    task = IndexTask(
-        source=str(path), archives=[archive], captions=captions, splits=(), max_pixels=MAX_PIXELS,
-        directory=str(directory),
-    )  # fmt: skip
-    units = [Unit(archive=0, part=part) for part in divide_archive(str(path), archive, part_bytes)]
-    for unit in reversed(units):
-        write_json(f"{directory}/{unit.name}.json", task.index(unit))
-    return task, units
-
-
-def compare(tmp_path: Path, data: bytes, part_bytes: int, captions: str = "") -> int:
-    """Assert that the parts of a tar, joined, are byte for byte what the whole tar gives; return the number of parts."""
-    path, directory = tmp_path / "a.tar", tmp_path / f"parts-{part_bytes}"
-    path.write_bytes(data)
-    (archive,) = list_image_archives(str(path))
-    whole = index_whole(path, archive, CaptionFile.load(captions) if captions else None, tmp_path / "whole")
-    task, units = index_parts(path, archive, captions, directory, part_bytes)
-    joined = task.index(units[0]) if len(units) == 1 else json.loads(json.dumps(task.join(units)))
-    assert joined == whole
-    assert list(joined["left_out"]) == list(whole["left_out"])
-    for name in (index_name(0), losses_name(index_name(0))):
-        assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    return len(units)
-
-
-@pytest.mark.parametrize("part_bytes", [1, 3000, 10**9])
-def test_parts_joined_are_the_whole(tmp_path: Path, part_bytes: int) -> None:
-    num_parts = compare(tmp_path, tar(mixed(40)), part_bytes)
-    # With a byte a part, a part is a sample; samples that are not whole are samples too.
-    assert num_parts == 40 if part_bytes == 1 else (num_parts == 1) == (part_bytes == 10**9)
-
-
-@given(MEMBERS, st.integers(1, 6000), st.none() | st.integers(0, 30_000))
-def test_any_order_of_members_and_any_cut_of_the_tar(
-    tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]], part_bytes: int, cut: int | None
-) -> None:
-    compare(tmp_path_factory.mktemp("any"), tar(members)[:cut], part_bytes)
-
-
-def test_no_sample_is_divided_and_every_one_is_webdatasets(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    keys = [f"{number:03d}" for number in range(30)]
-    path.write_bytes(tar([item for key in keys for item in (pair(key)[0], (f"{key}.cls", b"1"), pair(key)[1])]))
-    (archive,) = list_image_archives(str(path))
-    assert [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False)] == keys
-    for part_bytes in (1, 2500, 7000, 30_000):
-        parts = divide_archive(str(path), archive, part_bytes)
-        found = [list(read_samples(str(path), archive, part=part)) for part in parts]
-        assert [item.key for items in found for item in items if isinstance(item, ImageSample)] == keys
-        assert all(any(isinstance(item, ImageSample) for item in items) for items in found)
-        assert sum(isinstance(item, LeftOut) for items in found for item in items) == 30
-        assert all(part.stop is None or part.stop - part.start >= part_bytes for part in parts)
-
-
-def test_a_tar_with_a_broken_header_is_damaged_once(tmp_path: Path) -> None:
-    data = tar(mixed(20))
-    with tarfile.open(fileobj=io.BytesIO(data)) as file:
-        offset = next(info.offset for info in file if info.offset > len(data) // 2)
-    assert compare(tmp_path, data[:offset] + b"\xff" * 512 + data[offset + 512 :], 1) > 1
-
-
-def test_captions_of_a_file_of_their_own(tmp_path: Path) -> None:
-    named = [{"image": f"train/{number}.jpg", "caption": f"caption {number}"} for number in range(0, 24, 2)]
-    (tmp_path / "captions.json").write_text(json.dumps(named))
-    members = [(f"train/{number}.jpg", jpeg(number)) for number in range(20)]
-    assert compare(tmp_path, tar(members), 1, captions=str(tmp_path / "captions.json")) == 20
-
-
-@pytest.mark.parametrize(
-    ("form", "headers", "num_parts"),
-    [(tarfile.GNU_FORMAT, {}, 8), (tarfile.PAX_FORMAT, {}, 8), (tarfile.PAX_FORMAT, {"path": "all.jpg"}, 1)],
-)
-def test_extended_headers_stay_with_their_members_and_a_global_one_keeps_a_tar_whole(
-    tmp_path: Path, form: int, headers: dict[str, str], num_parts: int
-) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form, pax_headers=headers) as file:
-        for key in range(8):
-            for suffix, data in (("jpg", jpeg(key)), ("txt", b"caption")):
-                info = tarfile.TarInfo(f"{'directory/' * 20}{key}.{suffix}")
-                info.size = len(data)
-                file.addfile(info, io.BytesIO(data))
-    assert compare(tmp_path, buffer.getvalue(), 1) == num_parts
-
-
-@pytest.mark.parametrize("num_kinds", [32, 33])
-def test_kinds_of_members_that_are_left_out_are_counted_as_in_the_whole(tmp_path: Path, num_kinds: int) -> None:
-    suffixes = [("jpg", f"k{(key * 7) % num_kinds}", "txt") for key in range(90)]
-    members = [(f"{key:02d}.{suffix}", b"caption") for key in range(90) for suffix in suffixes[key]]
-    for part_bytes in (1, 50_000):
-        assert compare(tmp_path, tar(members), part_bytes) > 1
-
-
-def test_a_tar_that_is_written_again_between_its_parts_is_indexed_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar(mixed(6)))
-    (archive,) = list_image_archives(str(path))
-    task, units = index_parts(path, archive, "", tmp_path / "parts", 1)
-    path.write_bytes(tar([*mixed(6)[3:], *pair("new")]))
-    assert task.join(units) == index_whole(path, archive, None, tmp_path / "whole")

@@ -14,11 +14,10 @@ from image_archive_support import jpeg, read, tar
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pipelines.images.archives import list_image_archives, read_samples
+from pipelines.images.archives import ImageSample, list_image_archives, read_samples
 from pipelines.images.caption_files import CaptionFile
 from pipelines.images.captions import RANDOM_WORD, CaptionEncoder, CaptionNoise
 from pipelines.images.labels import read_numbers
-from pipelines.images.samples import ImageSample
 from pipelines.problems import Problem
 from pipelines.text.tokenization import load_tokenizer, train_bpe
 
@@ -54,6 +53,13 @@ def test_both_forms_of_captions_are_read_and_a_split_is_selected(tmp_path: Path)
     assert captions(tmp_path, listed).captions == {"1.jpg": ("a", "d"), "2.jpg": ("b",)}
     with pytest.raises(ValueError, match="leave it empty"):
         captions(tmp_path, listed, "test")
+    # A record, or a caption, that is no text costs itself.
+    found = captions(
+        tmp_path, [*listed, {"image": None, "caption": "x"}, None, {"image": "4.jpg", "caption": ["e", None, 1]}]
+    )
+    assert found.captions == {"1.jpg": ("a", "d"), "2.jpg": ("b",), "4.jpg": ("e",)}
+    assert [where for where, _ in found.invalid] == ["record 3", "record 4", "4.jpg", "4.jpg"]
+    assert found.invalid[2][1] == "one of the captions is null, not text"
     for bad in ({"annotations": []}, [["1.jpg", "a"]], "text", []):
         with pytest.raises(ValueError, match=r"captions\d+\.json"):
             captions(tmp_path, bad)
@@ -107,7 +113,7 @@ def test_finite_numbers_are_read_and_everything_else_is_left_out(tmp_path: Path)
         (tmp_path / f"{number}.tar").write_bytes(tar(members.items()))
     (tmp_path / "3.tar").write_bytes(tar(archives[2].items())[:520])
     numbers = read_numbers(str(tmp_path), list_image_archives(str(tmp_path)), "n")
-    assert dict(numbers) == {"a": 3.0, "b/c.v1": 0.5, "d": -1.0}
+    assert dict(numbers) == {"a": 3.0, "1.tar/a": 3.0, "b/c.v1": 0.5, "1.tar/b/c.v1": 0.5, "d": -1.0, "2.tar/d": -1.0}
 
 
 def test_a_field_that_no_sample_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from image_archive_support import jpeg, tar
 
+from pipelines.images.archives import ImageSample
 from pipelines.images.manifest import ImageManifest, read_index
-from pipelines.images.prepare import PrepareImagesConfig, prepare_images
+from pipelines.images.prepare import IndexTask, PrepareImagesConfig, check_source, describe, prepare_images
 from pipelines.problems import TooManyProblemsError
 
 
@@ -27,34 +29,45 @@ def shards(tmp_path: Path) -> Path:
     """Write five shards with gaps between their keys, and return their directory.
 
     The first shard is whole, the second is cut in its fourth sample, the third is not a tar, the fourth repeats three
-    keys of the first, and the fifth is empty.
+    keys of the first and one of its own, and the fifth is empty.
     """
     directory = tmp_path / "cc"
     directory.mkdir()
     whole, cut = shard(range(100, 110)), shard(range(2000, 2010))
     cut = cut[: cut.index(b"000002003.jpg") + 612]  # a header has 512 bytes
-    contents = [whole, cut, b"\xff" * 2000, shard(range(107, 115)), shard(range(0))]
+    own = shard(range(107, 115))
+    own = own[: own.rindex(b"000000114.json") + 1024] + shard(range(107, 108))
+    contents = [
+        whole,
+        cut,
+        b"\xff" * 2000,
+        own[: own.rindex(b"000000114.json") + 1024] + shard(range(107, 108)),
+        shard(range(0)),
+    ]
     for number, content in enumerate(contents):
         (directory / f"{number:05d}.tar").write_bytes(content)
     (directory / "00000_stats.json").write_text("{}")
     return directory
 
 
-def prepare(source: Path, root: Path, max_bad_share: float = 0.5, part_bytes: int | None = None) -> ImageManifest:
-    config = PrepareImagesConfig(source=str(source), max_bad_share=max_bad_share)
-    return prepare_images(config, str(root), max_bad_share_field="data.max_bad_share", part_bytes=part_bytes)
+def prepare(source: Path, root: Path, max_bad_share: float = 0.5, captions: str = "") -> ImageManifest:
+    config = PrepareImagesConfig(source=str(source), max_bad_share=max_bad_share, captions=captions)
+    return prepare_images(config, str(root), max_bad_share_field="data.max_bad_share")
 
 
 def test_bad_shards_cost_what_they_lack_and_the_share_is_held(shards: Path, tmp_path: Path) -> None:
     manifest = prepare(shards, tmp_path / "prepared")
-    assert manifest.shard_sizes == (10, 3, 0, 5, 0)
-    # Six more samples were behind the cut; the estimate from the sizes of the whole shards is seven.
-    assert manifest.problems == {"truncated_archive": 2, "unread_sample": 7, "duplicated_key": 3, "empty_archive": 1}
+    assert manifest.shard_sizes == (10, 3, 0, 8, 0)
+    # Seven more samples were behind the cut, and what is not a tar may hold one at least.
+    assert manifest.problems == {"truncated_archive": 2, "unread_sample": 8, "duplicated_key": 1, "empty_archive": 1}
     kept = [key for number in range(5) for key in read_index(manifest, number).column("key").to_pylist()]
-    assert kept == [f"{key:09d}" for key in [*range(100, 110), *range(2000, 2003), *range(110, 115)]]
+    own = [f"{key:09d}" for key in [*range(100, 110), *range(2000, 2003)]]
+    assert kept == [*own, *(f"00003.tar/{key:09d}" for key in range(107, 115))]
+    assert "not read: 1 other files (00000_stats.json)" in describe(manifest)
     with pytest.raises(
         TooManyProblemsError,
-        match=r"13 of 31 records .*cc are unreadable \(41\.94%\), more than data\.max_bad_share = 1\.00%.*00003\.tar",
+        match=r"12 of 33 records .*cc are unreadable \(36\.36%\), more than data\.max_bad_share = 1\.00%.*"
+        r"00001\.tar: 1 truncated_archive, 7 unread_sample, .*00003\.tar",
     ):
         prepare(shards, tmp_path / "prepared", max_bad_share=0.01)
 
@@ -79,22 +92,45 @@ def test_preparing_again_is_free_and_an_interrupted_one_goes_on(shards: Path, tm
     assert other.num_pairs == first.num_pairs + 3
 
 
-def test_tars_in_parts_give_the_same_data_and_an_interrupted_preparation_goes_on_with_the_parts_that_are_left(
-    shards: Path, tmp_path: Path
-) -> None:
-    whole = prepare(shards, tmp_path / "whole")
-    parts = prepare(shards, tmp_path / "parts", part_bytes=1500)
-    directory = Path(parts.directory)
-    assert dataclasses.replace(parts, directory=whole.directory) == whole
-    for name in [f"index-{number:05d}.arrow" for number in range(5)]:
-        for file in (name, f"{name}.losses.jsonl"):
-            assert (directory / file).read_bytes() == (Path(whole.directory) / file).read_bytes()
-    # The job is killed while the first tar is indexed, and goes on with other units in mind.
-    names = sorted(path.name for path in directory.glob("part-00000-*.json"))
-    assert len(names) > 2
-    for name in ("manifest.json", "archive-00000.json", "index-00000.arrow", names[0], names[-1]):
-        (directory / name).unlink()
-    times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert prepare(shards, tmp_path / "parts", part_bytes=10**9) == parts
-    changed = {path.name for path in directory.glob("*.json") if times.get(path.name) != path.stat().st_mtime_ns}
-    assert changed == {"manifest.json", "archive-00000.json", names[0], names[-1]}
+def test_keys_are_unique_within_an_archive_and_of_images_with_a_file_of_captions_within_all(tmp_path: Path) -> None:
+    for name in ("cc3m", "cc12m"):
+        (tmp_path / "union" / name).mkdir(parents=True)
+        (tmp_path / "union" / name / "00000.tar").write_bytes(shard(range(len(name), len(name) + 40)))
+    assert prepare(tmp_path / "union", tmp_path / "all", max_bad_share=0).num_pairs == 80
+    parts = f"{tmp_path}/union/{{cc3m,cc12m}}/*.tar"
+    manifest = prepare_images(PrepareImagesConfig(source=parts, max_bad_share=0), str(tmp_path / "parts"))
+    assert manifest.num_pairs == 80
+    # "cc3m" has keys 4 to 43, "cc12m" 5 to 44.
+    keys = [read_index(manifest, number).column("key").to_pylist() for number in range(2)]
+    assert (keys[0][0], keys[1][0]) == ("000000005", "cc3m/00000.tar/000000004")
+    assert len({*keys[0], *keys[1]}) == 80
+    (tmp_path / "captions.json").write_text('[{"image": "000000010.jpg", "caption": ["a", null]}, {"image": null}]')
+    manifest = prepare(tmp_path / "union", tmp_path / "named", 0.8, captions=str(tmp_path / "captions.json"))
+    assert (manifest.num_pairs, manifest.shard_sizes) == (1, (1, 0))
+    assert manifest.problems == {"duplicated_key": 1, "invalid_record": 2}
+
+
+def test_a_tar_that_is_larger_than_the_others_and_cut_has_lost_something(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    large = shard(range(40))
+    (tmp_path / "data" / "0.tar").write_bytes(large[: large.rindex(b"000000039.txt")])
+    for number in (1, 2):
+        (tmp_path / "data" / f"{number}.tar").write_bytes(shard(range(10)))
+    assert prepare(tmp_path / "data", tmp_path).problems == {"truncated_archive": 1, "unread_sample": 1}
+
+
+def test_an_archive_that_is_written_again_while_it_is_read_is_refused(shards: Path, tmp_path: Path) -> None:
+    config = PrepareImagesConfig(source=str(shards / "00000.tar"))
+    task = IndexTask(config=config, archives=check_source(config)[0], directory=str(tmp_path))
+
+    class Replacing(type(task)):
+        def _usable(self, *arguments: Any) -> Iterator[ImageSample]:
+            samples = super()._usable(*arguments)
+            yield next(samples)
+            (shards / "00000.tar").write_bytes(shard(range(300, 310)))
+            yield from samples
+
+    replacing = Replacing(**{name: getattr(task, name) for name in task.__dataclass_fields__})
+    with pytest.raises(OSError, match=r"00000\.tar was written again while it was read"):
+        replacing.run(0)
+    assert len(task.finish([task.run(0)]).shards) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from pipelines.images.decoding import ImageError, ImageProblemKind, check_image, open_image, to_rgb
 from pipelines.images.rand_augment import OPERATIONS, rand_augment
@@ -30,6 +32,33 @@ def smooth(width: int, height: int) -> Image.Image:
 
 def decode(data: bytes) -> np.ndarray:
     return np.asarray(to_rgb(open_image(data)))
+
+
+@pytest.mark.parametrize("add", [PngInfo.add_text, PngInfo.add_itxt])
+def test_texts_and_profiles_of_any_size_are_not_read(add: Callable[..., None]) -> None:
+    info = PngInfo()
+    add(info, "XML:com.adobe.xmp", "y" * 3_000_000, zip=True)
+    profile = np.random.default_rng(0).bytes(2**19) + bytes(2**20)
+    image = smooth(8, 6)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for keep in ({}, {"exif": exif}):
+        data = encode(image, pnginfo=info, icc_profile=profile, **keep)
+        check_image(data)
+        assert np.array_equal(decode(data), decode(encode(image, **keep)))
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded_and_what_is_no_image_is_named() -> None:
+    data = encode(Image.new("RGB", (4000, 4000)), "JPEG", progressive=True)
+    check_image(data)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    started = time.monotonic()
+    with pytest.raises(ImageError, match=r"1010 scans of 4000 × 4000 pixels; the limit is 83") as caught:
+        check_image(data[:-2] + scan * 1000 + data[-2:])
+    assert caught.value.kind is ImageProblemKind.TOO_MANY_SCANS
+    assert time.monotonic() - started < 1
+    with pytest.raises(ImageError, match=r"no JPEG, PNG, .* it begins with b'<html>"):
+        check_image(b"<html>not found")
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

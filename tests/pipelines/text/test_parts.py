@@ -18,8 +18,7 @@ from pipelines.archives import list_archives
 from pipelines.decompression import DamagedError
 from pipelines.problems import Problem
 from pipelines.text.lines import MAX_RECORD_BYTES, decode, lines_of, read_line_range, split_lines
-from pipelines.text.parts import WHOLE, list_parts
-from pipelines.text.reading import Document, ProblemKind, read_documents
+from pipelines.text.reading import WHOLE, Document, ProblemKind, list_parts, read_documents
 
 
 def read(path: Path, part_bytes: int) -> list[list[Document | Problem]]:
@@ -155,7 +154,7 @@ def test_dividing_a_tar_reads_little_more_than_its_headers(tmp_path: Path, monke
     class Counting:
         open_input_file = CountedFile
 
-    monkeypatch.setattr("pipelines.text.parts.resolve", lambda uri: (Counting(), uri))
+    monkeypatch.setattr("pipelines.text.reading.resolve_source", lambda uri: (Counting(), uri))
     (parts,) = list_parts(str(path), list_archives(str(path)), part_bytes=2 * 2**20)
     assert len(parts) == 4
     assert 0 < sum(read_sizes) < 10 * 2**14

@@ -15,12 +15,12 @@ from support import write_jsonl_zst
 from pipelines.plan import StreamPlan
 from pipelines.problems import TooManyProblemsError
 from pipelines.stream import Batch, RankStream
-from pipelines.text import part_preparation
+from pipelines.text import prepare as text_preparation
 from pipelines.text.blocks import BlockSource, read_range
 from pipelines.text.manifest import Manifest
 from pipelines.text.packing import PackingConfig
-from pipelines.text.parts import list_parts
 from pipelines.text.prepare import PrepareConfig, prepare_text
+from pipelines.text.reading import list_parts
 from pipelines.text.tokenization import load_tokenizer
 
 
@@ -115,7 +115,7 @@ def test_broken_data_costs_its_records_is_counted_and_named(
         if number < 3:  # that an archive is empty is seen when all its parts are read
             assert [json.loads(line)["kind"] for line in losses] == of_archive
     # Archives in parts of a record or two are the same archives.
-    monkeypatch.setattr(part_preparation, "list_parts", partial(list_parts, part_bytes=16))
+    monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=16))
     parts = prepare(data, corpus, tmp_path / "parts", max_bad_share=0.9)
     assert parts.archives[2].num_parts > 2 < parts.archives[3].num_parts
     assert [archive.problems for archive in parts.archives] == [archive.problems for archive in manifest.archives]
@@ -128,3 +128,16 @@ def test_data_without_any_document_is_refused(corpus: Path, tmp_path: Path) -> N
     write_jsonl_zst(tmp_path / "data" / "a.jsonl.zst", [])
     with pytest.raises(TooManyProblemsError, match="holds no readable document"):
         prepare(tmp_path / "data", corpus, tmp_path / "prepared", max_bad_share=1.0)
+
+
+def test_archives_that_are_written_again_between_their_parts_are_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_preparation, "list_parts", partial(list_parts, part_bytes=16))
+    (tmp_path / "a.jsonl").write_text('"abc def"\n' * 9)
+    manifest = prepare(tmp_path / "a.jsonl", corpus, tmp_path)
+    (tmp_path / "a.jsonl").write_text('"fed cba"\n' * 9)
+    for name in ("manifest.json", "part-00000-00002.json"):
+        (Path(manifest.directory) / name).unlink()
+    with pytest.raises(OSError, match=r"a\.jsonl was written again between its parts: delete"):
+        prepare(tmp_path / "a.jsonl", corpus, tmp_path)

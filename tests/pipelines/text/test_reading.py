@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pyarrow as pa
 import pytest
 import zstandard
@@ -14,10 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_archive_support import TEXTS, WRITERS, lines, parquet, read_file, tar, zst
 
-from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives
+from pipelines.archives import PLAIN_SUFFIXES, SUFFIXES, Archive, ArchiveFormat, list_archives, list_source
+from pipelines.decompression import DamagedError, check_window
 from pipelines.storage import resolve
 from pipelines.text import reading as text
+from pipelines.text.documents import DocumentConfig
+from pipelines.text.manifest import Manifest
+from pipelines.text.prepare import PrepareConfig, prepare_text
 from pipelines.text.reading import Document, Problem, ProblemKind, read_documents
+from pipelines.text.rows import read_rows
+from pipelines.text.tokenization import train_bpe
 
 
 @pytest.fixture
@@ -92,23 +102,75 @@ def test_listing_passes_over_hidden_underscored_and_unknown_files(tmp_path: Path
     archives = [(a.path, a.format) for a in list_archives(str(tmp_path))]
     wanted = [("a/z.parquet", ArchiveFormat.PARQUET), ("b.jsonl", ArchiveFormat.JSONL)]
     assert archives == [(f"{tmp_path}/{name}", kind) for name, kind in wanted]
-    with pytest.raises(FileNotFoundError, match=r"\.jsonl\.zst, \.tar, \.parquet; seen: x\.zip"):
+    with pytest.raises(FileNotFoundError, match=r"\.jsonl\.zst, .*\.tar, .*\.parquet; seen: x\.zip"):
         list_archives(str(tmp_path / "x"))
     with pytest.raises(ValueError, match=r"x\.zip.*\.jsonl\.zst"):
         list_archives(str(tmp_path / "x" / "x.zip"))
 
 
-def test_a_file_is_listed_once_however_many_links_lead_to_it_and_suffixes_have_any_case(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("a.jsonl", "D.JSONL"):
-        (tmp_path / "data" / name).touch()
-    (tmp_path / "data" / "again").symlink_to(".")
-    (tmp_path / "data" / "b.jsonl").symlink_to("a.jsonl")
+def test_a_file_is_listed_once_and_what_is_not_read_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a.jsonl", "D.JSONL", "e.txt", "f\x1b[31m.zip"):
+        (data / name).touch()
+    for link, target in (("again", "."), ("once more", "."), ("b.jsonl", "a.jsonl"), ("linked", "../elsewhere")):
+        (data / link).symlink_to(target)
+    (data / "broken.jsonl").symlink_to("nowhere")
+    os.mkfifo(data / "pipe.jsonl")
+    Path(os.fsdecode(os.fsencode(data) + b"/caf\xe9.jsonl")).touch()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "c.tar").touch()
-    (tmp_path / "data" / "linked").symlink_to("../elsewhere")
-    listed = [archive.path.removeprefix(f"{tmp_path}/data/") for archive in list_archives(str(tmp_path / "data"))]
-    assert listed == ["D.JSONL", "a.jsonl", "linked/c.tar"]
+    listing = list_source(str(data))
+    assert [archive.path.removeprefix(f"{data}/") for archive in listing.archives] == [
+        "D.JSONL", "a.jsonl", "linked/c.tar",
+    ]  # fmt: skip
+    assert listing.not_read == ["broken.jsonl", "caf\\xe9.jsonl", "e.txt", "f\\x1b[31m.zip", "pipe.jsonl"]
+    with pytest.raises(ValueError, match=r"caf\\udce9\.jsonl' is not UTF-8"):
+        list_source(os.fsdecode(os.fsencode(data) + b"/caf\xe9.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("{0000..0003}.jsonl", ["0000", "0001", "0002", "0003"]),
+        ("000{1,3}.jsonl", ["0001", "0003"]),
+        ("*.jsonl", ["0000", "0001", "0002", "0003"]),
+        ("../d*/00*{0,2}.jsonl", ["0000", "0002"]),
+    ],
+)
+def test_patterns_are_webdatasets_and_a_path_that_exists_is_none(
+    tmp_path: Path, pattern: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        (tmp_path / "data" / f"{number:04d}.jsonl").write_bytes(b'"text"')
+    (tmp_path / "data" / ".hidden.jsonl").touch()
+    monkeypatch.chdir(tmp_path / "data")
+    for source in (pattern, f"{tmp_path}/data/{pattern}"):
+        archives = list_archives(source)
+        assert [Path(archive.path).name for archive in archives] == [f"{name}.jsonl" for name in names]
+        keys = [item.key for archive in archives for item in read_documents(source, archive)]
+        assert [key.rpartition("/")[2] for key in keys] == [f"{name}.jsonl:0" for name in names]
+    if pattern == "*.jsonl":
+        (tmp_path / "data" / pattern).write_bytes(b'"another"')
+        assert len(list_archives(pattern)) == 1
+        for wrong in ("*.zip", "{0..9}.zip", "{0..9"):
+            with pytest.raises((FileNotFoundError, ValueError), match=r"pattern|no such file"):
+                list_archives(wrong)
+
+
+@pytest.mark.parametrize("name", ["with space", "#1", "why?", "50%41", "{a,b}", "[0]*", "n" * 250, "\u2603"])
+def test_every_name_that_the_file_system_allows_is_read_and_prepared_from(tmp_path: Path, name: str) -> None:
+    data = tmp_path / name / name
+    data.mkdir(parents=True)
+    (data / "a.jsonl").write_bytes(lines(TEXTS))
+    train_bpe(TEXTS, 270).save_pretrained(data / "tokenizer")
+    config = PrepareConfig(source=str(data), tokenizer=str(data / "tokenizer"))
+    layout = DocumentConfig(least_num_tokens=1, vocab_size=270)
+    prepared = prepare_text(config, layout, f"{data}/prepared", losses=f"{data}/lost.jsonl")
+    assert (prepared.num_documents, prepared.problems) == (len(TEXTS), {})
+    assert Manifest.load(prepared.directory).digest == prepared.digest
+    assert read_rows(prepared, prepared.shards[0], [0]).num_rows == 1
 
 
 def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None:
@@ -122,6 +184,8 @@ def test_a_missing_path_raises_at_listing_and_at_opening(tmp_path: Path) -> None
 
 # ---- one bad record --------------------------------------------------------------------------------------------------
 
+XZ_OF_1_GIB_DICTIONARY = lzma.compress(b"0", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 2**30, "mf": lzma.MF_HC3}])
+
 BAD_RECORDS = {
     b'{"text": "caf\xe9"}': ProblemKind.INVALID_UTF8,
     b'{"text": "half a pair \\ud83d"}': ProblemKind.INVALID_UTF8,
@@ -133,6 +197,7 @@ BAD_RECORDS = {
     b'{"text": null}': ProblemKind.MISSING_TEXT,
     b'{"text": 3}': ProblemKind.MISSING_TEXT,
     b'{"text": ["a", 3]}': ProblemKind.MISSING_TEXT,
+    b'{"text": ["a", null]}': ProblemKind.MISSING_TEXT,
     b'["a"]': ProblemKind.MISSING_TEXT,
     b'{"text": ""}': ProblemKind.EMPTY_DOCUMENT,
     b'{"text": []}': ProblemKind.EMPTY_DOCUMENT,
@@ -208,16 +273,18 @@ def assert_prefix_and_one_problem(texts: list[str], problems: list[Problem]) -> 
     assert [p.kind for p in problems] == [ProblemKind.TRUNCATED_ARCHIVE]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2"])
 def test_truncation_at_any_byte_gives_a_prefix_and_one_problem(name: str, read: Callable) -> None:
-    data = zst(lines(TEXTS), flush_lines=True) if name.endswith("zst") else gzip.compress(lines(TEXTS))
+    compress = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+    suffix = name.rpartition(".")[2]
+    data = zst(lines(TEXTS), flush_lines=True) if suffix == "zst" else compress[suffix](lines(TEXTS))
     num_documents = []
     for num_bytes in range(len(data)):
         texts, problems = read(name, data[:num_bytes])
         assert_prefix_and_one_problem(texts, problems)
         num_documents.append(len(texts))
     assert num_documents == sorted(num_documents)
-    assert num_documents[-1] == len(TEXTS)
+    assert num_documents[-1] == len(TEXTS) or suffix == "bz2"  # a block is given as a whole
     if name.endswith("zst"):
         assert set(num_documents) == set(range(len(TEXTS) + 1)), "a document is given as soon as its block is there"
     assert read(name, data) == (TEXTS, [])
@@ -242,6 +309,18 @@ def test_a_cut_line_of_a_plain_file_that_shrank_is_not_taken_for_a_record(tmp_pa
     items = list(read_documents(str(path), archive))
     assert [type(i) for i in items] == [Document, Problem]
     assert items[1].kind == ProblemKind.TRUNCATED_ARCHIVE
+
+
+def test_a_window_of_two_gibibytes_is_read_or_said_with_its_size(read: Callable) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    texts, problems = read("a.jsonl.zst", compressor.compress(lines(TEXTS)) + compressor.flush())
+    if psutil.virtual_memory().available > 3 * 2**30:
+        assert (texts, problems) == (TEXTS, [])
+    check_window(2**27, 0)
+    with pytest.raises(DamagedError, match=r"a window of 2,048 MiB, and no more than 1,536 MiB"):
+        check_window(2**31, 2**31)
+    assert "memory" in str(read("b.jsonl.xz", XZ_OF_1_GIB_DICTIONARY)[1][0].detail).lower()
 
 
 def test_frames_after_a_skippable_one_are_read_and_the_last_may_not_be_cut(read: Callable) -> None:

@@ -27,8 +27,7 @@ from pipelines.archives import Archive
 from pipelines.local_copy import is_directory, local_copy
 from pipelines.sources import check_source
 from pipelines.storage import join
-from pipelines.text.part_preparation import readable_documents
-from pipelines.text.reading import Document
+from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import document_start_id, load_tokenizer, tokenizer_digest
 from tempnet.models.dual_encoder_config import IMAGE_ENCODER_DIRECTORY
 from tempnet.weights import check_weight_files

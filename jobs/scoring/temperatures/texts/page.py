@@ -16,8 +16,7 @@ from jobs.scoring.temperatures.texts.settings import PredictionSettings
 from jobs.tasks.language_model.report import ColouredText, coloured_page
 from pipelines.archives import Archive
 from pipelines.storage import exists, write_bytes
-from pipelines.text.part_preparation import readable_documents
-from pipelines.text.reading import Document
+from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer, token_pieces
 
 

@@ -19,8 +19,7 @@ from jobs.scoring.temperatures.tables import part_file
 from pipelines.archives import Archive
 from pipelines.storage import read_json, resolve, write_json
 from pipelines.text.manifest import ArchiveEntry
-from pipelines.text.part_preparation import readable_documents
-from pipelines.text.reading import Document
+from pipelines.text.reading import Document, readable_documents
 from pipelines.text.tokenization import load_tokenizer
 
 _READ_SCHEMA = pa.schema({"key": pa.string(), "token_ids": pa.list_(pa.int32())})

@@ -1,0 +1,173 @@
+"""Prepare archives of any kind: one task per unit, resumably, with every lost record counted and listed.
+
+A kind of data (`pipelines.text.prepare`, `pipelines.images.prepare`) says which units there are, prepares one of them, and
+makes a manifest of the records of all. The name of the prepared directory contains a hash of everything that determines
+its content, so that preparing the same data again costs nothing. Every finished unit leaves a record, so that an interrupted
+preparation continues with the remaining ones. Where Ray runs, the units are Ray Data tasks; otherwise they are prepared in
+this process, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pipelines.problems import Reading, check_problems, list_lost
+from pipelines.retries import RETRIES, RetryLog
+from pipelines.storage import create_directory, read_json, write_json
+
+_NUM_THREADS = 16
+_NUM_CHARACTERS_OF_NAME = 100
+
+
+class PreparedManifest(Protocol):
+    """Description of a prepared data set."""
+
+    @property
+    def readings(self) -> Sequence[Reading]:
+        """Summaries of everything that was read."""
+        ...
+
+    @property
+    def lost_files(self) -> Sequence[str]:
+        """Names of the files that list the lost records, relative to the directory, in stored order."""
+        ...
+
+    def save(self) -> None:
+        """Write the manifest to its directory."""
+        ...
+
+
+Prepared = TypeVar("Prepared", bound=PreparedManifest)
+Finished = TypeVar("Finished", bound=PreparedManifest, covariant=True)
+
+
+class Task(Protocol[Finished]):
+    """What is needed to prepare any unit of a source; it is sent to the tasks."""
+
+    @property
+    def unit_names(self) -> Sequence[str]:
+        """Distinct name of every unit, in stored order."""
+        ...
+
+    def run(self, number: int) -> dict[str, Any]:
+        """Prepare one unit, given by its number; return its record, a JSON object."""
+        ...
+
+    def finish(self, records: Sequence[dict[str, Any]]) -> Finished:
+        """Return the manifest of the data set, given the records of all units in order."""
+        ...
+
+
+def prepare(
+    load: Callable[[], Prepared],
+    make_task: Callable[[], Task[Prepared]],
+    *,
+    source: str,
+    directory: str,
+    max_bad_share: float,
+    field: str,
+    noun: str,
+    losses: str = "",
+    resources: Mapping[str, float] | None = None,
+) -> Prepared:
+    """Load the manifest of a prepared directory, or prepare what it lacks.
+
+    Args:
+        load: loads the manifest, and raises FileNotFoundError if the data are not (completely) prepared.
+        make_task: returns the preparation of the units.
+        source: path or URI of what is prepared, for messages.
+        directory: path or URI of the prepared directory, which is created.
+        max_bad_share: largest share of records that may be unreadable, in [0, 1].
+        field: name of the setting that `max_bad_share` comes from, for messages.
+        noun: word for one record, for messages.
+        losses: path or URI of a file to list every lost record in; it is also written if there are too many. If empty, no
+            list is written.
+        resources: custom Ray resources that every task takes, by which the tasks are kept to certain nodes.
+
+    Raises:
+        TooManyProblemsError: if too many records are unreadable; the message names the share, the kinds of problems and the
+            archives.
+    """
+    try:
+        manifest = load()
+    except FileNotFoundError:
+        create_directory(directory)
+        task = make_task()
+        manifest = task.finish(run_tasks(task.run, task.unit_names, directory, resources=resources))
+        manifest.save()
+    if losses:
+        list_lost(directory, manifest.lost_files, losses)
+    check_problems(source, manifest.readings, max_bad_share, field=field, noun=noun)
+    return manifest
+
+
+def directory_name(source: str, label: str, digest: str) -> str:
+    """Return the name of a prepared directory: the source's name as far as it can be part of one, a label and a hash."""
+    name = source.rstrip("/").rsplit("/", 1)[-1].split(".")[0]
+    return f"{re.sub(r'[{}*,]+', '_', name)[:_NUM_CHARACTERS_OF_NAME]}-{label}-{digest}"
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def run_tasks(
+    run: Callable[[int], dict[str, Any]],
+    names: Sequence[str],
+    directory: str,
+    *,
+    resources: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Call `run(number)` for every unit that has no record in `directory` yet; return the records of all units in order.
+
+    Requests to object stores that the tasks had to repeat are shown on the standard error, and counted in
+    `pipelines.retries.RETRIES`.
+
+    Args:
+        run: function that runs in a Ray task and returns a JSON object. The object is saved as the unit's record after
+            `run` has returned, so a record exists only if everything else was written.
+        names: distinct name of every unit; its record is `<name>.json`, and its number the position in this list.
+        directory: path or URI of an existing directory, which holds the records.
+        resources: custom Ray resources that every task takes.
+    """
+    import ray  # Here, because what only reads prepared data need not import it.
+
+    done = read_records(names, directory)
+    rows = [{"number": number} for number, record in enumerate(done) if record is None]
+
+    def run_row(row: dict[str, Any]) -> dict[str, Any]:
+        record = run(row["number"])
+        write_json(f"{directory}/{names[row['number']]}.json", record)
+        return {"number": row["number"], "record": json.dumps(record), "retries": RETRIES.take()}
+
+    if rows:
+        retry_log = RetryLog(partial(print, file=sys.stderr, flush=True))
+        for row in _map_in_tasks(run_row, rows, resources or {}) if ray.is_initialized() else map(run_row, rows):
+            number = int(row["retries"])
+            RETRIES.add(number)
+            retry_log.add(number)
+            done[row["number"]] = json.loads(row["record"])
+    return [record or {} for record in done]
+
+
+def _map_in_tasks(
+    run: Callable[[dict[str, Any]], dict[str, Any]], rows: Sequence[dict[str, Any]], resources: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    import ray.data
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.from_items(list(rows), override_num_blocks=len(rows)).map(run, resources=dict(resources))
+    yield from dataset.iter_rows()
+
+
+def read_records(names: Sequence[str], directory: str) -> list[dict[str, Any] | None]:
+    """Return the record of every unit, or None where there is none yet."""
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="records") as pool:
+        return list(pool.map(read_json, [f"{directory}/{name}.json" for name in names]))
