@@ -1,5 +1,7 @@
 """Reject calls of Transformers' `generate()` in which a TempNet would have no effect or a wrong one, before they start.
 
+Also the one rule for which tokens end a text.
+
 Shapes: B sequences, T tokens of the longest prompt.
 """
 
@@ -9,8 +11,31 @@ import copy
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
+
+
+def end_ids(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens after which a text of a model ends, ascending.
+
+    A model may know several, and say so in several places: the tokenizer's end of text, those of the generation
+    configuration (chat models list the end of a turn there) and those of the configuration. What a configuration alone
+    names counts only if it is one of the tokenizer's added tokens: its default is a number that may be any word. A model
+    that separates documents by the token that begins them ends a text by it, so that token ends a text, too.
+    """
+    ends = _as_set(tokenizer.eos_token_id) | _as_set(tokenizer.bos_token_id)
+    generation = base.generation_config
+    if generation is not None and not generation._from_model_config:
+        ends |= _as_set(generation.eos_token_id)
+    named = _as_set(base.config.get_text_config().eos_token_id) | _as_set(getattr(base.config, "eos_token_id", None))
+    if generation is not None:
+        named |= _as_set(generation.eos_token_id)
+    ends |= named & set(tokenizer.added_tokens_decoder)
+    return sorted(token for token in ends if 0 <= token < len(tokenizer))
+
+
+def _as_set(ids: int | list[int] | None) -> set[int]:
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
 
 def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> None:
@@ -44,7 +69,7 @@ def check_generation(config: GenerationConfig, assistant_model: PreTrainedModel 
 def check_prompts(
     base: PreTrainedModel, input_ids: Tensor | None, attention_mask: Tensor | None, num_new: int | None
 ) -> None:
-    """Reject prompts that are empty, or that do not fit into the context of the model with the tokens to generate.
+    """Reject prompts that are empty or padded on the right, or that do not fit into the context with the tokens to generate.
 
     Args:
         base: the model; `max_position_embeddings` of its configuration is its context, if it has this field.
@@ -65,6 +90,12 @@ def check_prompts(
         raise ValueError(
             f"prompt {empty[0]} of {len(input_ids)} is empty: τ is predicted from the logits after a token. "
             "Give every prompt at least one, such as the token that begins a document"
+        )
+    if attention_mask is not None and attention_mask.ndim == 2 and bool((attention_mask[:, -1] == 0).any()):
+        row = int((attention_mask[:, -1] == 0).nonzero()[0, 0])
+        raise ValueError(
+            f"prompt {row} of {len(input_ids)} is padded on the right: the next token would follow padding. Pad on "
+            'the left, with tokenizer.padding_side = "left"'
         )
     context = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if context and length + (num_new or 0) > context:

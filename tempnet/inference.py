@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,9 +234,9 @@ class CachedFold:
 
 
 class Attached:
-    """TempNet that is attached to a model by a hook and remembers the τ of the last position of the last forward pass.
+    """TempNet that is attached to a model by hooks and remembers the τ of the last position of the last forward pass.
 
-    It is a context manager; leaving the context removes the hook. Inside the context `base.generate` refuses settings
+    It is a context manager; leaving the context removes the hooks. Inside the context `base.generate` refuses settings
     and prompts that do not go with a TempNet, if its processor is among the logits processors of the call.
     """
 
@@ -243,7 +244,7 @@ class Attached:
         self.base = base
         self.tempnet = tempnet
         self.last: Tensor | None = None
-        self.handle: RemovableHandle | None = None
+        self.handles: list[RemovableHandle] = []
         self._generate: Any = base.generate
         self._replaced = vars(base).get("generate")
 
@@ -267,15 +268,16 @@ class Attached:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self.handle is not None
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
         del self.base.generate
         if self._replaced is not None:  # that of another TempNet that is attached to the model
             self.base.generate = self._replaced
 
 
 def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = None) -> Attached:
-    """Attach a TempNet to a model by a hook: on the hidden state if τ can be computed from it, else on the logits.
+    """Attach a TempNet to a model by hooks: on the hidden state if τ can be computed from it, else on the logits (and on the
+    hidden state, if the network reads it).
 
     Args:
         base: the base model.
@@ -284,19 +286,32 @@ def attach(base: PreTrainedModel, tempnet: TempNet, fold: CachedFold | None = No
     """
     if fold is None and can_fold(base, tempnet):
         fold = CachedFold(output_weight(base)[0], tempnet)
-    attached = Attached(base, tempnet)
+    attached, hidden = Attached(base, tempnet), list[Tensor]()
 
     def read_hidden(head: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert fold is not None
-        attached.last = fold.temperatures(inputs[0][:, -1])
+        hidden[:] = [inputs[0][:, -1]]
+        if fold is not None:
+            attached.last = fold.temperatures(hidden[0])
 
     @torch.no_grad()
     def read_logits(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        attached.last = tempnet(output.logits[:, -1, : tempnet.config.input_size])
+        logits = output.logits[:, -1, : tempnet.config.input_size]
+        attached.last = tempnet(logits, hidden[0].to(logits.device) if hidden else None)
 
-    if fold is not None:
-        attached.handle = base.get_output_embeddings().register_forward_pre_hook(read_hidden)
-    else:
+    if fold is not None or tempnet.config.reads_state:
+        attached.handles.append(base.get_output_embeddings().register_forward_pre_hook(read_hidden))
+    if fold is None:
         tempnet.eval()
-        attached.handle = base.register_forward_hook(read_logits)
+        attached.handles.append(base.register_forward_hook(read_logits))
     return attached
+
+
+@contextmanager
+def record_hidden_states(base: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Put what the output layer reads in every forward pass, the hidden states (B, T, d), into the list that is given."""
+    seen: list[Tensor] = []
+    handle = base.get_output_embeddings().register_forward_pre_hook(lambda head, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()

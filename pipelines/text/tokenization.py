@@ -164,6 +164,15 @@ def document_start_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Return the tokens of a text that begins a document: the token that starts one, once, and those of the text.
+
+    What a tokenizer would append of its own accord, such as an end of text, is left out.
+    """
+    start, ids = document_start_id(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    return ids if start is None or ids[:1] == [start] else [start, *ids]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of GPT-2's kind with exactly `vocab_size` tokens; `<|endoftext|>` is token 0."""
     tokenizer = Tokenizer(models.BPE())

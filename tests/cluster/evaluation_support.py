@@ -38,8 +38,8 @@ QUESTIONS = [
 ]
 
 
-def make_export(directory: Path, *, seed: int = 0, with_tempnet: bool = True) -> str:
-    """Save a random GPT-2 with padding logits, and a TempNet, in a directory, and return the directory.
+def make_export(directory: Path, *, seed: int = 0, with_tempnet: bool = True, reads: str = "logits") -> str:
+    """Save a random GPT-2 with padding logits, and a TempNet that reads `reads`, in a directory, and return the directory.
 
     The weights are large enough for predictions and temperatures to differ from token to token.
     """
@@ -52,7 +52,11 @@ def make_export(directory: Path, *, seed: int = 0, with_tempnet: bool = True) ->
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if with_tempnet:
-        network = TempNet(TempNetConfig.for_logits(len(tokenizer), rho=1.0, hidden_size=16, num_prototypes=8))
+        sizes = {"rho": 1.0, "hidden_size": 16, "num_prototypes": 8}
+        if reads == "logits":
+            network = TempNet(TempNetConfig.for_logits(len(tokenizer), **sizes))
+        else:
+            network = TempNet(TempNetConfig.for_hidden(len(tokenizer), 32, with_logits=reads == "both", **sizes))
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.7)
         network.save_pretrained(directory / "tempnet")
@@ -83,9 +87,15 @@ class BruteForce:
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     @torch.no_grad()
+    def all_logits(self, context: list[int]) -> Tensor:
+        """Return the logits of the token after a context, with the padding; :meth:`tau` reads the state of this call."""
+        output = self.base(torch.tensor([context]), output_hidden_states=True)
+        self.state = output.hidden_states[-1][0, -1]
+        return output.logits[0, -1]
+
     def logits(self, context: list[int]) -> Tensor:
         """Return the logits (V,) of the token after a context."""
-        logits = self.base(torch.tensor([context])).logits[0, -1]
+        logits = self.all_logits(context)
         return logits[: len(self.tokenizer)] if self.network else logits
 
     @torch.no_grad()
@@ -94,7 +104,7 @@ class BruteForce:
         if kind == "tempnet":
             assert self.network is not None
             self.network.set_tau_max_eval(float(number) if number else None)
-            return float(self.network(logits))
+            return float(self.network(logits, self.state))
         return float(number or 1.0)
 
     def nll(self, context: list[int], target: int, temperature: str) -> tuple[float, float, float, bool]:

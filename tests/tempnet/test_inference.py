@@ -15,7 +15,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from tempnet import TempNet
+from tempnet import TempNet, TempNetConfig
 from tempnet.devices import input_device, is_spread, move_base, offloaded_weights
 from tempnet.inference import CachedFold, TemperatureLogitsProcessor, attach, can_fold, check_generation, generate
 from tempnet.loading import load_causal_lm
@@ -128,6 +128,12 @@ def test_logits_that_are_more_than_a_product_do_not_fold() -> None:
             before = attached.last
         base(input_ids=tokens[:, :2])
         assert attached.last is before, "it still listens after its end"
+        state_size = base.config.hidden_size
+        network = TempNet(TempNetConfig.for_hidden(VOCABULARY, state_size, with_logits=True, rho=1.0, hidden_size=8))
+        with attach(base, network) as attached, torch.no_grad():
+            output = base(input_ids=tokens, output_hidden_states=True)
+            expected = network(output.logits[:, -1, :VOCABULARY], output.hidden_states[-1][:, -1])
+            torch.testing.assert_close(attached.last, expected, rtol=1e-5, atol=1e-5)
     for changes in ({"transform": False}, {"input_shift": "max"}):
         assert not can_fold(make_base("gpt2"), make_tempnet(**changes))
         with pytest.raises(ValueError, match="no transform layer, or input_shift = 'max'"):
@@ -276,8 +282,11 @@ def test_a_processor_by_itself_refuses_the_scores_of_beam_search() -> None:
         base.generate(torch.tensor([PROMPTS[0]]), num_beams=3, max_new_tokens=2, logits_processor=processors)
 
 
-def test_empty_and_long_prompts_are_named() -> None:
+def test_empty_padded_and_long_prompts_are_named() -> None:
     base, network = make_base("gpt2"), make_tempnet()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match="prompt 1 of 2 is padded on the right"):
+        generate(base, network, input_ids=torch.ones(2, 3, dtype=torch.int64), attention_mask=mask, max_new_tokens=2)
     batch = left_padded([[4, 5], [], [6]])
     with pytest.raises(ValueError, match="prompt 1 of 3 is empty"):
         generate(base, network, **batch, max_new_tokens=2)

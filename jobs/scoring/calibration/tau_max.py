@@ -16,9 +16,10 @@ from pipelines.local_copy import local_copy
 from pipelines.sources import check_source
 from pipelines.storage import join
 from pipelines.text.lines import decode, lines_of
-from pipelines.text.tokenization import load_tokenizer
+from pipelines.text.tokenization import encode_prompt, load_tokenizer
 from tempnet.calibration import CalibrationError, Share, share_of_range, tau_max_for_mean
 from tempnet.devices import input_device
+from tempnet.generation_checks import end_ids
 from tempnet.inference import CachedFold, can_fold, generate
 from tempnet.loading import find_tempnet, load_causal_lm
 from tempnet.network import TempNet
@@ -45,7 +46,10 @@ def calibrate_tau_max(job: TauMax) -> None:
     tokenizer = load_tokenizer(job.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.eos_token_id
-    batches = _tokenize(job, prompts, tokenizer, base.config.max_position_embeddings)
+    batches = _tokenize(
+        job, prompts, tokenizer, getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    )
+    ends = end_ids(base, tokenizer)
     fold = CachedFold.of(base, network) if can_fold(base, network) else None
 
     def temperatures_of_texts(seed: int) -> list[Tensor]:
@@ -55,8 +59,8 @@ def calibrate_tau_max(job: TauMax) -> None:
         for batch in batches:
             batch = batch.to(input_device(base))
             length = batch["input_ids"].shape[1]
-            result = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens)
-            is_end = result.sequences[:, length:] == tokenizer.eos_token_id
+            result = generate(base, network, fold=fold, **batch, max_new_tokens=job.num_new_tokens, eos_token_id=ends)
+            is_end = torch.isin(result.sequences[:, length:], torch.tensor(ends, device=result.sequences.device))
             is_beyond = is_end.int().cumsum(-1) - is_end.int() > 0
             texts += [tau[~beyond] for tau, beyond in zip(result.temperatures, is_beyond, strict=True)]
         return texts
@@ -134,17 +138,16 @@ def _read_prompts(job: TauMax, path: str) -> list[str]:
     return prompts[: job.num_prompts]
 
 
-def _tokenize(job: TauMax, prompts: list[str], tokenizer: Any, num_positions: int) -> list[BatchEncoding]:
-    """Return the prompts as batches of tokens.
+def _tokenize(job: TauMax, prompts: list[str], tokenizer: Any, num_positions: int | None) -> list[BatchEncoding]:
+    """Return the prompts as batches of tokens; each begins as a document does in training.
 
     Prompts are truncated to leave room for the generated tokens, which are all that the mean τ is taken over.
     """
-    room = num_positions - job.num_new_tokens
-    if room < 1:
+    room = None if num_positions is None else num_positions - job.num_new_tokens
+    if room is not None and room < 1:
         raise ValueError(f"num_new_tokens = {job.num_new_tokens} leaves no room in the model's context")
+    ids = [encode_prompt(tokenizer, prompt)[:room] for prompt in prompts]
     return [
-        tokenizer(
-            prompts[at : at + job.batch_size], return_tensors="pt", padding=True, truncation=True, max_length=room
-        )
-        for at in range(0, len(prompts), job.batch_size)
+        tokenizer.pad({"input_ids": ids[at : at + job.batch_size]}, return_tensors="pt")
+        for at in range(0, len(ids), job.batch_size)
     ]

@@ -36,6 +36,8 @@ class GenerateConfig:
     """Draw only among the k most likely tokens; 0: among all."""
     top_p: float = 1.0
     """Draw only among the most likely tokens that together hold this share of the probability; 1: among all."""
+    min_p: float = 0.0
+    """Draw only among the tokens whose probability is at least this share of the largest one; 0: among all."""
     num_samples: int = 1
     """Number of texts to generate for every prompt."""
     max_new_tokens: int = 256
@@ -74,6 +76,8 @@ class GenerateConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p = {self.top_p:g} must lie in (0, 1]")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p = {self.min_p:g} must lie in [0, 1)")
         fixed = self.fixed_temperature
         if fixed is not None and not (fixed > 0.0 and math.isfinite(fixed)):
             raise ValueError(f"temperature = {self.temperature} must be positive; for the largest logit, say greedy")
@@ -82,9 +86,10 @@ class GenerateConfig:
         check_precision("dtype", self.dtype)
         if self.device_map and self.device != "auto":
             raise ValueError(f"device_map = {self.device_map} chooses the devices: leave out device = {self.device}")
-        if self.temperature == "greedy" and (self.num_samples > 1 or self.top_k or self.top_p < 1.0 or self.html):
+        truncates = self.top_k or self.top_p < 1.0 or self.min_p
+        if self.temperature == "greedy" and (self.num_samples > 1 or truncates or self.html):
             raise ValueError(
-                "temperature = greedy draws nothing: num_samples, top_k, top_p and html have no meaning with it"
+                "temperature = greedy draws nothing: num_samples, top_k, top_p, min_p and html have no meaning with it"
             )
         if self.html and not self.entropy:
             raise ValueError("html shows the entropy beside τ: leave out --no-entropy")

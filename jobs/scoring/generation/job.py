@@ -18,7 +18,7 @@ from jobs.scoring.generation.sampling import Generated, Request, Sampler
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.storage import exists, write_bytes
-from pipelines.text.tokenization import document_start_id, load_tokenizer, token_pieces
+from pipelines.text.tokenization import encode_prompt, load_tokenizer, token_pieces
 from tempnet.loading import load_tempnet
 from tempnet.network import TempNet
 
@@ -171,7 +171,7 @@ def settings_of(config: GenerateConfig, temperature: TempNet | float | None, is_
         settings["tau_max_eval"] = temperature.config.tau_max_eval
     else:
         settings["temperature"] = "greedy" if temperature is None else temperature
-    return settings | {"chat": is_chat}
+    return settings | {"chat": is_chat, "document_start": not is_chat}
 
 
 def prompt_text(
@@ -179,7 +179,7 @@ def prompt_text(
 ) -> tuple[str, list[int]]:
     """Returns the text that the model reads before it answers the last of these turns, and its token ids.
 
-    Without a chat template, turns and answers are joined as paragraphs of one document.
+    Without a chat template, turns and answers are joined as paragraphs of one document, which begins as in training.
 
     Args:
         turns: the user's messages.
@@ -197,7 +197,7 @@ def prompt_text(
     for answer, turn in zip(answers, turns[1:], strict=True):
         parts += [answer, turn]
     text = "\n\n".join(parts)
-    return text, tokenizer(text).input_ids or [document_start_id(tokenizer)]
+    return text, encode_prompt(tokenizer, text)
 
 
 def _requests(

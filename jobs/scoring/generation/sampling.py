@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
+    MinPLogitsWarper,
     PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -26,6 +27,7 @@ from jobs.scoring.generation.records import Key
 from pipelines.local_copy import local_copy
 from tempnet.base_model import load_base
 from tempnet.devices import input_device, move_base
+from tempnet.generation_checks import end_ids
 from tempnet.inference import CachedFold, attach, can_fold
 from tempnet.loading import check_vocabulary
 from tempnet.network import TempNet
@@ -66,7 +68,7 @@ class Generated:
 class Sampler:
     """A model on its device, ready to generate batches of texts.
 
-    Of the generation settings that are shipped with the model, only its end-of-text tokens are used.
+    Of the generation settings that are shipped with the model, only its end-of-text tokens are used (`end_ids`).
     """
 
     def __init__(
@@ -100,9 +102,7 @@ class Sampler:
         self.base = move_base(base, device).eval()
         self.config, self.tokenizer, self.stop = config, tokenizer, stop
         self.set_temperature(temperature)
-        ends = self.base.generation_config.eos_token_id
-        ends = tokenizer.eos_token_id if ends is None else ends
-        self.ends = set(ends if isinstance(ends, list) else [ends])
+        self.ends = set(end_ids(self.base, tokenizer))
         self.padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.base.generation_config = GenerationConfig(eos_token_id=sorted(self.ends), pad_token_id=self.padding)
 
@@ -147,6 +147,7 @@ class Sampler:
                 # the draw must come last.
                 processors += [TopKLogitsWarper(config.top_k)] if config.top_k else []
                 processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1.0 else []
+                processors += [MinPLogitsWarper(config.min_p)] if config.min_p else []
                 processors.append(SeededDraw([_seed(config.seed, request.key) for request in requests]))
             sequences: Tensor = self.base.generate(
                 **{name: torch.tensor(rows, device=input_device(self.base)) for name, rows in inputs.items()},

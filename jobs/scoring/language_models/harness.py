@@ -28,7 +28,8 @@ from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
 from pipelines.text.tokenization import document_start_id
 from tempnet.devices import input_device
-from tempnet.inference import CachedFold, attach, can_fold
+from tempnet.generation_checks import end_ids
+from tempnet.inference import CachedFold, attach, can_fold, record_hidden_states
 from tempnet.network import TempNet
 
 # The builders of `datasets` that read local files.
@@ -66,6 +67,7 @@ class TemperedLM(HFLM):
             batch_size=batch_size,
             prefix_token_id=document_start_id(tokenizer),
         )
+        base.generation_config.eos_token_id = end_ids(base, tokenizer)
         self._device = input_device(base)  # the harness asks for that of the weights, which may be offloaded
         self._temperature = temperature
         self._function = temperature.function(network)
@@ -106,8 +108,9 @@ class TemperedLM(HFLM):
         return padded["input_ids"], padded["attention_mask"]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        logits = super()._model_call(inps)[..., : self._num_logits].float()
-        return divide_(logits, self._function)
+        with record_hidden_states(self.model) as seen:
+            logits = super()._model_call(inps)[..., : self._num_logits].float()
+        return divide_(logits, seen[-1], self._function)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         with contextlib.ExitStack() as stack:

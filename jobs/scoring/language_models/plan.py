@@ -173,10 +173,11 @@ def _model_spec(
     if tempnet:
         with naming_field("tempnets: "):
             network = load_tempnet(local_copy(tempnet))
-        if network.config.reads_state:
+        state_size = base.get_text_config().hidden_size
+        if network.config.reads_state and network.config.state_size != state_size:
             raise ValueError(
-                f"tempnets: the TempNet {tempnet} reads hidden states, and an evaluation knows logits only: its training run "
-                "reports cross-entropies at its temperatures"
+                f"the TempNet {tempnet} reads hidden states of {network.config.state_size} numbers, those of {path} have "
+                f"{state_size}"
             )
         if network.config.input_size != len(tokenizer):
             raise ValueError(

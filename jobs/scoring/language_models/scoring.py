@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from jobs.scoring.language_models.temperatures import TemperatureFunction, num_rows_a_chunk
 from jobs.scoring.language_models.windows import Window
 from tempnet.devices import input_device
+from tempnet.inference import record_hidden_states
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def score_windows(
     Args:
         base: the base model.
         windows: the windows to score.
-        functions: name → function that returns τ for logits.
+        functions: name → function that returns τ for logits and hidden states.
         vocab_size: logits beyond it are padding and ignored. None: all logits count.
         batch_size: number of windows per forward pass.
 
@@ -75,7 +76,9 @@ def _score_batch(
     length = max(len(window.inputs) for window in windows)
     # Padding on the right needs no mask: the model is causal, and no position after the end of a window is scored.
     inputs = torch.tensor([window.inputs + (0,) * (length - len(window.inputs)) for window in windows], device=device)
-    logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
+    with record_hidden_states(base) as seen:
+        logits = base(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # (B·T, V)
+    hidden = seen[-1].flatten(0, 1)
     positions = [
         row * length + column
         for row, window in enumerate(windows)
@@ -87,12 +90,13 @@ def _score_batch(
     num_rows = num_rows_a_chunk(logits.shape[-1])
     for begin in range(0, len(positions), num_rows):
         chunk = slice(begin, begin + num_rows)
-        rows = logits[torch.tensor(positions[chunk], device=device)][:, :vocab_size].float()
+        places = torch.tensor(positions[chunk], device=device)
+        rows, states = logits[places][:, :vocab_size].float(), hidden[places.to(hidden.device)].to(device)
         target = torch.tensor(targets[chunk], device=device)
         num_missed.index_add_(0, torch.tensor(owners[chunk], device=device), (rows.argmax(-1) != target).long())
         entropy = _entropy(rows).cpu().numpy()
         for name, function in functions.items():
-            tau = function(rows)
+            tau = function(rows, states)
             scaled = rows / tau.unsqueeze(-1)
             nll = torch.logsumexp(scaled, -1) - scaled.gather(-1, target.unsqueeze(-1)).squeeze(-1)
             score = scores[name]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tempnet.network import TempNet
 
-# Maps float32 logits (…, V) to temperatures (…,).
-TemperatureFunction = Callable[[Tensor], Tensor]
+# Maps float32 logits (…, V) and the hidden states (…, d) that they were computed from to temperatures (…,).
+TemperatureFunction = Callable[[Tensor, Tensor], Tensor]
 
 # Number of elements of a float32 chunk of logits (64 MiB).
 _CHUNK_ELEMENTS = 1 << 24
@@ -54,7 +54,7 @@ class Temperature:
         return cls(name=name, needs_tempnet=kind == "tempnet", value=value)
 
     def function(self, network: TempNet | None) -> TemperatureFunction:
-        """Returns the function that maps logits to τ.
+        """Returns the function that maps logits and hidden states to τ.
 
         Args:
             network: the model's TempNet, required if `needs_tempnet`. Its parameters are shared with the returned
@@ -66,7 +66,7 @@ class Temperature:
         if not self.needs_tempnet:
             value = self.value
             assert value is not None
-            return lambda logits: torch.full(logits.shape[:-1], value, device=logits.device)
+            return lambda logits, hidden: torch.full(logits.shape[:-1], value, device=logits.device)
         assert network is not None
         variant = copy.copy(network)  # a shallow copy: the same parameters with a configuration of its own
         if self.value is not None:
@@ -80,9 +80,10 @@ def num_rows_a_chunk(vocab_size: int) -> int:
 
 
 @torch.no_grad()
-def divide_(logits: Tensor, function: TemperatureFunction) -> Tensor:
-    """Divide float32 logits (B, T, V) by τ in place; τ is computed for a chunk of tokens at a time."""
-    rows = logits.view(-1, logits.shape[-1])
-    for chunk in rows.split(num_rows_a_chunk(rows.shape[-1])):
-        chunk.div_(function(chunk).unsqueeze(-1))
+def divide_(logits: Tensor, hidden: Tensor, function: TemperatureFunction) -> Tensor:
+    """Divide float32 logits (B, T, V) of hidden states (B, T, d) by τ in place, a chunk of tokens at a time."""
+    size = num_rows_a_chunk(logits.shape[-1])
+    chunks = logits.view(-1, logits.shape[-1]).split(size), hidden.flatten(0, 1).split(size)
+    for chunk, states in zip(*chunks, strict=True):
+        chunk.div_(function(chunk, states.to(chunk.device)).unsqueeze(-1))
     return logits

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelines.local_copy import local_copy
 from pipelines.text.lines import decode, lines_of
-from pipelines.text.tokenization import document_start_id
+from pipelines.text.tokenization import document_start_id, encode_prompt
 
 # Maximum number of tokens in one unit of work. It is fixed, so that no figure depends on the number of workers.
 NUM_TOKENS_PER_SLICE = 1 << 15
@@ -114,11 +114,7 @@ def read_lambada(path: str, limit: int) -> list[tuple[str, str]]:
 
 def encode_context(tokenizer: PreTrainedTokenizerFast, text: str, *, document_start: bool) -> list[int]:
     """Returns the tokens of a context: with the document-start token in front, or as the tokenizer encodes it."""
-    if not document_start:
-        return tokenizer.encode(text)
-    start = document_start_id(tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids if ids[:1] == [start] else [start, *ids]
+    return encode_prompt(tokenizer, text) if document_start else tokenizer.encode(text)
 
 
 def pair_window(

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from jobs.scoring.playground.config import PlaygroundConfig, Settings
 from jobs.tasks.base import naming_field
 from pipelines.local_copy import local_copy
-from pipelines.text.tokenization import added_text, document_start_id, load_tokenizer
+from pipelines.text.tokenization import added_text, encode_prompt, load_tokenizer
 from tempnet.base_model import load_base
 from tempnet.devices import input_device, move_base
-from tempnet.generation_checks import check_prompts
+from tempnet.generation_checks import check_prompts, end_ids
 from tempnet.loading import check_vocabulary, load_tempnet
 from tempnet.network import TempNet
 from tempnet.precisions import loading_options
@@ -53,9 +53,7 @@ class Playground:
         check_vocabulary(base, tempnet)
         self.base, self.tokenizer = base.eval(), tokenizer
         self.temperatures = BatchTemperatures(tempnet, input_device(base))
-        ends = base.generation_config.eos_token_id
-        ends = tokenizer.eos_token_id if ends is None else ends
-        self._ends = set(ends if isinstance(ends, list) else [ends])
+        self._ends = set(end_ids(base, tokenizer))
         self._lock = threading.Lock()
 
     @classmethod
@@ -89,7 +87,7 @@ class Playground:
         Raises:
             ValueError: if the prompt and the new tokens do not fit into the context.
         """
-        ids = self.tokenizer(settings.prompt).input_ids or [document_start_id(self.tokenizer)]
+        ids = encode_prompt(self.tokenizer, settings.prompt)
         tokens = torch.tensor([ids] * len(TEXTS), device=self.temperatures.device)
         check_prompts(self.base, tokens, None, settings.num_tokens)
         return self._steps(tokens, settings)

@@ -12,8 +12,9 @@ from tests.jobs.scoring.generation_support import make_model
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_export(tmp_path_factory.mktemp("export"))
+def export(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    """Return an export whose TempNet reads logits, or what the test module asks for (indirectly)."""
+    return make_export(tmp_path_factory.mktemp("export"), reads=getattr(request, "param", "logits"))
 
 
 @pytest.fixture(scope="module")

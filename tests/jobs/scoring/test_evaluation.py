@@ -77,6 +77,7 @@ def test_slices_keep_every_window_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert [window for part in parts for window in part] == windows
 
 
+@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 def test_a_document_scores_as_by_brute_force_in_any_batch(brute: BruteForce) -> None:
     text = wikitext_detokenizer({"page": wikitext_pages(TEXT)[0]})
     windows = document_windows(brute.tokenizer, wikitext_pages(TEXT)[0], max_length=MAX_LENGTH, detokenize=True)
@@ -102,13 +103,15 @@ def test_chunks_of_tokens_change_nothing(brute: BruteForce, monkeypatch: pytest.
     whole = scores(brute, windows, ["tempnet"])["tempnet"]
     logits = torch.randn(2, 9, len(brute.tokenizer) + 5)[..., :-5] * 3
     function = Temperature.parse("tempnet").function(brute.network)
-    divided = logits / function(logits).unsqueeze(-1)
+    hidden = torch.randn(2, 9, 32)
+    divided = logits / function(logits, hidden).unsqueeze(-1)
     monkeypatch.setattr("jobs.scoring.language_models.temperatures._CHUNK_ELEMENTS", 4 * len(brute.tokenizer))
     assert scores(brute, windows, ["tempnet"])["tempnet"].nll == pytest.approx(whole.nll, rel=1e-6)
     assert scores(brute, windows, ["tempnet"])["tempnet"].num_greedy == whole.num_greedy
-    torch.testing.assert_close(divide_(logits, function), divided)
+    torch.testing.assert_close(divide_(logits, hidden, function), divided)
 
 
+@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 def test_lambada_scores_as_by_brute_force_and_greedy_answers_are_counted(brute: BruteForce, tmp_path: Path) -> None:
     pairs = read_lambada(write_lines(tmp_path / "lambada.jsonl", LAMBADA), 0)
     assert pairs[2:4] == [("judge my vow , sphinx of black", "quartz"), ("", "wizards")]
@@ -160,6 +163,7 @@ def request(kind: str, *arguments: str) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 @pytest.mark.parametrize("name", TEMPERATURES)
 def test_the_harness_sees_our_log_likelihoods(brute: BruteForce, name: str) -> None:
     lm = harness(brute, name)
@@ -186,6 +190,7 @@ def own_tasks(tmp_path: Path) -> Tasks:
     return write_tasks(tmp_path)
 
 
+@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 def test_accuracy_is_that_of_direct_scoring(brute: BruteForce, own_tasks: Tasks) -> None:
     name = "tempnet"
     figures = run_task(harness(brute, name), own_tasks, "local_arc_easy", limit=0, num_fewshot=-1)
@@ -212,6 +217,7 @@ def test_every_shipped_task_runs(brute: BruteForce, own_tasks: Tasks) -> None:
     } <= set(metrics)  # fmt: skip
 
 
+@pytest.mark.parametrize("export", ["logits", "hidden", "both"], indirect=True)
 @torch.no_grad()
 def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
     brute: BruteForce, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +234,7 @@ def test_sampling_in_the_harness_draws_at_the_temperature_of_the_column(
         torch.manual_seed(3)
         expected = context[0].tolist()
         while len(expected) < drawn.shape[1]:
-            logits = brute.base(torch.tensor([expected])).logits[0, -1]
+            logits = brute.all_logits(expected)
             # τ comes from the model's own logits, before the repetition penalty changes them.
             tau = brute.tau(logits[: len(brute.tokenizer)], name)
             logits[expected] = torch.where(logits < 0, logits * penalty, logits / penalty)[expected]

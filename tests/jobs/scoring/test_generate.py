@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from jobs.generate import main
 from jobs.scoring.generation.config import GenerateConfig
@@ -19,6 +19,7 @@ from jobs.scoring.generation.gsm8k import extract_answer, few_shot_prompt, gold_
 from jobs.scoring.generation.processors import EntropyRecorder, SeededDraw
 from jobs.scoring.generation.sampling import Request, Sampler
 from tempnet import TempNet
+from tempnet.generation_checks import end_ids
 from tempnet.inference import can_fold
 from tests.jobs.scoring.generation_support import PROMPTS, VOCABULARY, generate, read, write_prompts
 
@@ -34,7 +35,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_records_say_what_the_model_did(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model: Path = request.getfixturevalue(name)
     output = tmp_path / "out.jsonl"
-    options = ["--num-samples", "2", "--html", str(tmp_path / "p.html")]
+    options = ["--num-samples", "2", "--min-p", "0.1", "--html", str(tmp_path / "p.html")]
     generate(model, write_prompts(tmp_path / "p.jsonl"), output, *options)
     records = read(output)
     assert [(record["id"], record["sample"]) for record in records] == [
@@ -49,12 +50,14 @@ def test_records_say_what_the_model_did(name: str, tmp_path: Path, request: pyte
         ended = record["finish_reason"] == "stop"
         assert (record["tokens"][-1] == "<|endoftext|>") == ended
         assert ended or len(record["tokens"]) == 12
-        ids, prompt = record["token_ids"], tokenizer(record["prompt"]).input_ids
+        ids, prompt = record["token_ids"], [0, *tokenizer(record["prompt"]).input_ids]
         assert "".join(record["tokens"]) == tokenizer.decode(ids)
         assert record["text"] == tokenizer.decode(ids, skip_special_tokens=True)
         with torch.no_grad():
             raw = base(input_ids=torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :, :VOCABULARY]
             torch.testing.assert_close(torch.tensor(record["tau"]), network(raw), rtol=1e-4, atol=1e-4)
+        drawn = torch.softmax(raw / torch.tensor(record["tau"]).unsqueeze(-1), -1)
+        assert (drawn.gather(-1, torch.tensor(ids).unsqueeze(-1))[:, 0] >= 0.0999 * drawn.amax(-1)).all()
         entropy = torch.distributions.Categorical(logits=raw).entropy()
         torch.testing.assert_close(torch.tensor(record["entropy"]), entropy, rtol=1e-4, atol=1e-4)
         num_checked += len(ids)
@@ -90,6 +93,19 @@ def test_a_text_owes_nothing_to_its_batch(
         assert len({record["text"] for record in one}) > len(PROMPTS), "samples of a prompt differ"
         generate(directory, prompts, tmp_path / "seed.jsonl", "--seed", "1", *options)
         assert [record["text"] for record in read(tmp_path / "seed.jsonl")] != [record["text"] for record in one]
+
+
+def test_a_text_ends_at_every_end_that_the_model_knows(gpt2: Path) -> None:
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(gpt2), PreTrainedTokenizerFast.from_pretrained(gpt2)
+    assert base.generation_config._from_model_config
+    assert end_ids(base, tokenizer) == [0]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_end|>"]})
+    start, turn = tokenizer.convert_tokens_to_ids(["<s>", "<|im_end|>"])
+    assert end_ids(base, tokenizer) == [0, start], "the token between documents ends one"
+    base.config.eos_token_id = [7, turn]
+    assert end_ids(base, tokenizer) == [0, start, turn], "a configuration's default may be any word"
+    base.generation_config = GenerationConfig(eos_token_id=[9, 10**6])
+    assert end_ids(base, tokenizer) == [0, 9, start, turn], "what was chosen for generation counts"
 
 
 def test_seeded_draws_follow_the_softmax() -> None:

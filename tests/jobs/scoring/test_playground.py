@@ -84,7 +84,7 @@ def reference(model: Path, name: str) -> list[dict[str, Any]]:
     base = GPT2LMHeadModel.from_pretrained(model).eval()
     network = TempNet.from_pretrained(model / "tempnet")
     network.set_tau_max_eval(QUERY["tau_max"])
-    ids = PreTrainedTokenizerFast.from_pretrained(model)(QUERY["prompt"]).input_ids
+    ids = [0, *PreTrainedTokenizerFast.from_pretrained(model)(QUERY["prompt"]).input_ids]
     generator = torch.Generator().manual_seed(QUERY["seed"])
     made = []
     with torch.no_grad():
