@@ -1,0 +1,184 @@
+"""The losses as other trainers take them: Transformers' `Trainer`, sentence-transformers, and the loop of open_clip.
+
+Shapes: B samples on this rank, T tokens, V effective vocabulary, d dimensions of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tempnet.contrastive.config import ContrastiveLossConfig
+from tempnet.contrastive.losses import ContrastiveLoss
+from tempnet.contrastive.state import SampleState
+from tempnet.contrastive.unimodal import UnimodalLoss
+from tempnet.contrastive.world import World
+from tempnet.network import TempNet
+from tempnet.network_config import TempNetConfig
+from tempnet.softmax.reference import IGNORE_INDEX, TemperatureLossConfig, language_model_loss
+
+
+class TrainerLoss:
+    """Language-model loss for `transformers.Trainer(model, compute_loss_func=TrainerLoss(model, tempnet, config))`.
+
+    The TempNet becomes the submodule `tempnet` of the model, so that the trainer's optimizer, precision and checkpoints
+    include it; save it by itself with `model.tempnet.save_pretrained(directory + "/tempnet")`. The logits are materialised:
+    `jobs.train_lm` computes the same loss without them.
+
+    Args:
+        model: a causal language model of Transformers.
+        tempnet: a TempNet on its logits; its `input_size` is the effective vocabulary V.
+        config: the loss, such as `TemperatureLossConfig(name="proper", rho=0.0)`.
+
+    Raises:
+        ValueError: if the TempNet reads something other than logits.
+    """
+
+    def __init__(self, model: nn.Module, tempnet: TempNet, config: TemperatureLossConfig) -> None:
+        if tempnet.config.kind != "logits":
+            raise ValueError(f"TempNetConfig.kind = {tempnet.config.kind!r}: here a TempNet reads logits only")
+        self.tempnet, self.config = tempnet, config
+        model.add_module("tempnet", tempnet)
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Return the loss of a batch.
+
+        Args:
+            outputs: what the model returned, with `logits` (B, T, V or more).
+            labels: (B, T) labels as Transformers has them: not shifted, IGNORE_INDEX where there is none.
+            num_items_in_batch: divisor of the sum over tokens, from the trainer.
+        """
+        logits = outputs.logits[:, :-1, : self.tempnet.config.input_size].flatten(0, 1)
+        targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:-1].flatten().to(logits.device)
+        loss, _ = language_model_loss(logits, targets, self.config, self.tempnet, num_targets=num_items_in_batch)
+        return loss
+
+
+class SentencePairLoss(nn.Module):
+    """Contrastive loss of (anchor, positive) pairs for `sentence_transformers.SentenceTransformerTrainer`.
+
+    Every loss of `tempnet.contrastive.config` but cyclip. Those that keep a state per sample (sogclr, isogclr, tempnet) read
+    the sample's id from the data set's column `label`.
+
+    Args:
+        model: a `SentenceTransformer`.
+        config: the loss.
+        num_samples: number N of training pairs, for the losses with a state per sample.
+        tempnet: the network of a loss with a TempNet; by default a new one for the model's embeddings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ContrastiveLossConfig,
+        *,
+        num_samples: int | None = None,
+        tempnet: TempNet | None = None,
+    ) -> None:
+        super().__init__()
+        self.model: Any = model
+        world = World.current()
+        if tempnet is None and config.kind.temperature == "tempnet":
+            tempnet = new_tempnet(config, int(self.model.get_embedding_dimension()))
+        self.loss = UnimodalLoss(config, tempnet=tempnet, state=new_state(config, num_samples, world), world=world)
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch of two columns, anchors and positives; `labels` (B,) are the ids of its samples.
+
+        Raises:
+            ValueError: if there are not two columns, or the loss keeps a state per sample and there are no ids.
+        """
+        embeddings = [F.normalize(self.model(column)["sentence_embedding"], dim=-1) for column in sentence_features]
+        if len(embeddings) != 2:
+            raise ValueError(
+                f"the data set has {len(embeddings)} columns of text, but 2 are needed: anchor and positive"
+            )
+        anchors, positives = embeddings
+        config = self.loss.bimodal.config
+        ids = _ids(config, labels, anchors)
+        output = self.loss(anchors, positives, ids, gamma=config.gamma)
+        return output["loss"]
+
+
+class ClipLoss(nn.Module):
+    """Contrastive loss between images and texts with the signature of `open_clip.ClipLoss`.
+
+    `logit_scale` is not used: the temperature is that of the loss, whose parameters belong into the optimizer. With several
+    processes, average the gradients (as DistributedDataParallel does); all ranks' samples are negatives of each other.
+
+    Args:
+        config: the loss (`tempnet.contrastive.config`).
+        embedding_size: dimension d, for the losses with TempNets.
+        num_samples: number N of training pairs, for the losses with a state per sample.
+    """
+
+    def __init__(
+        self, config: ContrastiveLossConfig, *, embedding_size: int | None = None, num_samples: int | None = None
+    ) -> None:
+        super().__init__()
+        networks: dict[str, TempNet] = {}
+        if config.kind.temperature == "tempnet":
+            if embedding_size is None:
+                raise ValueError(
+                    f"the loss {config.name} has TempNets: give embedding_size, the dimension of the embeddings"
+                )
+            networks = {name: new_tempnet(config, embedding_size) for name in ("image_tempnet", "text_tempnet")}
+        world = World.current()
+        self.loss = ContrastiveLoss(config, state=new_state(config, num_samples, world), world=world, **networks)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | None = None,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the loss of a batch, or `{"contrastive_loss": loss}`.
+
+        Args:
+            image_features, text_features: (B, d) unit vectors.
+            logit_scale, logit_bias: accepted, and not used.
+            output_dict: whether to return a dictionary.
+            ids: (B,) int64 ids of the samples in [0, N), for the losses with a state per sample.
+
+        Raises:
+            ValueError: if the loss keeps a state per sample and there are no ids.
+        """
+        ids = _ids(self.loss.config, ids, image_features)
+        loss = self.loss(image_features, text_features, ids, ids, gamma=self.loss.config.gamma)["loss"]
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+def new_tempnet(config: ContrastiveLossConfig, dim: int) -> TempNet:
+    """Return a new TempNet on embeddings of dimension `dim`, with ρ and the range of τ of a loss."""
+    return TempNet(TempNetConfig.for_embeddings(dim, rho=config.rho, tau_min=config.tau_min, tau_max=config.tau_max))
+
+
+def new_state(config: ContrastiveLossConfig, num_samples: int | None, world: World) -> SampleState | None:
+    """Return a new state for N samples, or None for a loss that keeps none.
+
+    Raises:
+        ValueError: if the loss keeps a state and the number of samples is not given.
+    """
+    if not config.state_columns:
+        return None
+    if num_samples is None:
+        raise ValueError(f"the loss {config.name} keeps a state per sample: give num_samples, their number")
+    return SampleState(num_samples, config.state_columns, world=world)
+
+
+def _ids(config: ContrastiveLossConfig, ids: Tensor | None, like: Tensor) -> Tensor:
+    """Return the ids of a batch; for losses without a state per sample any distinct ones."""
+    if ids is not None and config.state_columns:
+        return ids.to(like.device).long()
+    if config.state_columns:
+        raise ValueError(f"the loss {config.name} keeps a state per sample: give the samples' ids")
+    world = World.current()
+    return torch.arange(len(like), device=like.device) + world.rank * len(like)
