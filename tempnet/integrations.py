@@ -80,10 +80,11 @@ class SentencePairLoss(nn.Module):
         tempnet: TempNet | None = None,
     ) -> None:
         super().__init__()
-        self.model: Any = model
+        self.model = model
         world = World.current()
         if tempnet is None and config.kind.temperature == "tempnet":
-            tempnet = new_tempnet(config, int(self.model.get_embedding_dimension()))
+            encoder: Any = model
+            tempnet = new_tempnet(config, int(encoder.get_embedding_dimension()))
         self.loss = UnimodalLoss(config, tempnet=tempnet, state=new_state(config, num_samples, world), world=world)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:

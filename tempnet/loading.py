@@ -15,20 +15,18 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tempnet.base_model import load_base
 from tempnet.devices import DeviceMap, input_device
+from tempnet.hub import HUB_NAME, download
 from tempnet.models.stored_base import StoredBase
 from tempnet.network import CONFIG_FILE, PAIRED_DIRECTORY, WEIGHTS_FILE, TempNet
 from tempnet.network_config import PublishedHead, TempNetConfig
@@ -41,7 +39,6 @@ _log = logging.getLogger(__name__)
 _RELEASED_FILES = ("tempnet.safetensors", "tempnet.bin")
 _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
 _WHOLE_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _RELEASED_PREFIX = "tempnet."
 # Mapping from the names in published files to our parameters. `last` is w3 and −b of the pooling; `scaler` is log φ.
 _RELEASED_KEYS = {
@@ -81,15 +78,16 @@ def load_tempnet(source: str | Path, *, head: PublishedHead | None = None) -> Te
         return released_tempnet(_read(path, _RELEASED_PREFIX) or _read(path), head=head)
     if path.is_dir():
         find = functools.partial(_find_file, path)
-    elif not _HUB_NAME.fullmatch(str(source)):
+    elif not HUB_NAME.fullmatch(str(source)):
         raise FileNotFoundError(
             f"{source} is missing: it is neither a directory, nor a file, nor the hub name of a model (owner/name)"
         )
     else:
-        files = [_download(str(source), f"{PAIRED_DIRECTORY}/{name}") for name in (CONFIG_FILE, WEIGHTS_FILE)]
-        if files[0] is not None and files[1] is not None:
-            return TempNet.from_pretrained(files[1].parent)
-        find = functools.partial(_download, str(source))
+        for prefix in (f"{PAIRED_DIRECTORY}/", ""):
+            config, weights = (download(str(source), prefix + name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+            if config is not None and weights is not None and _is_ours(config):
+                return TempNet.from_pretrained(weights.parent)
+        find = functools.partial(download, str(source))
     if (config := find(CONFIG_FILE)) and json.loads(config.read_text()).get("model_type") == "autodeco":
         return _autodeco_tempnet(source, json.loads(config.read_text()), find)
     state = _released_state(find)
@@ -317,11 +315,3 @@ def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
 def _find_file(directory: Path, name: str) -> Path | None:
     """Return the path of a file in a local directory, or None if it is not there."""
     return directory / name if (directory / name).is_file() else None
-
-
-def _download(repository: str, name: str) -> Path | None:
-    """Download a file of a hub repository and return its local path, or None if it is not available."""
-    try:
-        return Path(hf_hub_download(repository, name))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        return None

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tempnet.hub import HUB_NAME, download, push
 from tempnet.network_config import TempNetConfig
 from tempnet.weights import check_weight_files, check_weights
 
@@ -221,15 +222,27 @@ class TempNet(nn.Module):
         (directory / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
         save_file({name: value.contiguous() for name, value in self.state_dict().items()}, directory / WEIGHTS_FILE)
 
+    def push_to_hub(self, repository: str, *, base_model: str = "", private: bool = True) -> str:
+        """Upload the network with a model card to the Hugging Face Hub, and return its address; see `tempnet.hub.push`."""
+        return push(self, repository, base_model=base_model, private=private)
+
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TempNet:
-        """Read a network that :meth:`save_pretrained` wrote; it is returned in eval mode.
+        """Read a network that :meth:`save_pretrained` or :meth:`push_to_hub` wrote; it is returned in eval mode.
+
+        Args:
+            directory: local directory, or name (owner/name) of a repository on the hub that holds the TempNet in its root;
+                `tempnet.loading.load_tempnet` also finds one beside a model, and the published networks.
 
         Raises:
             FileNotFoundError: if one of the two files is missing; the message names the directory and the file.
             ValueError: if the configuration has unknown fields, or the weights are truncated or contain NaN.
         """
+        name = str(directory)
         directory = Path(directory)
+        if not directory.exists() and HUB_NAME.fullmatch(name):
+            files = [download(name, file) for file in (CONFIG_FILE, WEIGHTS_FILE)]
+            directory = files[-1].parent if files[-1] else directory
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{directory} holds no TempNet: {name} is missing")

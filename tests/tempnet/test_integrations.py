@@ -1,13 +1,15 @@
-"""Test the losses in the trainers of other libraries, against plain PyTorch."""
+"""Test the losses in the trainers of other libraries, against plain PyTorch, and TempNets on the hub."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -21,6 +23,7 @@ from transformers import (
 from tempnet import TempNet, TempNetConfig
 from tempnet.contrastive.config import ContrastiveLossConfig
 from tempnet.integrations import ClipLoss, SentencePairLoss, TrainerLoss
+from tempnet.loading import load_tempnet
 from tempnet.softmax.reference import TemperatureLossConfig
 
 VOCABULARY, DIM = 37, 16
@@ -113,3 +116,39 @@ def test_the_loss_of_open_clip_has_the_same_signature(name: str) -> None:
     if config.state_columns:
         with pytest.raises(ValueError, match="give the samples' ids"):
             loss(image, text)
+
+
+class LocalHub:
+    """Stands for `huggingface_hub.HfApi`, because no hub can be reached: uploads into the cache that downloads read."""
+
+    cache: Path
+
+    def create_repo(self, repository: str, *, private: bool, exist_ok: bool) -> None:
+        assert private
+        assert exist_ok
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+        place = self.cache / f"models--{repo_id.replace('/', '--')}"
+        shutil.copytree(folder_path, place / "snapshots" / "c0ffee")
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("c0ffee")
+        return f"https://huggingface.co/{repo_id}"
+
+
+def test_a_tempnet_is_pushed_with_its_card_and_read_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", LocalHub)
+    monkeypatch.setattr(LocalHub, "cache", tmp_path, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    network = TempNet(TempNetConfig.for_logits(VOCABULARY, rho=1.0, hidden_size=8, num_prototypes=4)).eval()
+    assert network.push_to_hub("me/net", base_model="them/base").endswith("me/net")
+    logits = torch.randn(5, VOCABULARY)
+    for found in (TempNet.from_pretrained("me/net"), load_tempnet("me/net")):
+        assert torch.equal(found(logits), network(logits))
+    card = ModelCard.load(tmp_path / "models--me--net/snapshots/c0ffee/README.md")
+    assert (card.data.base_model, card.data.library_name) == ("them/base", "tempnet")
+    assert 'load_causal_lm("them/base", "me/net")' in card.text
+    with pytest.raises(FileNotFoundError, match="me/other holds no TempNet"):
+        TempNet.from_pretrained("me/other")
