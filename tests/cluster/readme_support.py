@@ -1,4 +1,4 @@
-"""Find the shell lines of the README, and run a line."""
+"""Find the shell lines of the README and of the pages in docs/, and run a line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from fnmatch import fnmatchcase
 from support import ROOT
 
 README = (ROOT / "README.md").read_text()
+HISTORY = {"results"}
+"""Pages about the past, whose commands need not work any more."""
+FOLLOWED = {"extend"}
+"""Pages whose own commands and Python files tests/cluster/test_extend_task.py runs."""
+PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in HISTORY}
 PYTHON = ".venv/bin/python -m "
 
 RUN_BY = {
@@ -50,17 +55,18 @@ RUN_BY = {
 """Maps a job, or the beginning of another line, to the test that runs one such line for real."""
 
 
-def shell_lines(page: str = README) -> list[str]:
-    """Return every shell line of a page, by default of the README, without comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+def shell_lines(*pages: str) -> list[str]:
+    """Return every shell line of pages once, without comments; by default of the README and of all pages."""
+    chosen = pages or (README, *(text for name, text in PAGES.items() if name not in FOLLOWED))
+    blocks = [block for page in chosen for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)]
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line]
+    return [line for line in dict.fromkeys(lines) if line]
 
 
 def lines_like(pattern: str) -> list[str]:
-    """Return the shell lines of the README that match a pattern, without `.venv/bin/python -m`, in order; at least one."""
+    """Return the shell lines that match a pattern, without `.venv/bin/python -m`, in order; at least one."""
     found = [line for line in shell_lines() if fnmatchcase(line.removeprefix(PYTHON), pattern)]
-    assert found, f"the README has no line like {pattern!r}"
+    assert found, f"no page has a line like {pattern!r}"
     return found
 
 

@@ -122,7 +122,8 @@ def test_learning_from_a_verifier(home: Path, reference: dict[str, Any], monkeyp
 
 
 def test_the_python_of_the_readme_generates(home: Path, reference: dict[str, Any]) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (snippet,) = (text for text in snippets if "load_causal_lm" in text)
     scope: dict[str, Any] = {}
     exec(snippet, scope)
     generated = scope["result"].sequences[0, scope["prompt"]["input_ids"].shape[1] :]
