@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jobs.engine.command_line import fail, refusals_on_one_line, run_job
+from jobs.engine.command_line import fail, refusals_on_one_line, run_job, show
 from jobs.engine.config import RunSection
 from jobs.engine.tables import markdown_table
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         for run in shown:
             print(json.dumps(dataclasses.asdict(run), ensure_ascii=False))
     elif shown:
-        print(markdown_table(table_of(shown)))
+        show(markdown_table([[" ".join(cell.split()) for cell in row] for row in table_of(shown)]))
     else:
         print(f"no runs in {', '.join(storages)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail
+from jobs.engine.command_line import FAILED, as_typed, exit_interrupted, fail, show
 from jobs.engine.config import TrainingConfig
 from jobs.engine.recording import RecordModels
 from jobs.engine.task import Plan
@@ -35,7 +35,7 @@ def run_command(
     try:
         plan = make_plan(config)
         if dry_run:
-            print(plan.describe())
+            show(plan.describe())
             check_plan(plan)
             return None
         outcome = train(plan, record_models=record_models)
@@ -48,7 +48,7 @@ def run_command(
         fail(f"{error}\n{describe_failure(error)}; {describe_continuation(config.run.directory)}", FAILED)
     except KeyboardInterrupt:
         exit_interrupted(config.run.directory)
-    print(f"\n{plan.summary_table(outcome)}\n")
+    show(f"\n{plan.summary_table(outcome)}\n")
     return outcome
 
 

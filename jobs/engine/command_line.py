@@ -22,7 +22,7 @@ from jobs.engine.garbage import collect_seldom
 from jobs.engine.hints import with_hint
 from jobs.engine.identity import flat_fields
 from jobs.engine.locked import LOCKED_VARIABLE, check_locked
-from jobs.engine.masking import masked
+from jobs.engine.masking import masked, printable
 from tempnet.command import COMMAND_VARIABLE
 
 Config = TypeVar("Config")
@@ -167,7 +167,7 @@ def run_job(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if isinstance(error, BrokenPipeError) and _close_unread_output():
             raise SystemExit(UNREAD) from None
         # It is unexpected, and its text may hold an address with a password.
-        print(masked(traceback.format_exc()), file=sys.stderr, end="")
+        print(printable(masked(traceback.format_exc())), file=sys.stderr, end="")
         raise SystemExit(FAILED) from None
 
 
@@ -210,8 +210,13 @@ def exit_interrupted(directory: str = "") -> NoReturn:
 
 def fail(message: str, status: int = REFUSED) -> NoReturn:
     """Print an error message and exit with REFUSED if the user must change the request, or with FAILED otherwise."""
-    print(f"error: {with_hint(masked(message))}", file=sys.stderr)
+    print(f"error: {printable(with_hint(masked(message)))}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def show(text: str) -> None:
+    """Print what may hold foreign text, such as names of files and generated words, without its control characters."""
+    print(printable(text), flush=True)
 
 
 def as_typed(words: Sequence[str]) -> str:

@@ -12,6 +12,9 @@ from jobs.engine.checks import check_not_negative, check_positive, check_share
 from jobs.engine.fields import FREE_TO_CHANGE, PATH, added_later
 from jobs.engine.worker_settings import WorkersSection
 
+# Trials and files add to the name of a run, and a name has at most 255 bytes on most file systems.
+_MAX_NAME_BYTES = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
@@ -60,6 +63,10 @@ class RunSection:
             )
         if not self.name or any(character in self.name for character in "/\\ \t\n") or self.name.startswith("."):
             raise ValueError(f"run.name = {self.name!r} must be a plain file name without spaces or slashes")
+        if len(os.fsencode(self.name)) > _MAX_NAME_BYTES or not self.name.isprintable():
+            raise ValueError(
+                f"run.name = {self.name[:40]!r}… must be a plain file name of at most {_MAX_NAME_BYTES} bytes, all printable"
+            )
 
     @property
     def start_step(self) -> int:

@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from tqdm import tqdm
 
+from jobs.engine.masking import printable
 from jobs.engine.progress import ProgressNotes
 from jobs.engine.worker_context import Terminal
 from pipelines.actor_start import on_this_node, wait_until_started
@@ -88,7 +89,7 @@ class Console:
             return  # the cluster is shutting down; the job itself reports why
         lines, progress = fetched
         for line in lines:
-            tqdm.write(line, file=sys.stdout)
+            tqdm.write(printable(line), file=sys.stdout)
         sys.stdout.flush()
         if progress and not self._bar.disable:
             step, text = progress

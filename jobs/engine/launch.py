@@ -16,6 +16,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from jobs.engine.cluster import check_resources, start_ray
 from jobs.engine.cluster_loss import naming_lost_cluster
+from jobs.engine.command_line import show
 from jobs.engine.config import TrainingConfig
 from jobs.engine.console import Console
 from jobs.engine.failures import describe_failure, explain_end
@@ -83,7 +84,7 @@ def train(
     """
     config = plan.config
     outcome = check_plan(plan)
-    print(plan.describe(), flush=True)
+    show(plan.describe())
     if outcome is not None:
         record_end(config, outcome, record_models)
         print("\nThis run is finished; its results:", flush=True)
@@ -94,7 +95,7 @@ def train(
         if outcome is not None:
             return outcome  # another driver held the lease until now and finished the run
         if so_far := describe_run(config.run.directory):
-            print(so_far, flush=True)
+            show(so_far)
         tracked = record_start(plan, prepared, parent_run_id, origin or {})
         with mark_if_ended(tracked), _recorded_if_failed(plan, tracked, record_models):
             result = _fit_plan(

@@ -171,8 +171,21 @@ def _machine() -> str:
         return f"{platform.node()} {uuid.getnode():x}"
 
 
-def _process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
+def _process(pid: int | None = None) -> dict[str, Any]:
+    """Identify a process of this machine, by default this one."""
+    number = os.getpid() if pid is None else pid
+    return {"pid": number, "started": psutil.Process(number).create_time(), "start_ticks": _start_ticks(number)}
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks since boot, which no step of the clock changes.
+
+    psutil adds the boot time of the clock as it is set now. None where there is no /proc, as on macOS.
+    """
+    with suppress(OSError):
+        # The second field is the name in parentheses, which may hold anything; the start is the 22nd (man 5 proc).
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
 
 
 def is_ended_here(held: dict[str, Any]) -> bool:
@@ -181,7 +194,13 @@ def is_ended_here(held: dict[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(held["pid"])
-        is_another = abs(process.create_time() - held["started"]) > _SECONDS_OF_CLOCK_ERROR
+        ticks = _start_ticks(held["pid"])
+        if ticks is None or held.get("start_ticks") is None:  # the lease of an earlier version has none
+            is_another = abs(process.create_time() - held["started"]) > _SECONDS_OF_CLOCK_ERROR
+        else:
+            is_another = ticks != held["start_ticks"]
         return is_another or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+    except (KeyError, TypeError, ValueError):  # the file is damaged: its owner may live
+        return False

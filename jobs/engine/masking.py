@@ -1,4 +1,4 @@
-"""Masks the user names, passwords and other secrets in URIs, so that they are not shown or recorded."""
+"""What may be shown of foreign text: no user names, passwords and other secrets in URIs, and no control characters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ _LOGIN = re.compile(r"(?<=://)(?:[^\s/]*:\S*|[^\s/]*)@")
 # `#access_token=…`.
 _SECRET_WORDS = "pass|pwd|token|secret|key|signature|credential|odbc_connect"
 _QUERY = re.compile(rf"(?i)(?<=[?&#])([^\s=&#]*(?:{_SECRET_WORDS})[^\s=&#]*|sig)=[^\s&#'\"]+")
+
+
+# All control characters but tabs and line feeds: a terminal would act on them, and some can hide text or type commands.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, such as the names of files and records hold them."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def masked(value: Value) -> Value:

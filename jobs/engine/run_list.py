@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,28 +81,28 @@ def _directories(uri: str) -> Iterator[str]:
 def read_run(storage: str, name: str, *, now: float) -> RunState | None:
     """Return the state of the run with a name, or None if there is no training run in this directory."""
     directory = join(storage, name) if name else storage
-    configuration = _read(directory, "configuration.json")
-    if "run.num_steps" not in configuration:
+    num_steps = _number(_read(directory, "configuration.json"), "run.num_steps")
+    if num_steps is None:
         return None
     outcome, progress, failure = (_read(directory, file) for file in ("outcome.json", PROGRESS_FILE, FAILURE_FILE))
-    last_sign = max(_last_beat(directory), float(progress.get("time", 0)), float(failure.get("time", 0)))
+    last_sign = max(_last_beat(directory), *(_number(file, "time") or 0.0 for file in (progress, failure)))
     state = _state(directory, outcome, failure, progress, last_sign=last_sign, now=now)
-    num_steps = int(configuration["run.num_steps"])
-    step = int(progress.get("step", 0))
+    step = int(_number(progress, "step") or 0)
     if state in ("failed", "interrupted", "lost"):
         step = registered_step(directory)
     if state == "finished":
-        step = int(outcome["num_steps"])
-    validation = outcome.get("validation", {})
-    seconds = progress.get("seconds_per_step")
-    left = None if seconds is None or state == "finished" else float(seconds) * (num_steps - step)
+        step = int(_number(outcome, "num_steps") or step)
+    seconds = _number(progress, "seconds_per_step")
+    left = None if seconds is None or state == "finished" else seconds * (num_steps - step)
+    validation = outcome.get("validation")
+    validated = _number(validation, "tau_mean") if isinstance(validation, dict) else None
     return RunState(
         name=name or directory.rstrip("/").rpartition("/")[2],
         state=state,
         step=step,
-        num_steps=num_steps,
-        loss=progress.get("loss"),
-        tau_mean=validation.get("tau_mean", progress.get("tau_mean")),
+        num_steps=int(num_steps),
+        loss=_number(progress, "loss"),
+        tau_mean=_number(progress, "tau_mean") if validated is None else validated,
         seconds_left=left,
         failure=_describe_failure(failure, now=now),
         last_sign=last_sign,
@@ -123,7 +124,7 @@ def _state(
     if lease:
         is_dead = is_ended_here(lease) or now - last_sign > _SECONDS_TO_EXPIRE
         return "lost" if is_dead else "running"
-    is_newest = float(failure.get("time", 0)) >= float(progress.get("time", 0))
+    is_newest = (_number(failure, "time") or 0.0) >= (_number(progress, "time") or 0.0)
     return "failed" if failure.get("is_final") and is_newest else "interrupted"
 
 
@@ -137,8 +138,14 @@ def _read(directory: str, file: str) -> dict[str, Any]:
     """Return the content of a JSON file; empty if it is missing, damaged, or just being replaced."""
     try:
         return read_json(join(directory, file)) or {}
-    except (ValueError, FileNotFoundError):
+    except (ValueError, OSError):
         return {}
+
+
+def _number(values: dict[str, Any], name: str) -> float | None:
+    """Return a number of a file; None if it is missing or is none, since one bad file must not hide all other runs."""
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _describe_failure(failure: dict[str, Any], *, now: float) -> str:
@@ -147,7 +154,7 @@ def _describe_failure(failure: dict[str, Any], *, now: float) -> str:
     cause = " ".join(str(failure.get("cause", "")).split())
     if len(cause) > _MAX_CAUSE:
         cause = f"{cause[:_MAX_CAUSE]}…"
-    return f"{clock(max(0.0, now - float(failure.get('time', now))))} ago, at step {failure.get('step')}: {cause}"
+    return f"{clock(max(0.0, now - (_number(failure, 'time') or now)))} ago, at step {failure.get('step')}: {cause}"
 
 
 def table_of(runs: list[RunState]) -> list[list[str]]:

@@ -158,7 +158,7 @@ def load_output_layer(
     """
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if (head := find_output_head(base)) is None:
         raise ValueError(f"{source}: the logits of a {type(base).__name__} do not follow from its hidden state")
     # The server reads the same files of the hub, into the same cache.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from jobs.engine.command_line import FAILED, exit_interrupted, fail
+from jobs.engine.command_line import FAILED, exit_interrupted, fail, show
 from jobs.engine.preflight import Named
 from jobs.engine.tracking import where_to_browse
 
@@ -66,7 +66,7 @@ def run_command(
     try:
         work = make(config)
         if dry_run:
-            print(work.describe())
+            show(work.describe())
             check(work)
             return 0
         results = run(work)
@@ -76,7 +76,7 @@ def run_command(
         exit_interrupted(config.run.directory)
     print(f"\n{results.table}\n\n  results   {results.directory} ({files})")
     for name, reason in results.failed.items():
-        print(f"  FAILED    {name}: {reason}")
+        show(f"  FAILED    {name}: {reason}")
     if results.tracking_uri:
         print("\nTo look around, type:")
         print(where_to_browse(results.tracking_uri, results.experiment_id))

@@ -42,7 +42,7 @@ def write(run: Path, **changes: object) -> None:
 
 
 def write_for(process: subprocess.Popen[bytes], run: Path) -> None:
-    write(run, pid=process.pid, started=psutil.Process(process.pid).create_time())
+    write(run, **_process(process.pid))
 
 
 def fast(run: Path | str, *, seconds_to_expire: float = 0.5) -> Lease:
@@ -103,7 +103,7 @@ def test_a_process_of_this_machine_that_is_gone_holds_nothing(tmp_path: Path) ->
     process = subprocess.Popen(["true"])
     process.wait()
     # In the second case this process has the number of an older process, which held the lease.
-    for gone in ({"pid": process.pid}, {"started": 1.0}):
+    for gone in ({"pid": process.pid}, {"start_ticks": 1}, {"start_ticks": None, "started": 1.0}):
         write(tmp_path, **gone)
         started = time.monotonic()
         with Lease(str(tmp_path)):

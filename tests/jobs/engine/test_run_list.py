@@ -47,7 +47,7 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
         assert only(str(tmp_path)).state == "running"
         assert only(str(tmp_path), now=time.time() + 120).state == "lost"
         # The process of a driver on this machine can be seen.
-        (directory / LEASE_FILE).write_text(json.dumps(lease | {"started": 1.0}))
+        (directory / LEASE_FILE).write_text(json.dumps(lease | {"start_ticks": 1}))
         assert only(str(tmp_path)).state == "lost"
         (directory / LEASE_FILE).write_text(json.dumps(lease))
 
@@ -74,6 +74,12 @@ def test_damaged_files_and_other_directories_do_no_harm(tmp_path: Path) -> None:
     begin(str(tmp_path / "whole"), step=5)
     (tmp_path / "whole" / "progress.json").write_text("{")
     assert [(run.name, run.step) for run in list_runs(str(tmp_path))] == [("sweep/trial-1", 0), ("whole", 0)]
+    for bad in ({"step": "x", "time": [], "loss": {}, "seconds_per_step": "1"}, {"time": None, "step": float("nan")}):
+        (tmp_path / "whole" / "progress.json").write_text(json.dumps(bad))
+        (tmp_path / "whole" / "failure.json").write_text(json.dumps(bad))
+        (tmp_path / "whole" / "outcome.json").write_text(json.dumps({"num_steps": [], "validation": "x"}))
+        (tmp_path / "whole" / LEASE_FILE).write_text(json.dumps({"pid": "x"}))
+        assert [run.name for run in list_runs(str(tmp_path))] == ["sweep/trial-1", "whole"]
     assert describe_run(str(tmp_path / "prepared")) == ""
 
 
@@ -95,11 +101,13 @@ def test_notes_never_stop_a_run(tmp_path: Path) -> None:
 def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin(str(tmp_path / "a"), step=20)
     begin(str(tmp_path / "b"))
+    note_failure(str(tmp_path / "b"), "file \x1b]0;title\x07\x1b[2J\u202e.txt", step=0, is_final=False)
     assert runs.main([str(tmp_path)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert [row.split("|")[1].strip() for row in table[2:]] == ["a", "b"]
+    assert r"file \x1b]0;title\x07\x1b[2J\u202e.txt" in table[3]  # and no terminal acts on it
     assert "20/100" in table[2] or "0/100" in table[2]
-    assert runs.main([str(tmp_path), "--state", "failed"]) == 0
+    assert runs.main([str(tmp_path), "--state", "lost"]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
     assert runs.main([str(tmp_path), "--json"]) == 0
     assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]

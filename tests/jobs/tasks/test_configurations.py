@@ -61,6 +61,7 @@ REFUSED: dict[str, dict[str, str]] = {
     LANGUAGE_MODEL: {
         "--run.num-steps 0": "run.num_steps = 0 must be positive",
         "--run.name a/b": "run.name = 'a/b' must be a plain file name",
+        f"--run.name {256 * 'x'}": "must be a plain file name of at most 200 bytes",
         "--run.seed -1": "run.seed = -1 must not be negative",
         "--optimizer.batch-size 15": "optimizer.batch_size = 15 is not divisible by workers.num_workers = 2",
         "--optimizer.micro-batch-size 3": "not divisible by optimizer.micro_batch_size = 3",
